@@ -1,0 +1,55 @@
+# make demo   install, make a data set, train on a local Ray cluster, sample, report
+# make test   install, run the tests
+# make faults the tests that kill workers, nodes and helpers one after the other
+# make lint   ruff and mypy
+# make bench  the benchmarks whose figures stand in LOG.md
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DATA := datasets/demo
+RUN := runs/demo
+CODE := app actors data ops tests
+
+export HF_HUB_OFFLINE := 1
+export RAY_USAGE_STATS_ENABLED := 0
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: install demo test faults lint bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Heddle needs Python 3.11 or newer: make PYTHON=python3.11"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $(STAMP)
+
+$(DATA)/shards: | $(STAMP)
+	$(BIN)/heddle data synth $(DATA)
+
+demo: $(STAMP) | $(DATA)/shards
+	$(BIN)/heddle train --config configs/runs/demo.yaml --overwrite
+	$(BIN)/heddle sample --checkpoint $(RUN)
+	$(BIN)/heddle report $(RUN)
+	@echo
+	@echo "report    $(RUN)/report.html"
+	@echo "timeline  $(RUN)/timeline.json (open it at ui.perfetto.dev)"
+	@echo "clips     $(RUN)/samples/"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest -q -m faults
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	for name in planner ops data runtime ulysses optimizer elastic learn; do echo "== $$name"; $(BIN)/heddle bench $$name || exit 1; done
+
+clean:
+	rm -rf $(VENV) $(RUN) $(DATA) .pytest_cache .mypy_cache .ruff_cache
