@@ -1,0 +1,146 @@
+"""Settings of models and training mathematics. Imports neither torch nor Ray, so configs load in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ops.geometry import Geometry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTConfig:
+    """The diffusion transformer. With `path`, everything but the runtime switches is read from its config.json."""
+
+    architecture: Literal["wan", "hunyuan"] = "wan"
+    path: str | None = None  # a Diffusers folder (the pipeline's, or its transformer/)
+    num_layers: int = 4
+    num_heads: int = 4
+    head_dim: int = 32
+    ffn_dim: int = 512
+    freq_dim: int = 64  # width of the sinusoidal timestep embedding
+    text_dim: int = 64  # width of the text encoder's output
+    in_channels: int = 16  # latent channels of the VAE
+    out_channels: int = 16
+    patch: tuple[int, int, int] = (1, 2, 2)
+    cross_attn_norm: bool = True
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+    num_single_layers: int = 0  # hunyuan only: single-stream blocks after the double-stream ones
+    num_refiner_layers: int = 2  # hunyuan only: self-attention blocks over the text
+    pooled_dim: int = 0  # hunyuan only: width of the pooled text vector; 0 pools the text embeddings themselves
+    guidance_embeds: bool = False  # hunyuan only: guidance-distilled weights
+    rope_axes: tuple[int, int, int] | None = None  # hunyuan only: head sizes given to (t, h, w); None scales 16, 56, 56
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
+    lora_alpha: float = 0.0  # 0 means equal to the rank
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ValueError(f"model.dit.head_dim {self.head_dim} is odd; RoPE rotates pairs. Use an even head_dim.")
+
+        if self.rope_axes and (sum(self.rope_axes) != self.head_dim or any(size % 2 for size in self.rope_axes)):
+            raise ValueError(f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim "
+                             f"{self.head_dim}.")
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def rope_split(self) -> tuple[int, int, int]:
+        """Head sizes that RoPE gives to (t, h, w): HunyuanVideo's 16, 56, 56 of 128 scaled in whole pairs, or Wan's."""
+        if self.architecture == "hunyuan" and self.rope_axes:
+            return self.rope_axes
+        spatial = 2 * (self.head_dim * 7 // 32 if self.architecture == "hunyuan" else self.head_dim // 6)
+        return self.head_dim - 2 * spatial, spatial, spatial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VAEConfig:
+    """The frozen video autoencoder: `haar` needs no weights, `diffusers` loads a local folder."""
+
+    kind: Literal["haar", "diffusers"] = "haar"
+    path: str | None = None  # a Diffusers folder (the pipeline's, or its vae/)
+    temporal: int = 4  # haar only: stride over time
+    spatial: int = 8  # haar only: stride over height and width
+    channels: int = 48  # haar only: strongest channels kept, at most 3 * temporal * spatial^2
+    tile_sample_min: tuple[int, int] = (256, 256)  # tiled encode above this many pixels (height, width)
+    tile_sample_stride: tuple[int, int] = (192, 192)
+    tiling: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind == "diffusers" and not self.path:
+            raise ValueError("model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use "
+                             "kind: haar.")
+        if self.kind == "haar" and not 1 <= self.channels <= 3 * self.temporal * self.spatial**2:
+            raise ValueError(f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
+                             f"(3 * temporal * spatial^2).")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig:
+    """The frozen text encoder (T5 and UMT5 family). Without a path: a small random T5 over bytes, from `seed`."""
+
+    path: str | None = None  # folder that holds text_encoder/ and tokenizer/, or both in one
+    max_length: int = 226  # longer captions are cut here
+    # 0: true lengths, no padding. Published Wan weights were trained on embeddings followed by zeros up to 512, and
+    # behave as published only with pad_to: 512 (WanPipeline's max_sequence_length).
+    pad_to: int = 0
+    d_model: int = 64  # the random encoder only, like the three below
+    num_layers: int = 2
+    num_heads: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The three modules a worker hosts."""
+
+    dit: DiTConfig = field(default_factory=DiTConfig)
+    vae: VAEConfig = field(default_factory=VAEConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowConfig:
+    """Flow matching: x_sigma = (1 - sigma) x + sigma noise, target noise - x."""
+
+    weighting_scheme: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    mode_scale: float = 1.29
+    flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
+    num_train_timesteps: int = 1000  # the transformer is given sigma times this
+
+    def __post_init__(self) -> None:
+        if self.flow_shift <= 0:
+            raise ValueError(f"train.flow.flow_shift {self.flow_shift} must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with warm-up and decay, global clipping and an EMA of the weights."""
+
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0  # 0 switches clipping off
+    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
+    lr_warmup_steps: int = 0
+    lr_min_ratio: float = 0.0  # the decay ends at learning_rate times this
+    ema_decay: float = 0.999  # 0 switches the EMA off
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0:
+            raise ValueError(f"train.optimizer.learning_rate {self.learning_rate} must be positive.")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"train.optimizer.ema_decay {self.ema_decay} must lie in [0, 1).")
+
+
+def geometry(model: ModelConfig) -> Geometry:
+    """Pixel to token geometry of a model built from its config alone (a `path` is resolved by ops.models.load)."""
+    if model.vae.kind == "haar":
+        return Geometry(vae_stride=(model.vae.temporal, model.vae.spatial, model.vae.spatial), patch=model.dit.patch)
+    return Geometry(patch=model.dit.patch)

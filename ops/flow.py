@@ -1,0 +1,79 @@
+"""Flow matching: x_sigma = (1 - sigma) x + sigma noise; the transformer predicts noise - x.
+
+Every random number of a sample is a function of (seed, step, sample key) alone, through numpy's counter-based Philox:
+the same on any worker, device, degree and order of work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.config import FlowConfig
+from ops.packing import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The randomness of one sample at one step."""
+
+    sigma: float  # in [0, 1], after the shift
+    noise: Tensor  # fp32, CPU
+
+
+def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.random.Generator:
+    """An independent stream of numbers for each (seed, step, sample key, purpose)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{purpose}/{key}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...]) -> Draw:
+    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W]."""
+    numbers = generator(seed, step, key)
+    sigma = shift(density(config, numbers), config.flow_shift)
+    return Draw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
+
+
+def density(config: FlowConfig, numbers: np.random.Generator) -> float:
+    """One unshifted sigma of the configured density (Esser et al. 2024, section 3.1)."""
+    if config.weighting_scheme == "logit_normal":
+        return float(1 / (1 + math.exp(-(config.logit_mean + config.logit_std * numbers.standard_normal()))))
+    u = float(numbers.random())
+    if config.weighting_scheme == "mode":
+        return 1 - u - config.mode_scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+    return u
+
+
+def shift(sigma: float, flow_shift: float) -> float:
+    """Moves sigma towards noise: longer sequences need more of it to lose their signal."""
+    return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)
+
+
+def sigma_schedule(steps: int, flow_shift: float) -> list[float]:
+    """steps + 1 sigmas from 1 down to 0 for Euler sampling, shifted like in training."""
+    if steps < 1:
+        raise ValueError(f"{steps} sampling steps; at least 1 is needed.")
+    return [shift(1 - index / steps, flow_shift) for index in range(steps + 1)]
+
+
+def interpolate(latent: Tensor, noise: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+    """The noisy latent and the target of the prediction, both shaped like `latent`."""
+    return torch.lerp(latent, noise, sigma), noise - latent
+
+
+def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    """This rank's part of sum_s weights[s] * mean squared error of sequence s.
+
+    prediction, target [n, c] are the local rows, weights [S] are 1 / (samples of the whole step) for an average; the
+    mean runs over all tokens of s on all ranks of the bag. So parts of ranks, bags and cascades only add up.
+    At least fp32. With n = 0 it is a zero that backward accepts.
+    """
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
+    per_row = (weights.double() / (layout.token_counts * prediction.shape[-1])).to(dtype)[layout.seq_index]
+    error = (prediction.to(dtype) - target.to(dtype)).square().sum(dim=-1)
+    return (per_row * error).sum()

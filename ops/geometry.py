@@ -1,0 +1,51 @@
+"""How pixels become latents and tokens. Pure arithmetic: no torch, so plans and configs may use it.
+
+T, H, W are the frames, height and width of a clip in pixels; t, h, w those of its latent or token grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Strides of a VAE and the patch of the transformer behind it."""
+
+    vae_stride: tuple[int, int, int] = (4, 8, 8)
+    patch: tuple[int, int, int] = (1, 2, 2)
+    causal: bool = True  # causal VAEs keep the first frame alone, so legal frame counts are stride*k + 1
+
+    def latent_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Latent (t, h, w) of a clip. Raises ValueError for a shape the VAE cannot encode."""
+        stride_t, stride_h, stride_w = self.vae_stride
+        if self.causal:
+            if (frames - 1) % stride_t:
+                legal = (frames - 1) // stride_t * stride_t + 1
+                raise ValueError(f"{frames} frames: a causal VAE of temporal stride {stride_t} takes "
+                                 f"{stride_t}*k+1 frames. Use {legal} or {legal + stride_t}.")
+            latent_frames = (frames - 1) // stride_t + 1
+        else:
+            latent_frames = max(frames // stride_t, 1)
+        if height % stride_h or width % stride_w:
+            raise ValueError(f"{height}x{width} is not a multiple of the VAE's spatial stride {stride_h}x{stride_w}.")
+        return latent_frames, height // stride_h, width // stride_w
+
+    def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Token (t, h, w) of a clip: the latent grid divided by the patch."""
+        grid = self.latent_grid(frames, height, width)
+        if any(size % patch for size, patch in zip(grid, self.patch, strict=True)):
+            raise ValueError(f"latent grid {grid} of {frames}x{height}x{width} is not a multiple of patch "
+                             f"{self.patch}. Use multiples of {self.spatial_multiple} pixels.")
+        t, h, w = (size // patch for size, patch in zip(grid, self.patch, strict=True))
+        return t, h, w
+
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Number of video tokens of one clip."""
+        t, h, w = self.token_grid(frames, height, width)
+        return t * h * w
+
+    @property
+    def spatial_multiple(self) -> int:
+        """Heights and widths must be multiples of this."""
+        return max(self.vae_stride[1] * self.patch[1], self.vae_stride[2] * self.patch[2])

@@ -1,0 +1,106 @@
+"""The step's gradient sum in buckets that start as soon as they are complete, while slower workers still compute.
+
+A bucket is the range of some neighbouring parameters in the flat gradient. All workers sum the buckets in one order,
+from the end of the vector, where backward begins, to its front. A worker starts a bucket when it will add nothing more
+to it: during its last backward of the step (`watch`, by hooks), or after it (`start`); one that computes no gradient in
+the step starts all of them at once (not on CUDA, where waiting kernels hold SMs). `finish` waits for what is left.
+
+Order of launches. A worker starts buckets only when it will run no further collective of a bag before the end of the
+step (actors.dispatch decides it). So on every device all bag collectives of a step precede all buckets, which precede
+those of the next step: kernels of several NCCL communicators never wait for each other in a circle.
+
+A sum of a range is made in rank order by its owner (Gloo), so cutting and starting change no bit of the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ops.comm import Group, Pending
+from ops.shards import Slot
+
+Bounds = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Parameters [first, last) of the layout and their range of the flat vector."""
+
+    first: int
+    last: int
+    lo: int
+    hi: int
+
+
+def cut_buckets(layout: Sequence[Slot], elements: int) -> list[Bucket]:
+    """Whole parameters from the last to the first; a bucket is closed when it holds `elements` or more."""
+    buckets: list[Bucket] = []
+    last = len(layout)
+    for first in reversed(range(len(layout))):
+        lo, hi = layout[first].lo, layout[last - 1].hi
+        if hi - lo >= elements or first == 0:
+            buckets.append(Bucket(first=first, last=last, lo=lo, hi=hi))
+            last = first
+    return buckets
+
+
+class GradientSum:
+    """One generation's sums of `flat`, [total]; afterwards flat[lo:hi] of this rank's bounds is the sum over the group.
+
+    A cycle per step: `watch` (optional), `received` per parameter, `start` (optional), `finish`. Not thread-safe; a
+    backward pass calls `received` while its caller waits for it.
+    """
+
+    def __init__(self, flat: Tensor, layout: Sequence[Slot], group: Group, bounds: Bounds, elements: int) -> None:
+        self._flat, self._layout, self._group, self._bounds = flat, layout, group, bounds
+        self._buckets = cut_buckets(layout, elements)
+        self._bucket_of = {i: n for n, bucket in enumerate(self._buckets) for i in range(bucket.first, bucket.last)}
+        self._pending: list[Pending] = []
+        self._next = 0  # buckets before this one have been started
+        self._missing: list[int] = []  # per bucket, parameters that wait for their last gradient; empty: not watching
+
+    @property
+    def started(self) -> int:
+        """Buckets of this step whose sum has begun."""
+        return self._next
+
+    def watch(self) -> None:
+        """The coming backward pass is this worker's last of the step: start buckets as it completes them."""
+        self._missing = [bucket.last - bucket.first for bucket in self._buckets]
+
+    def received(self, index: int) -> None:
+        """Parameter `index` has its gradient of the running backward pass. Raises RuntimeError if it came too late."""
+        number = self._bucket_of[index]
+        if number < self._next and self._group.size > 1:
+            raise RuntimeError(
+                f"{self._layout[index].name} received a gradient after the sum of its bucket had begun. The sum may "
+                f"only start during or after the last backward pass of a step."
+            )
+        if self._missing:
+            self._missing[number] -= 1
+            while self._next < len(self._buckets) and self._missing[self._next] <= 0:
+                self._start_next()
+
+    def start(self) -> None:
+        """This worker adds nothing more in this step: start every bucket that has not been."""
+        self._missing = []
+        while self._next < len(self._buckets):
+            self._start_next()
+
+    def finish(self) -> None:
+        """Wait for the whole sum. The next cycle may begin."""
+        self.start()
+        for pending in self._pending:
+            pending.wait()
+        self._pending, self._next = [], 0
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        pieces = [(min(max(lo, bucket.lo), bucket.hi), min(max(hi, bucket.lo), bucket.hi)) for lo, hi in self._bounds]
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces)), "shards lie one behind the other"
+        self._pending += self._group.reduce_scatter_ranges_async(self._flat, pieces)

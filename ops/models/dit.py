@@ -1,0 +1,163 @@
+"""Wan2.1's diffusion transformer over packed sequences, with the parameter names of Diffusers' WanTransformer3DModel.
+
+S sequences, n rows of this rank, D width, H heads, d head size, T rows of the (replicated) text.
+
+    layout = Layout([Sequence((5, 8, 12), text_tokens=33), Sequence((1, 16, 16), text_tokens=7)], degree, rank, device)
+    tokens = layout.local([patchify(latent, config.patch) for latent in latents])       # [n, C * pt * ph * pw]
+    velocity = dit(tokens, sigmas * 1000, torch.cat(texts), layout, group)              # [n, C_out * pt * ph * pw]
+    loss = flow_loss(velocity, layout.local(targets), layout, weights)                  # ops/flow.py
+
+Gradients are partial: everything that a rank computes redundantly (time and text embeddings, keys and values of the
+text) reaches the loss through that rank's own rows only, so the sum over the bag is the exact gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ops.attention.varlen import attention
+from ops.comm import Group
+from ops.config import DiTConfig
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.models.layers import (
+    FeedForward,
+    PatchEmbedding,
+    TwoLayerMLP,
+    check_inputs,
+    gelu_tanh,
+    init_linear,
+    maybe_checkpoint,
+    sinusoidal_embedding,
+)
+from ops.packing import Layout
+from ops.sequence_parallel import check_degree, sequence_parallel_attention
+
+
+class Shared(NamedTuple):
+    """What all blocks of one forward share."""
+
+    text: Tensor  # [T, D]
+    modulation: Tensor  # [S, 6, D]
+    cos: Tensor  # [n, d / 2]
+    sin: Tensor
+    layout: Layout
+    group: Group
+
+
+class WanDiT(nn.Module):
+    """See the module docstring for a call. `timesteps` are sigma * num_train_timesteps, one per sequence."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        patch_size = config.patch[0] * config.patch[1] * config.patch[2]
+        self.in_features, self.patch_size = config.in_channels * patch_size, patch_size
+        self.patch_embedding = PatchEmbedding(config.in_channels, dim, config.patch)
+        self.condition_embedder = ConditionEmbedder(config)
+        self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_layers))
+        self.proj_out = nn.Linear(dim, config.out_channels * patch_size)
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
+        init_linear(self, head=self.proj_out)
+
+    def forward(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout, group: Group) -> Tensor:
+        """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
+
+        Features are channel first on both sides, as `patchify` makes them. Collective over the group: every rank of
+        the bag calls it (and its backward) for the same layouts in the same order, also with n = 0.
+        Raises ValueError for shapes that do not fit the layout and for degrees that do not divide the heads.
+        """
+        check_inputs(tokens, self.in_features, timesteps, text, layout)
+        check_degree(layout.degree, self.config.num_heads)
+        x = self.patch_embedding(tokens)
+        time, modulation, text = self.condition_embedder(timesteps, text)
+        cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
+        shared = Shared(text, modulation, cos, sin, layout, group)
+        for block in self.blocks:
+            x = maybe_checkpoint(self.config.gradient_checkpointing, block, x, shared)
+        shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
+        out = self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=self.config.eps))
+        return out.unflatten(-1, (self.patch_size, -1)).transpose(-1, -2).flatten(-2)  # Wan's head is channel last
+
+
+class ConditionEmbedder(nn.Module):
+    """Time and text of each sequence, computed in full by every rank."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.freq_dim = config.freq_dim
+        self.time_embedder = TwoLayerMLP(config.freq_dim, config.dim, nn.functional.silu)
+        self.time_proj = nn.Linear(config.dim, 6 * config.dim)
+        self.text_embedder = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
+
+    def forward(self, timesteps: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """timesteps [S], text [T, text_dim] -> time [S, D], modulation [S, 6, D], text [T, D]."""
+        # modulation multiplies every activation, so it stays in the weights' precision under autocast
+        with torch.autocast(timesteps.device.type, enabled=False):
+            weight = self.time_proj.weight
+            time = self.time_embedder(sinusoidal_embedding(timesteps, self.freq_dim, weight.dtype))
+            modulation = self.time_proj(nn.functional.silu(time)).unflatten(1, (6, -1))
+        at_least_fp32 = torch.promote_types(weight.dtype, torch.float32)
+        return time.to(at_least_fp32), modulation.to(at_least_fp32), self.text_embedder(text)
+
+
+class Attention(nn.Module):
+    """Projections and QK-norm weights (over all heads) of one attention."""
+
+    def __init__(self, dim: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.head_dim, self.eps = head_dim, eps
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+
+    def project(self, x: Tensor, context: Tensor, cos: Tensor | None = None,
+                sin: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised, rotated q [n, H, d] of x; k, v [m, H, d] of the context."""
+        q, k = qk_norm_rope(self.to_q(x), self.to_k(context), self.norm_q.weight, self.norm_k.weight, cos, sin,
+                            head_dim=self.head_dim, eps=self.eps)
+        v = self.to_v(context)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def output(self, heads: Tensor) -> Tensor:
+        return self.to_out[0](heads.flatten(1))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class WanBlock(nn.Module):
+    """Self-attention over the bag, cross-attention to the replicated text, MLP; AdaLN from each row's sequence."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.attn1 = Attention(config.dim, config.head_dim, config.eps)
+        self.attn2 = Attention(config.dim, config.head_dim, config.eps)
+        self.norm2 = nn.LayerNorm(config.dim, config.eps) if config.cross_attn_norm else None
+        self.ffn = FeedForward(config.dim, config.ffn_dim)
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """x [n, D] -> [n, D]."""
+        layout, segments = shared.layout, shared.layout.segments
+        table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unbind(1)
+
+        h = ln_modulate(x, scale, shift, segments, eps=self.eps)
+        q, k, v = self.attn1.project(h, h, shared.cos, shared.sin)
+        y = self.attn1.output(sequence_parallel_attention(q, k, v, layout.video_exchange, shared.group))
+
+        if self.norm2 is None:
+            x = h = gate_residual(x, y, gate, segments)
+        else:
+            x, h = gate_residual_ln_modulate(x, y, gate, None, None, segments, weight=self.norm2.weight,
+                                             bias=self.norm2.bias, eps=self.eps)
+        q, k, v = self.attn2.project(h, shared.text)
+        y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text))
+
+        x, h = gate_residual_ln_modulate(x, y, None, mlp_scale, mlp_shift, segments, eps=self.eps)
+        return gate_residual(x, self.ffn(h), mlp_gate, segments)

@@ -1,0 +1,115 @@
+"""Layers that the transformers share, with Diffusers' parameter names.
+
+Modules named after a norm hold parameters only; the fused ops of ops/fused.py do the arithmetic.
+S sequences, n local rows, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ops.packing import Layout
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class TwoLayerMLP(nn.Module):
+    """linear_1, activation, linear_2: Diffusers' TimestepEmbedding (silu) and PixArtAlphaTextProjection (gelu)."""
+
+    def __init__(self, in_dim: int, dim: int, activation: Activation) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(in_dim, dim)
+        self.linear_2 = nn.Linear(dim, dim)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(self.activation(self.linear_1(x.to(self.linear_1.weight.dtype))))
+
+
+class _Projection(nn.Module):
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_dim, out_dim)
+
+
+class FeedForward(nn.Module):
+    """Diffusers' FeedForward: net.0.proj, activation, net.2."""
+
+    def __init__(self, dim: int, inner_dim: int, activation: Activation = gelu_tanh) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([_Projection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, dim)])
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        projection: Any = self.net[0]
+        return self.net[2](self.activation(projection.proj(x)))
+
+
+class PatchEmbedding(nn.Conv3d):
+    """A convolution whose stride is its kernel, applied to tokens that `patchify` already cut: one matrix product."""
+
+    def __init__(self, in_channels: int, dim: int, patch: tuple[int, int, int]) -> None:
+        super().__init__(in_channels, dim, kernel_size=patch, stride=patch)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """[S] -> [S, dim], cosines first, as Diffusers' Timesteps(flip_sin_to_cos=True, downscale_freq_shift=0).
+
+    At least fp32: timesteps reach 1000, where bf16 has steps of 4.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    half = dim // 2
+    # fp32 also for fp64 models, so that both use the frequencies the weights were trained with
+    exponent = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=timesteps.device) / half
+    angles = timesteps.to(dtype)[:, None] * exponent.exp().to(dtype)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def check_inputs(tokens: Tensor, features: int, timesteps: Tensor, text: Tensor, layout: Layout) -> None:
+    """Raises ValueError where the tensors of a forward do not fit its layout."""
+    wanted = {"tokens": (tokens, (layout.local_tokens, features)),
+              "timesteps": (timesteps, (len(layout),)),
+              "text": (text, (sum(layout.text_lengths), text.shape[-1]))}
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} {tuple(tensor.shape)} do not fit the layout of {len(layout)} sequences on rank "
+                             f"{layout.rank} of {layout.degree}: expected {shape}.")
+
+
+def maybe_checkpoint(enabled: bool, block: nn.Module, *inputs: Any) -> Any:
+    """Runs the block; when enabled, its activations are recomputed in the backward instead of kept. The recompute runs
+    the block's collectives again, in the same order on every rank of the bag."""
+    if enabled and torch.is_grad_enabled():
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
+    return block(*inputs)
+
+
+def init_linear(model: nn.Module, head: nn.Linear) -> None:
+    """Xavier for projections, 0.02 (narrow layers: 1/sqrt(inputs)) for two-layer embeddings, 0.02 for the head. The
+    head is small instead of zero, so that every parameter has a gradient from the first step on."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, PatchEmbedding):
+            nn.init.xavier_uniform_(module.weight.flatten(1))
+    for module in model.modules():
+        if isinstance(module, TwoLayerMLP):
+            # 0.02 fits published widths; in a narrow model it leaves text and time at 1 % of their size at the start
+            for linear in (module.linear_1, module.linear_2):
+                nn.init.normal_(linear.weight, std=max(0.02, linear.in_features**-0.5))
+    nn.init.normal_(head.weight, std=0.02)

@@ -1,0 +1,265 @@
+"""HunyuanVideo's transformer over packed sequences, with the parameter names of HunyuanVideoTransformer3DModel.
+
+S sequences, n video rows and m text rows of this rank, T rows of the whole (replicated) text, D width, H heads,
+d head size. Text and video attend to each other in one sequence; under Ulysses both are cut into chunks. Double-stream
+blocks keep separate weights for video and text, single-stream blocks treat [video rows; text rows] alike.
+
+The text is refined in full by every rank and only then cut, so its gradients too are partial and sum up over the bag.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ops.attention.varlen import attention
+from ops.comm import Group
+from ops.config import DiTConfig
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.models.layers import (
+    FeedForward,
+    PatchEmbedding,
+    TwoLayerMLP,
+    check_inputs,
+    gelu_tanh,
+    init_linear,
+    maybe_checkpoint,
+    sinusoidal_embedding,
+)
+from ops.packing import Layout
+from ops.sequence_parallel import check_degree, sequence_parallel_attention
+
+_TIME_DIM = 256  # HunyuanVideo's sinusoidal width, not a setting there
+_EPS = 1e-6
+_REFINER_MLP = 4  # mlp ratio of the token refiner, not a setting there
+
+
+class Shared(NamedTuple):
+    """What all blocks of one forward share."""
+
+    condition: Tensor  # [S, D] after silu, what every modulation is projected from
+    cos: Tensor  # [n + m, d / 2]; text rows are not rotated
+    sin: Tensor
+    layout: Layout
+    group: Group
+
+
+class HunyuanDiT(nn.Module):
+    """`timesteps` are sigma * num_train_timesteps, one per sequence, as for WanDiT."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        patch_size = config.patch[0] * config.patch[1] * config.patch[2]
+        self.in_features = config.in_channels * patch_size
+        self.x_embedder = _PatchEmbed(config)
+        self.context_embedder = TokenRefiner(config)
+        self.time_text_embed = ConditionEmbedding(config.pooled_dim or config.text_dim, config.dim,
+                                                  config.guidance_embeds)
+        self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_layers))
+        self.single_transformer_blocks = nn.ModuleList(
+            SingleStreamBlock(config) for _ in range(config.num_single_layers))
+        self.norm_out = Modulation(config.dim, 2)
+        self.proj_out = nn.Linear(config.dim, config.out_channels * patch_size)
+        init_linear(self, head=self.proj_out)
+
+    def forward(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout, group: Group,
+                pooled: Tensor | None = None, guidance: Tensor | None = None) -> Tensor:
+        """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
+
+        pooled [S, pooled_dim] is the second text encoder's vector; without one it is the mean of the text where the
+        widths agree, else zero. guidance [S] (times 1000) is read by guidance-distilled weights only; 1000 by default.
+        Collective over the group like WanDiT. Raises ValueError for shapes that do not fit the layout.
+        """
+        check_inputs(tokens, self.in_features, timesteps, text, layout)
+        check_degree(layout.degree, self.config.num_heads)
+        mean = layout.text_mean(text.dtype) @ text
+        if pooled is None:
+            wanted = self.config.pooled_dim or self.config.text_dim
+            pooled = mean if wanted == self.config.text_dim else text.new_zeros(len(layout), wanted)
+        x = self.x_embedder(tokens)
+        context = self.context_embedder(text, mean, timesteps, layout).index_select(0, layout.text_rows)
+        condition = F.silu(self.time_text_embed(timesteps, pooled, guidance))
+        shared = Shared(condition, *self._rope(layout, condition.dtype), layout, group)
+        keep = self.config.gradient_checkpointing
+        for block in self.transformer_blocks:
+            x, context = maybe_checkpoint(keep, block, x, context, shared)
+        x = torch.cat([x, context])
+        for block in self.single_transformer_blocks:
+            x = maybe_checkpoint(keep, block, x, shared)
+        scale, shift = self.norm_out(condition)
+        return self.proj_out(ln_modulate(x[:layout.local_tokens], scale, shift, layout.segments, eps=_EPS))
+
+    def _rope(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, dtype)
+        text_rows = (layout.local_text_tokens, cos.shape[1])
+        return torch.cat([cos, cos.new_ones(text_rows)]), torch.cat([sin, sin.new_zeros(text_rows)])
+
+
+class _PatchEmbed(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.proj = PatchEmbedding(config.in_channels, config.dim, config.patch)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.proj(tokens)
+
+
+class ConditionEmbedding(nn.Module):
+    """Timestep, pooled text and guidance of each sequence, in the weights' precision: [S, D]."""
+
+    def __init__(self, pooled_dim: int, dim: int, guidance: bool = False) -> None:
+        super().__init__()
+        self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
+        self.text_embedder = TwoLayerMLP(pooled_dim, dim, F.silu)
+        self.guidance_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu) if guidance else None
+
+    def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
+        with torch.autocast(timesteps.device.type, enabled=False):
+            dtype = self.timestep_embedder.linear_1.weight.dtype
+            out = self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(pooled)
+            if self.guidance_embedder is not None:
+                guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
+                out = out + self.guidance_embedder(sinusoidal_embedding(guidance, _TIME_DIM, dtype))
+        return out.to(torch.promote_types(dtype, torch.float32))
+
+
+class Modulation(nn.Module):
+    """`parts` modulation tables [S, D] from the condition [S, D]; holds Diffusers' AdaLayerNorm*.linear."""
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, parts * dim)
+        self.parts = parts
+
+    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
+
+
+class TokenRefiner(nn.Module):
+    """Self-attention among the text tokens of each sequence, gated by time and mean text; replicated on every rank."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.time_text_embed = ConditionEmbedding(config.text_dim, config.dim)
+        self.proj_in = nn.Linear(config.text_dim, config.dim)
+        self.token_refiner = _RefinerStack(config)
+
+    def forward(self, text: Tensor, mean: Tensor, timesteps: Tensor, layout: Layout) -> Tensor:
+        """text [T, text_dim], mean [S, text_dim], timesteps [S] -> [T, D]."""
+        condition = F.silu(self.time_text_embed(timesteps, mean))
+        x = self.proj_in(text.to(self.proj_in.weight.dtype))
+        for block in self.token_refiner.refiner_blocks:
+            x = block(x, condition, layout)
+        return x
+
+
+class _RefinerStack(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.refiner_blocks = nn.ModuleList(RefinerBlock(config) for _ in range(config.num_refiner_layers))
+
+
+class RefinerBlock(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(config.dim, _EPS), nn.LayerNorm(config.dim, _EPS)
+        self.attn = JointAttention(config, text=False, output=True, qk_norm=False)
+        self.ff = FeedForward(config.dim, _REFINER_MLP * config.dim, F.silu)
+        self.norm_out = Modulation(config.dim, 2)
+
+    def forward(self, x: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+        gate, mlp_gate = self.norm_out(condition)
+        h = ln_modulate(x, weight=self.norm1.weight, bias=self.norm1.bias, eps=_EPS)
+        q, k, v = (linear(h).unflatten(-1, (-1, self.attn.head_dim))
+                   for linear in (self.attn.to_q, self.attn.to_k, self.attn.to_v))
+        y = self.attn.to_out[0](attention(q, k, v, layout.text, layout.text).flatten(1))
+        x, h = gate_residual_ln_modulate(x, y, gate, None, None, layout.text_segments, weight=self.norm2.weight,
+                                         bias=self.norm2.bias, eps=_EPS)
+        return gate_residual(x, self.ff(h), mlp_gate, layout.text_segments)
+
+
+class JointAttention(nn.Module):
+    """Projections of Diffusers' Attention; `text` adds those of a separate text stream, `output` the way out."""
+
+    def __init__(self, config: DiTConfig, text: bool, output: bool, qk_norm: bool = True) -> None:
+        super().__init__()
+        dim, self.head_dim = config.dim, config.head_dim
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        if qk_norm:
+            self.norm_q, self.norm_k = nn.RMSNorm(self.head_dim, _EPS), nn.RMSNorm(self.head_dim, _EPS)
+        if output:
+            self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        if text:
+            self.add_q_proj, self.add_k_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+            self.add_v_proj, self.to_add_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+            self.norm_added_q, self.norm_added_k = nn.RMSNorm(self.head_dim, _EPS), nn.RMSNorm(self.head_dim, _EPS)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[n, D] -> normalised and rotated q, k and plain v, each [n, H, d]."""
+        q, k = qk_norm_rope(self.to_q(x), self.to_k(x), self.norm_q.weight, self.norm_k.weight, cos, sin,
+                            head_dim=self.head_dim, per_head=True, eps=_EPS)
+        return self._heads(q), self._heads(k), self._heads(self.to_v(x))
+
+    def project_text(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for the text stream, which is not rotated."""
+        q, k = qk_norm_rope(self.add_q_proj(context), self.add_k_proj(context), self.norm_added_q.weight,
+                            self.norm_added_k.weight, head_dim=self.head_dim, per_head=True, eps=_EPS)
+        return self._heads(q), self._heads(k), self._heads(self.add_v_proj(context))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class DoubleStreamBlock(nn.Module):
+    """Joint attention with separate weights, norms and MLPs for video and text."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm1_context = Modulation(config.dim, 6), Modulation(config.dim, 6)
+        self.attn = JointAttention(config, text=True, output=True)
+        self.ff = FeedForward(config.dim, config.ffn_dim)
+        self.ff_context = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, context: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+        """x [n, D], context [m, D] -> the same."""
+        layout, rows = shared.layout, shared.layout.local_tokens
+        segments, text_segments = layout.segments, layout.local_text_segments
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.norm1(shared.condition)
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = self.norm1_context(shared.condition)
+
+        h = ln_modulate(x, scale, shift, segments, eps=_EPS)
+        c = ln_modulate(context, c_scale, c_shift, text_segments, eps=_EPS)
+        video = self.attn.project(h, shared.cos[:rows], shared.sin[:rows])
+        q, k, v = (torch.cat(pair) for pair in zip(video, self.attn.project_text(c)))
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group).flatten(1)
+
+        y, c = self.attn.to_out[0](y[:rows]), self.attn.to_add_out(y[rows:])
+        x, h = gate_residual_ln_modulate(x, y, gate, mlp_scale, mlp_shift, segments, eps=_EPS)
+        context, c = gate_residual_ln_modulate(context, c, c_gate, c_mlp_scale, c_mlp_shift, text_segments, eps=_EPS)
+        x = gate_residual(x, self.ff(h), mlp_gate, segments)
+        return x, gate_residual(context, self.ff_context(c), c_mlp_gate, text_segments)
+
+
+class SingleStreamBlock(nn.Module):
+    """Attention and MLP side by side, one set of weights for video and text rows."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm = Modulation(config.dim, 3)
+        self.attn = JointAttention(config, text=False, output=False)
+        self.proj_mlp = nn.Linear(config.dim, config.ffn_dim)
+        self.proj_out = nn.Linear(config.dim + config.ffn_dim, config.dim)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """x [n + m, D] -> the same."""
+        layout = shared.layout
+        shift, scale, gate = self.norm(shared.condition)
+        h = ln_modulate(x, scale, shift, layout.joint_segments, eps=_EPS)
+        q, k, v = self.attn.project(h, shared.cos, shared.sin)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group).flatten(1)
+        y = self.proj_out(torch.cat([y, gelu_tanh(self.proj_mlp(h))], dim=1))
+        return gate_residual(x, y, gate, layout.joint_segments)

@@ -1,0 +1,138 @@
+"""Text encoders: T5 and UMT5 from a local folder, or a small random T5 over bytes. Captions in, true lengths out."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ops.config import TextConfig
+from ops.folders import component, read_json
+
+# Captions of one batch differ in length by at most this share, which bounds the padding that is computed and dropped.
+_MAX_PADDING = 0.25
+_BATCH_TOKENS = 8192
+# Of the random encoder's position biases, in logits: how much heads differ, and what each byte of distance costs.
+_BIAS_STD, _BIAS_SLOPE = 3.0, 0.75
+
+
+class TextEncoder(Protocol):
+    """Frozen encoder of captions."""
+
+    dim: int
+
+    def encode(self, captions: list[str]) -> list[Tensor]:
+        """One [L_i, dim] tensor per caption: L_i tokens, cut at max_length; zeros up to `pad_to` where that is set."""
+        ...
+
+    def count(self, caption: str) -> int:
+        """L_i of one caption, without running the encoder."""
+        ...
+
+
+def clean(caption: str) -> str:
+    """What Diffusers' video pipelines do to a prompt before the tokenizer: entities resolved, white space joined."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
+
+
+class T5Text:
+    """A T5 or UMT5 encoder with its tokenizer. Deterministic; a caption's states do not depend on its batch."""
+
+    def __init__(self, encoder: torch.nn.Module, tokenizer: Any, config: TextConfig,
+                 device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.encoder = encoder.to(self.device).eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.max_length, self.pad_to = config.max_length, config.pad_to
+        self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
+
+    def count(self, caption: str) -> int:
+        return max(len(self._tokens(caption)), self.pad_to)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> list[Tensor]:
+        tokens = [self._tokens(caption) for caption in captions]
+        result: list[Tensor | None] = [None] * len(captions)
+        for group in length_groups([len(ids) for ids in tokens]):
+            longest = max(len(tokens[i]) for i in group)
+            ids = torch.zeros(len(group), longest, dtype=torch.long)
+            mask = torch.zeros(len(group), longest, dtype=torch.long)
+            for row, i in enumerate(group):
+                ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
+                mask[row, : len(tokens[i])] = 1
+            states = self.encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).last_hidden_state
+            for row, i in enumerate(group):
+                state = states[row, : len(tokens[i])]
+                missing = max(self.pad_to - len(state), 0)
+                result[i] = torch.nn.functional.pad(state, (0, 0, 0, missing)).clone()  # a view would keep the batch
+        return [state for state in result if state is not None]
+
+    def _tokens(self, caption: str) -> list[int]:
+        return self.tokenizer(clean(caption), truncation=True, max_length=self.max_length).input_ids
+
+
+def length_groups(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices in batches of similar length, longest first: little padding, and bounded tokens per batch."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    group: list[int] = []
+    for i in order:
+        longest = lengths[group[0]] if group else 0
+        if group and (lengths[i] < (1 - _MAX_PADDING) * longest or (len(group) + 1) * longest > _BATCH_TOKENS):
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
+    """A small T5 encoder over bytes with weights drawn from `config.seed`: the same on every worker."""
+    from transformers import ByT5Tokenizer, T5Config, T5EncoderModel  # heavy: seconds to import
+
+    if config.d_model % config.num_heads:
+        raise ValueError(f"model.text.d_model {config.d_model} is not a multiple of num_heads {config.num_heads}.")
+    shape = T5Config(vocab_size=384, d_model=config.d_model, d_kv=config.d_model // config.num_heads,
+                     d_ff=4 * config.d_model, num_layers=config.num_layers, num_heads=config.num_heads,
+                     dropout_rate=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = T5EncoderModel(shape)
+        _look_at_neighbours(encoder)
+    return T5Text(encoder, ByT5Tokenizer(), config, device)
+
+
+def _look_at_neighbours(encoder: Any) -> None:
+    """Redraw the relative position biases so that each head prefers a few bytes near its own.
+
+    As Transformers initialises them they are too small to matter, so an untrained encoder sees a bag of bytes, in which
+    "red" and "green" hardly differ. With these it gives each byte a feature of the word around it.
+    """
+    bias = encoder.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
+    half = len(bias) // 2  # buckets of one direction: the first half of them single distances, then wider ones
+    place = torch.arange(len(bias)) % half
+    with torch.no_grad():
+        bias.normal_(std=_BIAS_STD).sub_(_BIAS_SLOPE * place[:, None])
+
+
+def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
+    """T5 or UMT5 from `config.path`: text_encoder/ and tokenizer/ of a pipeline, or one folder with both."""
+    from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
+
+    assert config.path is not None
+    folder = component(config.path, "text_encoder")
+    kind = read_json(folder / "config.json").get("model_type")
+    classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
+    if not isinstance(kind, str) or kind not in classes:
+        raise ValueError(f"{folder} is a {kind!r} encoder; supported are {' and '.join(classes)}.")
+    tokenizer_folder = folder.parent / "tokenizer"
+    if not tokenizer_folder.is_dir():
+        tokenizer_folder = folder
+    # fp16 overflows in T5's feed-forward; bfloat16 is what the published pipelines use on GPUs.
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    encoder = classes[kind].from_pretrained(folder, local_files_only=True, torch_dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    return T5Text(encoder, tokenizer, config, device)

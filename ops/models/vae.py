@@ -1,0 +1,238 @@
+"""Diffusers' video autoencoders behind one interface: deterministic, normalised latents, encode in tiles.
+
+Diffusers' classes do the arithmetic. What is ours is the plan of tiles: the same cuts that `tiled_encode` makes, but
+named in advance, so that the workers of a bag encode some each and any of them blends the result.
+
+B batch, T H W frames, height, width in pixels, C latent channels, t h w the latent grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby, pairwise, product
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ops.config import VAEConfig
+from ops.folders import VAE_CLASSES, component, read_json, vae_numbers
+from ops.models.tiles import Tile, whole
+
+
+class VAE(Protocol):
+    """A frozen video autoencoder."""
+
+    channels: int
+    vae_stride: tuple[int, int, int]
+
+    def encode(self, video: Tensor) -> Tensor:
+        """uint8 [B, T, H, W, 3] -> fp32 normalised latents [B, C, t, h, w]; the posterior's mode, so deterministic."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Normalised latents [B, C, t, h, w] -> uint8 [B, T, H, W, 3]."""
+        ...
+
+    def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
+        """The tiles whose encodes, blended, are the encode of a clip of this shape. One tile: nothing to deal."""
+        ...
+
+    def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
+        """The encoder on one tile of `video` (the whole clip); only `blend` understands the result."""
+        ...
+
+    def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
+        """Latents, as `encode` gives them, of the clip of `shape` (frames, height, width) from all its tiles."""
+        ...
+
+
+class DiffusersVAE:
+    """AutoencoderKLWan, AutoencoderKLHunyuanVideo or AutoencoderKLCogVideoX.
+
+    `encode` is plan + encode every tile + blend, so one worker and a bag of workers compute the same numbers.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: VAEConfig, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        self.config = config
+        fields = {"_class_name": type(model).__name__, **model.config}  # type: ignore[dict-item]
+        self.channels, self.vae_stride = vae_numbers(fields, type(model).__name__)
+        self._mean, self._std = _normalisation(fields, self.channels, self.device)
+        self._cog = type(model).__name__ == "AutoencoderKLCogVideoX"
+        if config.tiling:
+            self._set_tiles(config)
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        _, frames, height, width, _ = video.shape
+        tiles = self.plan_tiles(frames, height, width)
+        return self.blend([(tile, self.encode_tile(video, tile)) for tile in tiles], (frames, height, width))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        self.model.use_tiling = self.config.tiling
+        latents = latents.to(self.device, torch.float32) * self._std + self._mean
+        pixels = self.model.decode(latents.to(self.model.dtype)).sample
+        # CogVideoX turns an even number of latent frames into 4 per latent; the first frame is the last of its four.
+        frames = (latents.shape[2] - 1) * self.vae_stride[0] + 1
+        pixels = pixels[:, :, -frames:].float().movedim(1, -1).add(1.0).mul(127.5)
+        return pixels.round_().clamp_(0, 255).to(torch.uint8)
+
+    def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
+        starts = [(0, frames)]
+        model = self.model
+        if getattr(model, "use_framewise_encoding", False) and frames > model.tile_sample_min_num_frames:
+            # HunyuanVideo: segments share their first frame with the one before.
+            starts = [(start, min(start + model.tile_sample_min_num_frames + 1, frames))
+                      for start in range(0, frames, model.tile_sample_stride_num_frames)]
+        rows, columns = [(0, height)], [(0, width)]
+        if self.config.tiling and (height > model.tile_sample_min_height or width > model.tile_sample_min_width):
+            # With a patch (Wan 2.2) Diffusers counts tiles in patched pixels.
+            scale = getattr(model.config, "patch_size", None) or 1
+            rows = _cuts(height, self._stride_of("height"), model.tile_sample_min_height, scale)
+            columns = _cuts(width, self._stride_of("width"), model.tile_sample_min_width, scale)
+        grid = product(enumerate(starts), enumerate(rows), enumerate(columns))
+        tiles = [Tile(index=index, segment=k, row=i, column=j, frames=span, rows=row, columns=column)
+                 for index, ((k, span), (i, row), (j, column)) in enumerate(grid)]
+        return tiles if len(tiles) > 1 else whole(frames, height, width)
+
+    @torch.no_grad()
+    def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
+        """Posterior mean [B, C, t', h', w'] of one tile, not normalised."""
+        pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
+        with _without(self.model, "use_tiling", "use_framewise_encoding"):
+            moments = self.model._encode(pixels.to(self.model.dtype).contiguous())
+        return moments[:, : self.channels]
+
+    def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
+        frames, height, width = shape
+        latent_frames = (frames - 1) // self.vae_stride[0] + 1
+        ordered = sorted(parts, key=lambda part: part[0].index)
+        expected = len(self.plan_tiles(frames, height, width))
+        if [tile.index for tile, _ in ordered] != list(range(expected)):
+            raise ValueError(f"blend of a {frames}x{height}x{width} clip got tiles {[t.index for t, _ in ordered]}; "
+                             f"it needs each of 0..{expected - 1} once.")
+        segments = [self._blend_plane([(tile, part.clone()) for tile, part in group], height, width)
+                    for _, group in groupby(ordered, key=lambda part: part[0].segment)]
+        latents = self._blend_segments(segments)[:, :, :latent_frames] if len(segments) > 1 else segments[0]
+        return (latents.float() - self._mean) / self._std
+
+    def _blend_plane(self, parts: list[tuple[Tile, Tensor]], height: int, width: int) -> Tensor:
+        """Diffusers' order: a tile is blended in place with the blended tile above, then with the one on its left."""
+        if len(parts) == 1:
+            return parts[0][1]
+        keep_h, blend_h = self._latent_tile("height")
+        keep_w, blend_w = self._latent_tile("width")
+        rows = [[part for _, part in group] for _, group in groupby(parts, key=lambda part: part[0].row)]
+        lines = []
+        for i, row in enumerate(rows):
+            line = []
+            for j, tile in enumerate(row):
+                if i > 0:
+                    tile = self.model.blend_v(rows[i - 1][j], tile, blend_h)
+                if j > 0:
+                    tile = self.model.blend_h(row[j - 1], tile, blend_w)
+                line.append(tile[:, :, :, :keep_h, :keep_w])
+            lines.append(torch.cat(line, dim=-1))
+        plane = torch.cat(lines, dim=-2)
+        return plane if self._cog else plane[..., : height // self.vae_stride[1], : width // self.vae_stride[2]]
+
+    def _blend_segments(self, segments: list[Tensor]) -> Tensor:
+        """HunyuanVideo's blend over time; every segment after the first loses the frame it shares."""
+        keep = self.model.tile_sample_stride_num_frames // self.vae_stride[0]
+        extent = self.model.tile_sample_min_num_frames // self.vae_stride[0] - keep
+        segments = [segments[0], *(segment[:, :, 1:] for segment in segments[1:])]
+        result = [segments[0][:, :, : keep + 1]]
+        for before, segment in pairwise(segments):
+            result.append(self.model.blend_t(before, segment, extent)[:, :, :keep])
+        return torch.cat(result, dim=2)
+
+    def _set_tiles(self, config: VAEConfig) -> None:
+        (min_h, min_w), (stride_h, stride_w) = config.tile_sample_min, config.tile_sample_stride
+        for size in (min_h, min_w, stride_h, stride_w):
+            if size % self.vae_stride[1]:
+                raise ValueError(f"model.vae.tile_sample_min {config.tile_sample_min} and tile_sample_stride "
+                                 f"{config.tile_sample_stride} must be multiples of {self.vae_stride[1]}, the stride "
+                                 f"of the VAE.")
+        if self._cog:  # CogVideoX names overlaps instead of strides
+            ratio = self.vae_stride[1]
+            self.model.enable_tiling(min_h, min_w, _overlap(min_h, stride_h, ratio), _overlap(min_w, stride_w, ratio))
+        else:
+            self.model.enable_tiling(tile_sample_min_height=min_h, tile_sample_min_width=min_w,
+                                     tile_sample_stride_height=stride_h, tile_sample_stride_width=stride_w)
+
+    def _stride_of(self, side: str) -> int:
+        if not self._cog:
+            return getattr(self.model, f"tile_sample_stride_{side}")
+        overlap = getattr(self.model, f"tile_overlap_factor_{side}")
+        return int(getattr(self.model, f"tile_sample_min_{side}") * (1 - overlap))
+
+    def _latent_tile(self, side: str) -> tuple[int, int]:
+        """(rows kept of each tile, rows blended with its neighbour), in latents, as Diffusers rounds them."""
+        if self._cog:
+            full = getattr(self.model, f"tile_latent_min_{side}")
+            blended = int(full * getattr(self.model, f"tile_overlap_factor_{side}"))
+            return full - blended, blended
+        ratio = self.vae_stride[1] // (getattr(self.model.config, "patch_size", None) or 1)
+        full = getattr(self.model, f"tile_sample_min_{side}") // ratio
+        kept = getattr(self.model, f"tile_sample_stride_{side}") // ratio
+        return kept, full - kept
+
+
+@contextmanager
+def _without(model: Any, *switches: str) -> Iterator[None]:
+    """Diffusers' own cutting off: a tile is encoded whole."""
+    before = {name: getattr(model, name) for name in switches if hasattr(model, name)}
+    for name in before:
+        setattr(model, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(model, name, value)
+
+
+def _cuts(size: int, stride: int, length: int, scale: int) -> list[tuple[int, int]]:
+    patched = size // scale
+    return [(start * scale, min(start + length, patched) * scale) for start in range(0, patched, stride)]
+
+
+def _overlap(length: int, stride: int, ratio: int) -> float:
+    """The overlap factor from which CogVideoX's truncated products give back this stride in pixels and latents."""
+    exact = 1 - stride / length
+    for factor in (exact, math.nextafter(exact, 1.0), math.nextafter(exact, 0.0)):
+        if int(length * (1 - factor)) == stride and int(length / ratio * factor) == (length - stride) // ratio:
+            return factor
+    raise ValueError(f"CogVideoX cannot express tiles of {length} pixels every {stride}: its overlap factor is "
+                     f"rounded. Use a stride of {length * 3 // 4} or {length // 2} in model.vae.tile_sample_stride.")
+
+
+def _normalisation(fields: dict[str, Any], channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(mean, std) that take the model's latents to what the transformer was trained on, as [1, C, 1, 1, 1]."""
+    mean, std = fields.get("latents_mean"), fields.get("latents_std")
+    if mean is None or std is None:
+        scale = float(fields["scaling_factor"])
+        mean, std = [fields.get("shift_factor") or 0.0] * channels, [1.0 / scale] * channels
+    if len(mean) != channels or len(std) != channels:
+        raise ValueError(f"{fields['_class_name']} has {channels} latent channels but {len(mean)} latents_mean and "
+                         f"{len(std)} latents_std values in its config.json. Give one of each per channel.")
+    view = (1, channels, 1, 1, 1)
+    return torch.tensor(mean, device=device).view(view), torch.tensor(std, device=device).view(view)
+
+
+def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
+    """The autoencoder of a local folder, by the class its config.json names, in fp32."""
+    import diffusers  # heavy: seconds to import
+
+    assert config.path is not None
+    folder: Path = component(config.path, "vae")
+    name = read_json(folder / "config.json").get("_class_name")
+    if name not in VAE_CLASSES:
+        raise ValueError(f"{folder} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
+    model = getattr(diffusers, name).from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+    return DiffusersVAE(model, config, device)

@@ -1,0 +1,257 @@
+"""Samples as packed sequences: no padding, any mix of shapes, each sequence cut into one chunk per rank of a bag.
+
+S sequences, L tokens of one sequence, n rows that this rank holds, k ranks in the bag (its degree).
+A `Layout` is built once per micro-batch; all index tensors of all layers live in it, so a layer never loops over
+sequences or tokens on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.segments import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One sample: its token grid (t, h, w) and the number of its text tokens."""
+
+    grid: tuple[int, int, int]
+    text_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        t, h, w = self.grid
+        return t * h * w
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of packed sequences as attention kernels want them: on the host, and as offsets on the device."""
+
+    host: tuple[int, ...]
+    offsets: Tensor  # int32 [S + 1], exclusive cumulative sum on the device
+    longest: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.host)
+
+    @staticmethod
+    def of(lengths: Seq[int], device: torch.device | str = "cpu") -> Lengths:
+        host = tuple(int(length) for length in lengths)
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
+        return Lengths(host, offsets.to(device), max(host, default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How the ranks of a bag turn (own rows, all heads) into (all rows, own heads). Fixed per layout.
+
+    The all-to-all delivers rows rank by rank; `gather` [N] puts them sequence by sequence, `scatter` [N] undoes that.
+    """
+
+    rows: tuple[int, ...]  # rows that each rank of the bag holds
+    rank: int
+    gather: Tensor  # int64 [N]: row of the received buffer that belongs at each place of the packed sequences
+    scatter: Tensor  # int64 [N]
+    lengths: Lengths  # of the whole sequences, in the order of `gather`
+    in_order: bool  # the received buffer already is the packed sequences
+
+    @property
+    def degree(self) -> int:
+        return len(self.rows)
+
+
+def chunk_bounds(tokens: int, degree: int, rank: int, turn: int = 0) -> tuple[int, int]:
+    """Rows [start, stop) of a sequence that `rank` of `degree` owns: contiguous, in rank order, lengths differ by at
+    most one. `turn` (the index of the sequence in its layout) rotates the ranks that get the longer chunks, so that
+    many short sequences do not all burden the same rank."""
+    base, longer = divmod(tokens, degree)
+    extra = [(r - turn) % degree < longer for r in range(rank + 1)]
+    start = base * rank + sum(extra[:rank])
+    return start, start + base + extra[rank]
+
+
+class Layout:
+    """The rows of a packed micro-batch that one rank of a bag holds, and the index tensors that all layers share.
+
+    Example: two sequences of 5 and 2 tokens on degree 2. Rank 0 holds rows 0..2 of the first and row 0 of the second,
+    rank 1 the rest: `local_tokens` 4 and 3, `seq_index` [0, 0, 0, 1] and [0, 0, 1].
+    A rank may hold no row at all; it still takes part in every collective of its bag.
+    """
+
+    def __init__(self, sequences: Seq[Sequence], degree: int = 1, rank: int = 0,
+                 device: torch.device | str = "cpu") -> None:
+        if not sequences:
+            raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
+        if not 0 <= rank < degree:
+            raise ValueError(f"rank {rank} is outside a bag of degree {degree}. Use 0..{degree - 1}.")
+        for sequence in sequences:
+            if min(sequence.grid) < 1 or sequence.text_tokens < 0:
+                raise ValueError(f"{sequence} is empty; every sequence needs a grid of at least 1x1x1.")
+        self.sequences = tuple(sequences)
+        self.degree, self.rank, self.device = degree, rank, torch.device(device)
+        self.lengths = tuple(sequence.tokens for sequence in sequences)
+        self.text_lengths = tuple(sequence.text_tokens for sequence in sequences)
+        self._chunks = _chunk_lengths(self.lengths, degree)
+        self._text_chunks = _chunk_lengths(self.text_lengths, degree)
+        self._rope: dict[tuple[tuple[int, ...], float, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.local_tokens = int(self._chunks[rank].sum())
+        self.local_text_tokens = int(self._text_chunks[rank].sum())
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def chunk(self, index: int, rank: int | None = None) -> slice:
+        """Rows of sequence `index` that `rank` (this rank by default) owns."""
+        return slice(*chunk_bounds(self.lengths[index], self.degree, self.rank if rank is None else rank, index))
+
+    def text_chunk(self, index: int, rank: int | None = None) -> slice:
+        """Text rows of sequence `index` that `rank` owns in joint attention (cross-attention replicates the text)."""
+        return slice(*chunk_bounds(self.text_lengths[index], self.degree, self.rank if rank is None else rank, index))
+
+    def local(self, sequences: Seq[Tensor]) -> Tensor:
+        """This rank's rows of whole sequences ([L_i, ...] each), packed: [n, ...]."""
+        return torch.cat([rows[self.chunk(index)] for index, rows in enumerate(sequences)])
+
+    @cached_property
+    def seq_index(self) -> Tensor:
+        """int64 [n]: the sequence of each local row."""
+        return self._on_device(np.repeat(np.arange(len(self)), self._chunks[self.rank]))
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The modulation row of each local row, for the fused ops: one table row per sequence."""
+        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [n, 3]: (t, h, w) of each local row in its own grid."""
+        grids = np.repeat(np.array([s.grid for s in self.sequences]), self._chunks[self.rank], axis=0)
+        row = _ranges(self._chunks[:self.rank].sum(axis=0), self._chunks[self.rank])
+        plane = grids[:, 1] * grids[:, 2]
+        return self._on_device(np.stack([row // plane, row % plane // grids[:, 2], row % grids[:, 2]], axis=1))
+
+    @cached_property
+    def text_rows(self) -> Tensor:
+        """int64: rows of the replicated text that this rank owns in joint attention."""
+        starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[:self.rank].sum(axis=0)
+        return self._on_device(_ranges(starts, self._text_chunks[self.rank]))
+
+    @cached_property
+    def text_segments(self) -> Segments:
+        """The modulation row of each row of the replicated text."""
+        return Segments.packed(self.text_lengths, device=self.device)
+
+    @cached_property
+    def local_text_segments(self) -> Segments:
+        """The modulation row of each text row that this rank owns in joint attention."""
+        return Segments.packed(self._text_chunks[self.rank].tolist(), device=self.device)
+
+    @cached_property
+    def joint_segments(self) -> Segments:
+        """The modulation row of each local row of joint attention, video rows first."""
+        lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
+        return Segments.packed(lengths, [*range(len(self))] * 2, device=self.device)
+
+    @cached_property
+    def local_lengths(self) -> Lengths:
+        """Lengths of this rank's chunks: the queries of cross-attention."""
+        return Lengths.of(self._chunks[self.rank].tolist(), self.device)
+
+    @cached_property
+    def text(self) -> Lengths:
+        """Lengths of the replicated text: the keys of cross-attention."""
+        return Lengths.of(self.text_lengths, self.device)
+
+    def text_mean(self, dtype: torch.dtype) -> Tensor:
+        """[S, sum text_tokens]: times the replicated text it gives the mean embedding of each sequence, always in the
+        same order of summation (index_add on CUDA has none). A sequence without text gives zeros."""
+        rows = np.repeat(np.arange(len(self)), self.text_lengths)
+        mean = torch.zeros(len(self), len(rows), dtype=torch.float64)
+        mean[rows, np.arange(len(rows))] = 1.0 / torch.tensor(self.text_lengths, dtype=torch.float64)[rows]
+        return mean.to(self.device, dtype)
+
+    @cached_property
+    def video_exchange(self) -> Exchange:
+        """Ulysses over the video rows: self-attention."""
+        return self._exchange(self._chunks[:, None])
+
+    @cached_property
+    def joint_exchange(self) -> Exchange:
+        """Ulysses over video and text rows: joint attention. Each whole sequence is its video, then its text."""
+        return self._exchange(np.stack([self._chunks, self._text_chunks], axis=1))
+
+    @cached_property
+    def token_counts(self) -> Tensor:
+        """fp64 [S]: tokens of the whole sequences, the denominators of the loss."""
+        return torch.tensor(self.lengths, dtype=torch.float64, device=self.device)
+
+    def rope(self, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [n, sum(axes) / 2] of the rotation of each local row; `axes` are the head sizes given to t, h
+        and w. Angles are computed in fp64 as Diffusers does; kept per layout, so all layers share one table."""
+        key = (axes, theta, dtype)
+        if key not in self._rope:
+            angles = [self.positions[:, axis, None].double() * _frequencies(size, theta, self.device)
+                      for axis, size in enumerate(axes)]
+            angle = torch.cat(angles, dim=1)
+            self._rope[key] = angle.cos().to(dtype), angle.sin().to(dtype)
+        return self._rope[key]
+
+    def _exchange(self, rows: np.ndarray) -> Exchange:
+        """`rows` [rank, kind, sequence] are segment lengths in the order of the received buffer."""
+        starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
+        order = (2, 1, 0)  # packed sequences: sequence, then kind, then rank
+        gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
+        scatter = np.empty_like(gather)
+        scatter[gather] = np.arange(len(gather))
+        return Exchange(rows=tuple(rows.sum(axis=(1, 2)).tolist()), rank=self.rank, gather=self._on_device(gather),
+                        scatter=self._on_device(scatter), in_order=bool((gather[1:] > gather[:-1]).all()),
+                        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), self.device))
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def patchify(latent: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """Latent [C, T, H, W] to tokens [n, C * pt * ph * pw], rows in (t, h, w) order, features channel first (the order
+    of a convolution's weight)."""
+    channels, *size = latent.shape
+    if any(full % part for full, part in zip(size, patch, strict=True)):
+        raise ValueError(f"latent {tuple(latent.shape)} is not a multiple of patch {patch}.")
+    t, h, w = (full // part for full, part in zip(size, patch))
+    pt, ph, pw = patch
+    blocks = latent.reshape(channels, t, pt, h, ph, w, pw).permute(1, 3, 5, 0, 2, 4, 6)
+    return blocks.reshape(t * h * w, channels * pt * ph * pw)
+
+
+def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int], channels: int) -> Tensor:
+    """The inverse of `patchify`: tokens [n, C * pt * ph * pw] of one sequence to a latent [C, T, H, W]."""
+    (t, h, w), (pt, ph, pw) = grid, patch
+    if tokens.shape != (t * h * w, channels * pt * ph * pw):
+        raise ValueError(f"tokens {tuple(tokens.shape)} do not fit grid {grid}, patch {patch} and {channels} channels: "
+                         f"expected {(t * h * w, channels * pt * ph * pw)}.")
+    blocks = tokens.reshape(t, h, w, channels, pt, ph, pw).permute(3, 0, 4, 1, 5, 2, 6)
+    return blocks.reshape(channels, t * pt, h * ph, w * pw)
+
+
+def _chunk_lengths(tokens: Seq[int], degree: int) -> np.ndarray:
+    """int64 [degree, S]: rows of each sequence on each rank, as `chunk_bounds` cuts them."""
+    length, turn, rank = np.array(tokens), np.arange(len(tokens)), np.arange(degree)[:, None]
+    return length // degree + ((rank - turn) % degree < length % degree)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """arange(start, start + length) of all, one after the other."""
+    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+
+
+def _frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)

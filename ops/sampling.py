@@ -1,0 +1,130 @@
+"""Euler sampling of the flow with classifier-free guidance, on packed sequences and any bag of workers.
+
+    requests = [Request(text=text.encode(["a red disc"])[0], frames=17, height=64, width=96, seed=0)]
+    latents = sample_latents(dit, requests, text.encode([""])[0], geometry, SamplerConfig(), group)
+    video = vae.decode(latents[0][None])[0]                                        # uint8 [T, H, W, 3]
+
+A request's result depends on its own seed alone, not on its neighbours in the batch or on the degree (to rounding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from ops import flow
+from ops.comm import Group
+from ops.geometry import Geometry
+from ops.packing import Layout, patchify, unpatchify
+from ops.packing import Sequence as PackedSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerConfig:
+    """How the flow is integrated from noise to a clip."""
+
+    steps: int = 20
+    guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
+    flow_shift: float = 3.0  # as in training
+    num_train_timesteps: int = 1000
+    autocast: bool = False  # bfloat16 products, for CUDA
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"{self.steps} sampling steps; at least 1 is needed.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One clip to make. `text` [L, text_dim] is its prompt's embedding."""
+
+    text: Tensor
+    frames: int
+    height: int
+    width: int
+    seed: int
+
+
+def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
+    """The noise a request starts from: fp32 on the CPU, equal on every device and rank."""
+    return torch.from_numpy(flow.generator(seed, 0, "", "sample").standard_normal(shape, dtype="float32"))
+
+
+@torch.no_grad()
+def sample_latents(dit: nn.Module, requests: Sequence[Request], negative: Tensor, geometry: Geometry,
+                   config: SamplerConfig, group: Group | None = None,
+                   progress: Callable[[int], None] | None = None) -> list[Tensor]:
+    """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
+
+    All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
+    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt.
+    """
+    if not requests:
+        return []
+    group = group or Group.solo()
+    device = next(dit.parameters()).device
+    grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
+    texts = [request.text for request in requests]
+    prompt = _condition(grids, texts, group, device)
+    # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
+    # and the two velocities of a row must meet on one rank.
+    plain = _condition(grids, [negative] * len(requests), group, device) if config.guidance_scale != 1 else None
+    channels = int(dit.config.in_channels)  # type: ignore[union-attr, arg-type]
+    x = prompt[0].local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
+    sigmas = flow.sigma_schedule(config.steps, config.flow_shift)
+    with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
+        for index, (sigma, following) in enumerate(pairwise(sigmas)):
+            timesteps = torch.full((len(requests),), sigma * config.num_train_timesteps, device=device)
+            velocity = _velocity(dit, x, timesteps, prompt, group)
+            if plain is not None:
+                base = _velocity(dit, x, timesteps, plain, group)
+                velocity = base + config.guidance_scale * (velocity - base)
+            x = x + (following - sigma) * velocity
+            if progress is not None:
+                progress(index + 1)
+    return [unpatchify(rows, grid, geometry.patch, channels)
+            for rows, grid in zip(_whole(x, prompt[0], group), grids)]
+
+
+def _condition(grids: Sequence[tuple[int, int, int]], texts: Sequence[Tensor], group: Group,
+               device: torch.device) -> tuple[Layout, Tensor]:
+    sequences = [PackedSequence(grid, len(text)) for grid, text in zip(grids, texts)]
+    return Layout(sequences, group.size, group.rank, device), torch.cat([text.to(device) for text in texts])
+
+
+def _noise_tokens(request: Request, geometry: Geometry, channels: int) -> Tensor:
+    shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
+    return patchify(initial_noise(request.seed, shape), geometry.patch)
+
+
+def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, condition: tuple[Layout, Tensor], group: Group) -> Tensor:
+    layout, text = condition
+    return dit(x, timesteps, text, layout, group).float()
+
+
+def _whole(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:
+    """Every sequence's full rows on every rank: own rows into zeros, then one sum."""
+    whole = [x.new_zeros(length, x.shape[1]) for length in layout.lengths]
+    start = 0
+    for index, rows in enumerate(whole):
+        chunk = layout.chunk(index)
+        rows[chunk] = x[start : start + chunk.stop - chunk.start]
+        start += chunk.stop - chunk.start
+    packed = torch.cat(whole)
+    group.all_reduce(packed)
+    return list(packed.split(list(layout.lengths)))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)

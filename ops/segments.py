@@ -1,0 +1,106 @@
+"""Which row of the modulation tables each token uses: the one index structure of the fused ops.
+
+A *run* is a range of consecutive tokens that share one row of the [S, D] modulation tables. Dense batches (B runs),
+per-frame timesteps (B*F runs) and packed sequences of any lengths are the same thing here, so every op has one code
+path and the tables are never expanded to [N, D]. Built once per micro-batch on the host, shared by all layers; no op
+that takes it synchronises with the device.
+
+N tokens, R runs, S table rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Segments:
+    """Runs of tokens and their table rows, all int32 on one device. Make it with the class methods below.
+
+    `mod_off` and `mod_runs` invert `run2mod` (CSR): the runs of table row s are mod_runs[mod_off[s]:mod_off[s + 1]],
+    in ascending order, which fixes the order in which the backward adds up partial sums.
+    """
+
+    run: Tensor  # [N] run of each token
+    cu: Tensor  # [R + 1] first token of each run, then N
+    run2mod: Tensor  # [R] table row of each run; rows may repeat and come in any order
+    mod_off: Tensor  # [S + 1]
+    mod_runs: Tensor  # [R]
+
+    @property
+    def num_rows(self) -> int:
+        return self.run.shape[0]
+
+    @property
+    def num_runs(self) -> int:
+        return self.run2mod.shape[0]
+
+    @property
+    def num_mods(self) -> int:
+        return self.mod_off.shape[0] - 1
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The five index tensors in the order of the custom ops' arguments."""
+        return self.run, self.cu, self.run2mod, self.mod_off, self.mod_runs
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Segments:
+        """The same segments on another device."""
+        return Segments(*(t.to(device, non_blocking=non_blocking) for t in self.tensors()))
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Sequence[int],
+        mod_rows: Sequence[int] | None = None,
+        num_mods: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Segments:
+        """Run i has lengths[i] tokens (0 is allowed) and uses table row mod_rows[i] (default: i) of num_mods rows.
+
+        Segments.packed([5, 3, 2], mod_rows=[1, 0, 1]) -> tokens 0-4 and 8-9 use row 1, tokens 5-7 row 0.
+        """
+        rows = list(range(len(lengths))) if mod_rows is None else list(mod_rows)
+        if len(rows) != len(lengths):
+            raise ValueError(f"{len(lengths)} lengths but {len(rows)} mod_rows; each run needs one table row.")
+        if any(length < 0 for length in lengths):
+            raise ValueError(f"negative run length {min(lengths)}; lengths count tokens.")
+        size = max(rows, default=-1) + 1 if num_mods is None else num_mods
+        if any(not 0 <= row < size for row in rows):
+            bad = next(row for row in rows if not 0 <= row < size)
+            raise ValueError(f"table row {bad} is outside 0..{size - 1}; raise num_mods or correct mod_rows.")
+        length_R = torch.tensor(lengths, dtype=torch.int64).reshape(-1)
+        run2mod = torch.tensor(rows, dtype=torch.int64).reshape(-1)
+        cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(length_R, 0, out=cu[1:])
+        if int(cu[-1]) >= 2**31:
+            raise ValueError(f"{int(cu[-1])} tokens do not fit the int32 index; split the micro-batch.")
+        run = torch.repeat_interleave(torch.arange(len(rows)), length_R)
+        mod_off = torch.zeros(size + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(run2mod, minlength=size), 0, out=mod_off[1:])
+        mod_runs = torch.argsort(run2mod, stable=True)
+        return cls(*(t.to(device=device, dtype=torch.int32) for t in (run, cu, run2mod, mod_off, mod_runs)))
+
+    @classmethod
+    def dense(cls, batch: int, tokens: int, device: torch.device | str = "cpu") -> Segments:
+        """A [batch, tokens, D] tensor with one table row per sample."""
+        return cls.packed([tokens] * batch, device=device)
+
+    @classmethod
+    def per_frame(
+        cls, batch: int, frames: int, tokens_per_frame: int, device: torch.device | str = "cpu"
+    ) -> Segments:
+        """Tokens ordered (batch, frame, height * width), one table row per sample and frame."""
+        return cls.packed([tokens_per_frame] * (batch * frames), device=device)
+
+    @classmethod
+    def from_seq_ids(cls, seq_ids: Tensor, num_mods: int) -> Segments:
+        """From the table row of each token [N], in any order (KnapFormer's balanced token order).
+
+        Reads seq_ids on the host: call it in the loader, not between layers.
+        """
+        rows, lengths = torch.unique_consecutive(seq_ids.cpu(), return_counts=True)
+        return cls.packed(lengths.tolist(), rows.tolist(), num_mods, seq_ids.device)

@@ -1,0 +1,95 @@
+"""Ulysses sequence parallelism over packed sequences: two all-to-alls around attention.
+
+n local rows, N rows of the bag, H heads, h = H / k heads of one rank, d head size, k ranks (the degree).
+Before attention each rank holds some rows of every sequence with all heads; the first all-to-all gives it all rows of
+every sequence with its own h heads, the second one undoes that. q, k and v travel together. Row orders are fixed by
+`Layout`, so a layer costs one index_select each way and no host loop.
+(Ulysses: Jacobs et al. 2023; packed, uneven and without per-layer bookkeeping here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.attention.varlen import attention
+from ops.comm import Group
+from ops.packing import Exchange
+
+
+def check_degree(degree: int, num_heads: int) -> None:
+    """Raises ValueError when Ulysses cannot deal the heads evenly."""
+    if num_heads % degree:
+        legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
+        raise ValueError(f"degree {degree} does not divide {num_heads} attention heads; Ulysses gives each rank whole "
+                         f"heads. Use one of {legal}.")
+
+
+def sequence_parallel_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group) -> Tensor:
+    """Self-attention of packed sequences that are spread over the bag: q, k, v [n, H, d] -> [n, H, d].
+
+    Collective: all ranks of the group call it in the same order, also with n = 0, forward and backward.
+    """
+    check_degree(exchange.degree, q.shape[1])
+    if group.size != exchange.degree or group.rank != exchange.rank:
+        raise ValueError(f"the layout is for rank {exchange.rank} of degree {exchange.degree}, the group is rank "
+                         f"{group.rank} of {group.size}. Build the Layout with the bag's degree and rank.")
+    if exchange.degree == 1 and exchange.in_order:
+        return attention(q, k, v, exchange.lengths, exchange.lengths)
+    q, k, v = _RowsToHeads.apply(exchange, group, q, k, v)
+    (out,) = _HeadsToRows.apply(exchange, group, attention(q, k, v, exchange.lengths, exchange.lengths))
+    return out
+
+
+def rows_to_heads(tensors: Sequence[Tensor], exchange: Exchange, group: Group) -> tuple[Tensor, ...]:
+    """c tensors [n, H, d] -> c tensors [N, h, d]: own rows with all heads to all rows with own heads, together."""
+    degree, own, count = exchange.degree, exchange.rows[exchange.rank], len(tensors)
+    _, heads, size = tensors[0].shape
+    sent = tensors[0].new_empty(degree, own, count, heads // degree, size)
+    for place, tensor in enumerate(tensors):  # straight into the buffer: a stack first would copy all of it twice
+        sent[:, :, place] = tensor.unflatten(1, (degree, -1)).transpose(0, 1)
+    received = sent.flatten(0, 1)
+    if degree > 1:
+        received = sent.new_empty(sum(exchange.rows), *sent.shape[2:])
+        group.all_to_all(received, sent.flatten(0, 1), list(exchange.rows), [own] * degree)
+    return (received if exchange.in_order else received.index_select(0, exchange.gather)).unbind(1)
+
+
+def heads_to_rows(tensors: Sequence[Tensor], exchange: Exchange, group: Group) -> tuple[Tensor, ...]:
+    """c tensors [N, h, d] -> c tensors [n, H, d]: the inverse of `rows_to_heads`."""
+    degree, own = exchange.degree, exchange.rows[exchange.rank]
+    sent = tensors[0][:, None] if len(tensors) == 1 else torch.stack(list(tensors), dim=1)
+    sent = sent if exchange.in_order else sent.index_select(0, exchange.scatter)
+    received = sent
+    if degree > 1:
+        received = sent.new_empty(degree * own, *sent.shape[1:])
+        group.all_to_all(received, sent, [own] * degree, list(exchange.rows))
+    by_tensor = received.unflatten(0, (degree, own)).permute(2, 1, 0, 3, 4)  # [c, n, k, h, d]
+    return by_tensor.flatten(2, 3).unbind(0)
+
+
+class _RowsToHeads(torch.autograd.Function):
+    """Both directions only permute elements, so each one's backward is the other one's forward."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.group = exchange, group
+        return rows_to_heads(tensors, exchange, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *heads_to_rows(grads, ctx.exchange, ctx.group)
+
+
+class _HeadsToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.group = exchange, group
+        return heads_to_rows(tensors, exchange, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *rows_to_heads(grads, ctx.exchange, ctx.group)

@@ -1,0 +1,107 @@
+"""Ranges of one flat vector: how optimizer state is cut over workers, moved and cut again. NumPy only.
+
+All trainable parameters, in `named_parameters` order and without padding, are one vector of `total` elements. A worker
+owns [lo, hi) of it. Keepers, checkpoints and peers hold the same ranges, so going from N to M workers is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
+_ALIGN = 16  # elements: shards begin on a cache line, and equal shards let NCCL use its fast path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardState:
+    """Optimizer state of the range [lo, hi) of the flat vector. Made by a sync engine, held by keepers and checkpoints.
+
+    `arrays` has "master", "exp_avg" and "exp_avg_sq", and "ema" when the EMA is on; float32 (float64 for a float64
+    model), each hi - lo long. `step` counts the optimizer updates applied so far: skipped steps do not count.
+    """
+
+    step: int
+    lo: int
+    hi: int
+    total: int
+    arrays: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo <= self.hi <= self.total:
+            raise ValueError(f"shard [{self.lo}, {self.hi}) does not lie in [0, {self.total}).")
+        for name, array in self.arrays.items():
+            if array.shape != (self.hi - self.lo,):
+                raise ValueError(
+                    f"shard [{self.lo}, {self.hi}): {name} has shape {array.shape}, not ({self.hi - self.lo},)."
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def copy(self) -> ShardState:
+        """The same state in memory of its own."""
+        arrays = {name: np.array(array) for name, array in self.arrays.items()}
+        return ShardState(step=self.step, lo=self.lo, hi=self.hi, total=self.total, arrays=arrays)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where one named parameter lies in the flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+
+
+def shard_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """[lo, hi) of each of `size` workers: contiguous, in order, unpadded; late ones may be empty.
+
+    >>> shard_bounds(100, 3)
+    [(0, 48), (48, 96), (96, 100)]
+    """
+    step = -(-total // (size * _ALIGN)) * _ALIGN
+    return [(min(total, r * step), min(total, (r + 1) * step)) for r in range(size)]
+
+
+def missing(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> list[tuple[int, int]]:
+    """The parts of [lo, hi) that no range covers.
+
+    >>> missing([(0, 4), (6, 9)], 2, 12)
+    [(4, 6), (9, 12)]
+    """
+    gaps, at = [], lo
+    for a, b in sorted(ranges):
+        a, b = max(a, lo), min(b, hi)
+        if a >= b:
+            continue
+        if a > at:
+            gaps.append((at, a))
+        at = max(at, b)
+    return [*gaps, (at, hi)] if at < hi else gaps
+
+
+def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
+    """The state of [lo, hi) out of shards cut in any other way. Copies; shards may overlap (replicas).
+
+    Raises ValueError when the shards are of different updates or leave a part of [lo, hi) uncovered.
+    """
+    if not shards:
+        raise ValueError(f"no shards given for the range [{lo}, {hi}).")
+    first = shards[0]
+    if len({(shard.step, shard.total) for shard in shards}) > 1:
+        raise ValueError(f"shards of different states: (updates, total) {sorted({(s.step, s.total) for s in shards})}.")
+    gaps = missing([(shard.lo, shard.hi) for shard in shards], lo, hi)
+    if gaps:
+        raise ValueError(f"state of [{lo}, {hi}) is incomplete: {gaps} is in none of the {len(shards)} shards.")
+    arrays = {name: np.empty(hi - lo, array.dtype) for name, array in first.arrays.items()}
+    for shard in shards:
+        a, b = max(lo, shard.lo), min(hi, shard.hi)
+        if a < b:
+            for name, array in arrays.items():
+                array[a - lo : b - lo] = shard.arrays[name][a - shard.lo : b - shard.lo]
+    return ShardState(step=first.step, lo=lo, hi=hi, total=first.total, arrays=arrays)

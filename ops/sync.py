@@ -1,0 +1,282 @@
+"""The default sync engine: one flat gradient, one sum over all workers per step, sharded AdamW, parameters gathered.
+
+ZeRO-1 on one flat vector (see ops.shards). Every worker adds the partial gradients of whatever cascades it ran, also
+none, into its flat gradient; there is no averaging over ranks, and numbers of passes may differ. One step:
+
+    sync.form(groups.get(world), shards)      # once per generation
+    sync.begin_step()
+    for cascade in mine: cascade.loss().backward()
+        # optional: sync.sum.watch() before the last one, sync.sum.start() behind it
+    result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase)
+    keeper.put(step, sync.export_shard())
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ops.comm import Group, Pending
+from ops.config import OptimizerConfig
+from ops.gradient_sum import GradientSum
+from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.shards import ShardState, Slot, cut, shard_bounds
+
+log = logging.getLogger(__name__)
+
+Phase = Callable[[str], None]
+# Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
+# the broadcast of one bucket runs behind the update of the next.
+_BUCKET_CPU = 1 << 20
+_BUCKET_CUDA = 1 << 26
+# Elements of the gradient whose sum starts together: large enough to fill a link, small enough to start early.
+_SUM_CPU = 1 << 21
+_SUM_CUDA = 1 << 25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, equal on all workers. `grad_norm` is the global norm before clipping."""
+
+    grad_norm: float
+    lr: float
+    applied: bool  # False: a non-finite norm or no good sample at all; parameters and state are as before
+    weight: float  # good samples of the step, over all workers
+    loss: float  # over all workers, per planned weight
+
+
+class Sync(Protocol):
+    """What the worker needs of a sync engine; FlatSync and DeepSpeedSync provide it."""
+
+    @property
+    def layout(self) -> tuple[Slot, ...]: ...
+    def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
+    def begin_step(self) -> None: ...
+    def finish_step(self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase) -> StepResult: ...
+    def export_shard(self) -> ShardState: ...
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the flat vector. Raises ValueError when there are none or their dtypes or devices differ."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("the model has no trainable parameter; set requires_grad on what should be trained.")
+    kinds = {(p.dtype, p.device) for _, p in named}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"trainable parameters are of {sorted(map(str, kinds))}; cast the module to one dtype on one device first."
+        )
+    return named
+
+
+def slots(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
+    """Name, shape and range of each parameter in the flat vector; checkpoints store it."""
+    found, at = [], 0
+    for name, parameter in named:
+        found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
+        at += parameter.numel()
+    return tuple(found)
+
+
+class FlatSync:
+    """Flat ZeRO-1. Parameters become views of one vector, their fp32 gradients views of another.
+
+    Parameters of lower precision get gradients through hooks that add into the fp32 vector after every backward, and
+    an fp32 master copy of the own shard. Do not move or re-cast the module, nor call zero_grad, afterwards.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+        named = trainable(module)
+        self.config = config
+        self.total_steps = total_steps
+        self.layout = slots(named)
+        self.total = self.layout[-1].hi
+        self.updates = 0  # optimizer updates applied so far
+        self.lo = self.hi = 0
+        self._parameters = [p for _, p in named]
+        self._group = Group.solo()
+        first = self._parameters[0]
+        self._device = first.device
+        self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self._is_master = first.dtype == self._state_dtype  # the own range of the parameters is the master copy
+        self._allocate()
+        self.sum = self._new_sum([(0, self.total)])
+        for index, (parameter, slot) in enumerate(zip(self._parameters, self.layout, strict=True)):
+            parameter.register_post_accumulate_grad_hook(self._received_hook(index, slot))
+
+    def form(self, group: Group, shards: Sequence[ShardState] | None) -> None:
+        """Begin a generation: own a range of the flat vector, and make parameters equal on all workers.
+
+        With `shards` (any cut that covers at least the own range; replicas allowed) the state continues from them,
+        without them training starts from rank 0's current parameters. Collective; all workers pass shards or none.
+        """
+        if self._group.abandoned:
+            # A collective of the dead generation may still be writing into the old memory.
+            self._allocate()
+        self._group = group
+        self._bounds = shard_bounds(self.total, group.size)
+        self.lo, self.hi = self._bounds[group.rank]
+        self.sum = self._new_sum(self._bounds)
+        if shards is None:
+            group.broadcast(self._flat, source_rank=0)
+            self._fresh_state()
+        else:
+            self._import(cut(shards, self.lo, self.hi))
+            group.all_gather_ranges(self._flat, self._bounds)
+        log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
+
+    def begin_step(self) -> None:
+        """Zero the gradient. Any number of backward passes may follow."""
+        self._grad.zero_()
+        if self._is_master:
+            for parameter, view in zip(self._parameters, self._grad_views, strict=True):
+                parameter.grad = view
+
+    def finish_step(self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase) -> StepResult:
+        """Sum, clip, update, gather. Collective; `phase` is told "reduce", "update" and "gather" as they begin.
+
+        `weight` counts the good samples this worker ran, `loss` is its part of the step's loss, both gradient and
+        loss weighted as if all `planned_weight` samples of the step were good.
+        """
+        phase("reduce")
+        self.sum.finish()
+        squares, loss, total_weight = self._sum_scalars(self._own_squares(), loss, weight)
+        share = planned_weight / total_weight if total_weight > 0 else math.nan
+        norm = math.sqrt(squares) * share
+        lr = lr_at(self.config, step, self.total_steps)
+        applied = math.isfinite(norm)
+        if applied:
+            phase("update")
+            pending = self._update(lr, share * clip_factor(norm, self.config.max_grad_norm))
+            phase("gather")
+            for one in pending:
+                one.wait()
+        return StepResult(
+            grad_norm=norm, lr=lr, applied=applied, weight=total_weight, loss=loss * share if total_weight else math.nan
+        )
+
+    def export_shard(self) -> ShardState:
+        """A copy of this worker's state, safe to send while training goes on."""
+        arrays = {"master": self._master, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+        if self._ema is not None:
+            arrays["ema"] = self._ema
+        copies = {name: array.to("cpu", copy=True).numpy() for name, array in arrays.items()}
+        return ShardState(step=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
+
+    def gradient(self) -> Tensor:
+        """The flat gradient, [total]: this worker's partial one before `finish_step`."""
+        return self._grad
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
+        # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
+        first = self._parameters[0]
+        self._flat = torch.empty(self.total, dtype=first.dtype, device=self._device)
+        self._grad = torch.zeros(self.total, dtype=self._state_dtype, device=self._device)
+        self._grad_views = []
+        with torch.no_grad():
+            for parameter, slot in zip(self._parameters, self.layout, strict=True):
+                view = self._flat[slot.lo : slot.hi].view(slot.shape)
+                view.copy_(parameter)
+                parameter.data = view
+                parameter.grad = None
+                self._grad_views.append(self._grad[slot.lo : slot.hi].view(slot.shape))
+
+    def _new_sum(self, bounds: Sequence[tuple[int, int]]) -> GradientSum:
+        elements = _SUM_CUDA if self._device.type == "cuda" else _SUM_CPU
+        return GradientSum(self._grad, self.layout, self._group, bounds, elements)
+
+    def _received_hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
+        """A parameter has its gradient of a backward pass; that of lower precision still has to be added in fp32."""
+
+        def received(parameter: Tensor) -> None:
+            if not self._is_master:
+                assert parameter.grad is not None
+                self._grad[slot.lo : slot.hi].view(slot.shape).add_(parameter.grad)
+                parameter.grad = None
+            self.sum.received(index)
+
+        return received
+
+    def _own(self) -> Tensor:
+        return self._flat[self.lo : self.hi]
+
+    def _fresh_state(self) -> None:
+        self.updates = 0
+        self._master = self._own() if self._is_master else self._own().to(self._state_dtype)
+        self._exp_avg = torch.zeros_like(self._master)
+        self._exp_avg_sq = torch.zeros_like(self._master)
+        self._ema = self._master.clone() if self.config.ema_decay > 0 else None
+
+    def _import(self, shard: ShardState) -> None:
+        if shard.total != self.total:
+            raise ValueError(
+                f"the state has {shard.total} parameters, the model {self.total}; use the run's own model."
+            )
+        state = {
+            name: torch.from_numpy(array).to(self._device, self._state_dtype) for name, array in shard.arrays.items()
+        }
+        self.updates = shard.step
+        self._own().copy_(state["master"])
+        self._master = self._own() if self._is_master else state["master"]
+        self._exp_avg, self._exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        # An EMA switched on later starts from the weights.
+        self._ema = state.get("ema", self._master.clone()) if self.config.ema_decay > 0 else None
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def _own_squares(self) -> float:
+        own = self._grad[self.lo : self.hi]
+        if not own.numel():
+            return 0.0
+        # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits.
+        norms = [torch.linalg.vector_norm(piece).double() for piece in own.split(self._bucket())]
+        return torch.stack(norms).square().sum().item()
+
+    def _sum_scalars(self, *values: float) -> list[float]:
+        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self._group.all_reduce(summed)
+        return summed.tolist()
+
+    def _bucket(self) -> int:
+        return _BUCKET_CUDA if self._device.type == "cuda" else _BUCKET_CPU
+
+    def _update(self, lr: float, factor: float) -> list[Pending]:
+        """AdamW bucket by bucket; each is sent while the next is computed. Returns what is still in flight."""
+        self.updates += 1
+        decay = ema_decay_at(self.config, self.updates)
+        bucket = self._bucket()
+        longest = max(hi - lo for lo, hi in self._bounds)
+        pending: list[Pending] = []
+        for start in range(0, longest, bucket):
+            pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
+            lo, hi = pieces[self._group.rank]
+            own = slice(lo - self.lo, hi - self.lo)
+            if lo < hi:
+                self._update_range(own, lr, factor)
+            pending += self._group.all_gather_ranges_async(self._flat, pieces)
+            if self._ema is not None and lo < hi:
+                self._ema[own].lerp_(self._master[own], 1.0 - decay)
+        return pending
+
+    def _update_range(self, own: slice, lr: float, factor: float) -> None:
+        adamw_(
+            self.config,
+            master=self._master[own],
+            grad=self._grad[self.lo : self.hi][own],
+            exp_avg=self._exp_avg[own],
+            exp_avg_sq=self._exp_avg_sq[own],
+            updates=self.updates,
+            lr=lr,
+            factor=factor,
+        )
+        if not self._is_master:
+            self._own()[own].copy_(self._master[own])

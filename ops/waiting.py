@@ -1,0 +1,102 @@
+"""Words of waiting: cancel tokens, errors of collectives, collectives in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Cancelled(RuntimeError):
+    """The CancelToken was set while a collective waited. The group is unusable afterwards."""
+
+
+class GroupError(RuntimeError):
+    """A collective failed, usually because a member died. The group is unusable afterwards."""
+
+
+class CancelToken:
+    """Tells everything that waits in a generation to stop. Thread-safe; set once, never cleared."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.reason = ""
+
+    def set(self, reason: str) -> None:
+        with self._lock:
+            if self._event.is_set():
+                return
+            self.reason = reason
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def on_set(self, callback: Callable[[], None]) -> None:
+        """Run `callback` when the token is set, at once if it is. Called from the thread that sets it."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def check(self, doing: str) -> None:
+        if self.is_set():
+            raise Cancelled(f"{doing} cancelled: {self.reason}")
+
+
+class Waiter(Protocol):
+    """The group a collective belongs to: it knows token, time-out and members."""
+
+    def wait_for(self, pending: Pending) -> None: ...
+
+
+class Pending:
+    """A collective in flight. `wait` must be called; tensors belong to the collective until it returns."""
+
+    def __init__(
+        self,
+        group: Waiter | None,
+        work: Any,
+        name: str,
+        finish: Callable[[], None] | None = None,
+        stream_ordered: bool = False,
+    ) -> None:
+        self._group = group
+        self.work = work
+        self.name = name
+        self._finish = finish
+        self.stream_ordered = stream_ordered  # NCCL: a wait with a time-out would block the host
+
+    @property
+    def done(self) -> bool:
+        work = self.work
+        return work is None or work.is_completed()
+
+    def wait(self) -> None:
+        """Returns when the result is there. Raises Cancelled, TimeoutError or GroupError."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.wait_for(self)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def forget(self) -> None:
+        """Drop the work object: it keeps the sockets of its group open."""
+        self.work = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a watchdog reads: how many collectives were begun, the one being waited for, and since when."""
+
+    sequence: int
+    name: str | None
+    since: float  # time.monotonic() of the wait's begin, 0 when nothing is waited for

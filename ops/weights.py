@@ -1,0 +1,137 @@
+"""Transformer weights in Diffusers' folder layout: safetensors in one file or in shards with an index, and config.json.
+
+    state = read_state(folder)                    # lazily opened files, fp32 or as stored
+    load_transformer(module, folder)              # checked: names, shapes, dtypes
+    write_folder(folder, state, dit_json(config)) # what Diffusers' from_pretrained reads
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ops.folders import component, read_json
+
+STEM = "diffusion_pytorch_model"
+_INDEX = f"{STEM}.safetensors.index.json"
+# Diffusers' own default; files of this size are what its loaders and hubs expect.
+SHARD_BYTES = 10 * 1024**3
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a transformer folder. Raises FileNotFoundError naming the one that is missing."""
+    index = folder / _INDEX
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{index.name} of {folder} names {name}, which is not there. Copy all shards.")
+        return [folder / name for name in names]
+    single = folder / f"{STEM}.safetensors"
+    if single.is_file():
+        return [single]
+    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
+    hint = f" It holds {others[0]}: pickled weights are not read, convert them to safetensors." if others else ""
+    raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}.{hint}")
+
+
+def iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all weights of a folder, one tensor in memory at a time."""
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}. Copy it again.") from error
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """All weights of a transformer folder by name, in their stored dtypes."""
+    return dict(iterate(folder))
+
+
+def check_state(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
+    """Raises ValueError, one sentence, for the first kind of difference: missing, unexpected, shape, dtype."""
+    missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing:
+        raise ValueError(f"{where} lacks {_some(missing)}, which the model has. Is it the transformer of this config?")
+    if unexpected:
+        raise ValueError(f"{where} holds {_some(unexpected)}, which the model does not have. Is it the transformer of "
+                         f"this config?")
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            raise ValueError(f"{where}: {name} has shape {list(found[name].shape)}, the model's is "
+                             f"{list(tensor.shape)}. Check the widths in config.json.")
+        if found[name].dtype not in _FLOATS:
+            raise ValueError(f"{where}: {name} is {_dtype(found[name])}; weights must be float32, bfloat16 or float16. "
+                             f"Quantised folders cannot be trained.")
+
+
+def load_transformer(module: nn.Module, path: str | Path) -> None:
+    """Copy the weights of a Diffusers folder into `module`, in the module's dtype. All names and shapes must agree.
+
+    LoRA factors that the module has and the folder lacks keep their values.
+    """
+    folder = component(path, "transformer")
+    expected = {name: tensor for name, tensor in module.state_dict().items() if not is_lora(name)}
+    found = read_state(folder)
+    check_state(expected, found, str(folder))
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(found[name])
+
+
+def write_folder(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any],
+                 shard_bytes: int = SHARD_BYTES) -> None:
+    """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    shards = _shards(state, shard_bytes)
+    if len(shards) == 1:
+        save_file(shards[0], folder / f"{STEM}.safetensors", metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter is a LoRA factor (`...lora_A.weight`, `...lora_B.weight`)."""
+    return re.search(r"(^|\.)lora_[AB]\.", name) is not None
+
+
+def _shards(state: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Tensors in order, cut where the next one would pass the limit; a larger single tensor has a shard of its own."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    return shards
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
