@@ -1,0 +1,262 @@
+"""Triton kernels of norm, modulation and gate. Traffic in units of T, the bytes of one [N, D] activation.
+
+| kernel             | forward              | backward                          |
+|--------------------|----------------------|-----------------------------------|
+| ln_modulate        | 2T (read x, write y) | 3T (read x, dy; write dx)         |
+| gate_residual      | 3T                   | 3T (read dx', y; write dy)        |
+| gate + ln_modulate | 4T                   | 6T (read dh, dx', x', y; write 2) |
+
+That is the minimum. The backward stays at it because it is one pass: P programs walk R = ceil(N / P) consecutive rows
+each and keep the column sums of gate, scale and shift in fp32 registers. A program that meets the end of a run writes
+its sums to slot `program + run`. Walking the rows, either the program or the run grows at every write, so slots are
+unique, those of a run are contiguous, there are fewer than P + R of them, and neither atomics nor the host are needed.
+`sum_slots` then adds the slots of each table row in a fixed order: the result is the same bits on every run.
+(A second pass over x and dy, the D-tile reduction of AdaptiveLoad, costs 5T; see `ops.kernels.ablations`.)
+
+Offsets: int64 for the base of a row or run, int32 inside the loop; int64 in the loop costs 60 registers at D = 3072.
+"""
+
+# Triton code is no Python: tuples grow by +, and types are those of the compiler.
+# ruff: noqa: RUF005
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from ops.kernels.rows import (
+    add,
+    axpy,
+    load_row,
+    multiply,
+    normalise,
+    one_plus,
+    store_row,
+    sum_row,
+    to_fp32,
+    zero_row,
+)
+
+# Sizes change with every micro-batch: compiled as plain integers, never as the constant 1 or for divisibility by 16.
+SIZES = ["num_rows", "rows_per_program", "num_slots"]
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, y_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, run_ptr, run2mod_ptr,
+    residual_ptr, out_ptr, mean_ptr, rstd_ptr,
+    x_stride8, y_stride8, gate_stride8, scale_stride8, shift_stride8, eps,
+    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr,
+    HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr, RMS: tl.constexpr, AFFINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, INDEX: tl.constexpr,
+):
+    """One row: residual = x + gate * y (HAS_Y), then out = norm(residual) * (1 + scale) + shift (NORM).
+
+    INDEX says how a row finds its table row: "runs" through run and run2mod, "one" row 0, "token" its own number.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    mod = row * 0
+    if INDEX == "runs":
+        mod = tl.load(run2mod_ptr + tl.load(run_ptr + row)).to(tl.int64)
+    elif INDEX == "token":
+        mod = row
+    x = to_fp32(load_row(x_ptr + row * (x_stride8 * 8), D, CH, NC, "evict_first"), NC)
+    if HAS_Y:
+        y = to_fp32(load_row(y_ptr + row * (y_stride8 * 8), D, CH, NC, "evict_first"), NC)
+        if HAS_GATE:
+            gate = to_fp32(load_row(gate_ptr + mod * (gate_stride8 * 8), D, CH, NC, "evict_last"), NC)
+            x = axpy(gate, y, x, NC)
+        else:
+            x = add(x, y, NC)
+        store_row(residual_ptr + row * D, x, D, CH, NC)
+        rounded = ()  # statistics of x' as stored: the backward reads it back
+        for c in tl.static_range(NC):
+            rounded = rounded + (x[c].to(residual_ptr.dtype.element_ty).to(tl.float32),)
+        x = rounded
+    if NORM:
+        h, mean, rstd = normalise(x, D, CH, NC, eps, RMS)
+        if not RMS:
+            tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+        if AFFINE:
+            h = multiply(h, to_fp32(load_row(weight_ptr, D, CH, NC, "evict_last"), NC), NC)
+        if HAS_BIAS:
+            h = add(h, to_fp32(load_row(bias_ptr, D, CH, NC, "evict_last"), NC), NC)
+        if HAS_SCALE:
+            scale = to_fp32(load_row(scale_ptr + mod * (scale_stride8 * 8), D, CH, NC, "evict_last"), NC)
+            h = multiply(h, one_plus(scale, NC), NC)
+        if HAS_SHIFT:
+            h = add(h, to_fp32(load_row(shift_ptr + mod * (shift_stride8 * 8), D, CH, NC, "evict_last"), NC), NC)
+        store_row(out_ptr + row * D, h, D, CH, NC)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def backward_kernel(
+    dh_ptr, dxo_ptr, x_ptr, y_ptr, gate_ptr, weight_ptr, scale_ptr, mean_ptr, rstd_ptr, run_ptr, cu_ptr, run2mod_ptr,
+    dx_ptr, dy_ptr, slots_ptr,
+    num_rows, rows_per_program, num_slots,
+    dh_stride8, dxo_stride8, x_stride8, y_stride8, gate_stride8, scale_stride8,
+    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, RMS: tl.constexpr, AFFINE: tl.constexpr, HAS_SCALE: tl.constexpr, SUMS: tl.constexpr,
+    HAS_DXO: tl.constexpr, HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, GATE_SUM: tl.constexpr, INDEX: tl.constexpr,
+):
+    """total = dxo + norm'(dh); dx = total (NORM); dy = gate * total (HAS_Y); column sums to the slots.
+
+    slots [SUMS ? 2 : 0 + GATE_SUM, num_slots, D] fp32: sum dh * xhat, sum dh (if SUMS), sum y * total (if GATE_SUM).
+    Frozen tables need none: without SUMS and GATE_SUM there are no slots, and y is not read.
+    """
+    program = tl.program_id(0)
+    row = program * rows_per_program
+    last = tl.minimum(row + rows_per_program, num_rows)
+    while row < last:
+        run = row * 0
+        mod = run.to(tl.int64)
+        end = last
+        if INDEX == "runs":
+            run = tl.load(run_ptr + row)
+            mod = tl.load(run2mod_ptr + run).to(tl.int64)
+            end = tl.minimum(last, tl.load(cu_ptr + run + 1))
+        base = row.to(tl.int64)
+        x_base, dh_base = x_ptr + base * (x_stride8 * 8), dh_ptr + base * (dh_stride8 * 8)
+        dxo_base, y_base = dxo_ptr + base * (dxo_stride8 * 8), y_ptr + base * (y_stride8 * 8)
+        dx_base, dy_base = dx_ptr + base * D, dy_ptr + base * D
+        # Table rows stay in registers in their own dtype for the whole run: the pipelined loads below bypass L1.
+        if AFFINE:
+            weight = load_row(weight_ptr, D, CH, NC, "evict_last")
+        if HAS_SCALE:
+            scale = load_row(scale_ptr + mod * (scale_stride8 * 8), D, CH, NC, "evict_last")
+        if HAS_GATE:
+            gate = load_row(gate_ptr + mod * (gate_stride8 * 8), D, CH, NC, "evict_last")
+        sum_P = zero_row(CH, NC)
+        sum_Q = zero_row(CH, NC)
+        sum_G = zero_row(CH, NC)
+        for i in tl.range(0, end - row, num_stages=STAGES):
+            if NORM:
+                x = load_row(x_base + i * (x_stride8 * 8), D, CH, NC, "evict_first")
+                dh = load_row(dh_base + i * (dh_stride8 * 8), D, CH, NC, "evict_first")
+            if HAS_DXO:
+                dxo = load_row(dxo_base + i * (dxo_stride8 * 8), D, CH, NC, "evict_first")
+            if GATE_SUM:
+                y = load_row(y_base + i * (y_stride8 * 8), D, CH, NC, "evict_first")
+            if NORM:
+                mean = 0.0
+                if not RMS:
+                    mean = tl.load(mean_ptr + row + i)
+                rstd = tl.load(rstd_ptr + row + i)
+                xhat = ()
+                wdy = ()
+                for c in tl.static_range(NC):
+                    value = (x[c].to(tl.float32) - mean) * rstd
+                    grad = dh[c].to(tl.float32)
+                    if SUMS:
+                        sum_P = sum_P[:c] + (sum_P[c] + grad * value,) + sum_P[c + 1:]
+                        sum_Q = sum_Q[:c] + (sum_Q[c] + grad,) + sum_Q[c + 1:]
+                    xhat = xhat + (value,)
+                    wdy = wdy + (grad,)
+                if AFFINE:
+                    wdy = multiply(wdy, to_fp32(weight, NC), NC)
+                if HAS_SCALE:
+                    wdy = multiply(wdy, one_plus(to_fp32(scale, NC), NC), NC)
+                c1 = sum_row(multiply(wdy, xhat, NC), NC) / D
+                c2 = 0.0
+                if not RMS:
+                    c2 = sum_row(wdy, NC) / D
+                # (wdy - xhat * c1 - c2) * rstd in two fused multiply-adds
+                c1 = c1 * rstd
+                c2 = c2 * rstd
+                total = ()
+                for c in tl.static_range(NC):
+                    total = total + (wdy[c] * rstd - (xhat[c] * c1 + c2),)
+                if HAS_DXO:
+                    total = add(total, to_fp32(dxo, NC), NC)
+                store_row(dx_base + i * D, total, D, CH, NC)
+            else:
+                total = to_fp32(dxo, NC)
+            if HAS_Y:
+                if HAS_GATE:
+                    store_row(dy_base + i * D, multiply(to_fp32(gate, NC), total, NC), D, CH, NC)
+                    if GATE_SUM:
+                        sum_G = axpy(total, to_fp32(y, NC), sum_G, NC)
+                else:
+                    store_row(dy_base + i * D, total, D, CH, NC)
+        slot_row = slots_ptr + (program + run).to(tl.int64) * D
+        plane = num_slots.to(tl.int64) * D
+        if SUMS:
+            store_row(slot_row, sum_P, D, CH, NC)
+            store_row(slot_row + plane, sum_Q, D, CH, NC)
+            if GATE_SUM:
+                store_row(slot_row + 2 * plane, sum_G, D, CH, NC)
+        elif GATE_SUM:
+            store_row(slot_row, sum_G, D, CH, NC)
+        row = end
+
+
+@triton.jit(do_not_specialize=SIZES[1:])
+def sum_slots_kernel(
+    slots_ptr, cu_ptr, mod_off_ptr, mod_runs_ptr, first_ptr, second_ptr, third_ptr,
+    num_slots, rows_per_program,
+    D: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
+):
+    """One [num_mods, D] sum per plane of the slots of each table row, in ascending order of run and slot.
+
+    A table row without tokens gets zeros: sums over sequence-parallel ranks stay right.
+    """
+    mod, plane = tl.program_id(0), tl.program_id(2)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (columns < D)[None, :]
+    base = slots_ptr + plane.to(tl.int64) * num_slots * D
+    total = tl.zeros((BLOCK_SLOTS, BLOCK_D), tl.float32)
+    first_run, last_run = 0, 1
+    if INDEX == "runs":
+        first_run, last_run = tl.load(mod_off_ptr + mod), tl.load(mod_off_ptr + mod + 1)
+    for index in tl.range(first_run, last_run):
+        first_slot, end_slot = 0, num_slots
+        if INDEX == "runs":
+            run = tl.load(mod_runs_ptr + index)
+            first_row, end_row = tl.load(cu_ptr + run), tl.load(cu_ptr + run + 1)
+            first_slot = first_row // rows_per_program + run
+            # An empty run owns no slot.
+            end_slot = tl.where(end_row > first_row, (end_row - 1) // rows_per_program + run + 1, first_slot)
+        for lo in tl.range(first_slot, end_slot, BLOCK_SLOTS):
+            slots = lo + tl.arange(0, BLOCK_SLOTS)
+            total += tl.load(base + slots[:, None].to(tl.int64) * D + columns[None, :],
+                             mask=(slots < end_slot)[:, None] & inside, other=0.0)
+    offsets = mod.to(tl.int64) * D + columns
+    sums = tl.sum(total, axis=0)
+    if plane == 0:
+        tl.store(first_ptr + offsets, sums, mask=columns < D)
+    elif plane == 1:
+        tl.store(second_ptr + offsets, sums, mask=columns < D)
+    else:
+        tl.store(third_ptr + offsets, sums, mask=columns < D)
+
+
+@triton.jit
+def token_backward_kernel(
+    dh_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dshift_ptr, dh_stride8, x_stride8, scale_stride8,
+    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr, RMS: tl.constexpr, HAS_SCALE: tl.constexpr,
+):
+    """Backward with one table row per token: nothing to reduce, 3T plus the table gradients."""
+    row = tl.program_id(0).to(tl.int64)
+    x = to_fp32(load_row(x_ptr + row * (x_stride8 * 8), D, CH, NC, "evict_first"), NC)
+    dh = to_fp32(load_row(dh_ptr + row * (dh_stride8 * 8), D, CH, NC, "evict_first"), NC)
+    mean = 0.0
+    if not RMS:
+        mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+    xhat = ()
+    for c in tl.static_range(NC):
+        xhat = xhat + ((x[c] - mean) * rstd,)
+    store_row(dscale_ptr + row * D, multiply(dh, xhat, NC), D, CH, NC)
+    store_row(dshift_ptr + row * D, dh, D, CH, NC)
+    wdy = dh
+    if HAS_SCALE:
+        scale = load_row(scale_ptr + row * (scale_stride8 * 8), D, CH, NC, "evict_first")
+        wdy = multiply(wdy, one_plus(to_fp32(scale, NC), NC), NC)
+    c1 = sum_row(multiply(wdy, xhat, NC), NC) / D
+    c2 = 0.0
+    if not RMS:
+        c2 = sum_row(wdy, NC) / D
+    dx = ()
+    for c in tl.static_range(NC):
+        dx = dx + ((wdy[c] - xhat[c] * c1 - c2) * rstd,)
+    store_row(dx_ptr + row * D, dx, D, CH, NC)
