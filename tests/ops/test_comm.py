@@ -1,0 +1,420 @@
+"""Bags and collectives: equal to plain references, any creation order, cancel, death, frozen peers, no leaks.
+
+Ranks are threads that share a store; only death and freezing need processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups
+
+torch.set_num_threads(1)
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_ranks(
+    size: int, work: Callable[[int, Groups], Any], *, generation: int = 0, timeout_s: float = 20.0, store: Any = None
+) -> list[Any]:
+    """`work(rank, groups)` on threads; their results, or the first error."""
+    store, token = store or dist.HashStore(), CancelToken()
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, timeout_s, token, "127.0.0.1")
+        try:
+            results[rank] = work(rank, groups)
+        except BaseException as error:
+            errors.append(error)
+            token.set(f"rank {rank}: {error}")
+        finally:
+            groups.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return results
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_to_all_moves_uneven_rows_of_any_type(dtype: torch.dtype) -> None:
+    size = 3
+    splits = [[1, 0, 4], [2, 3, 0], [0, 0, 5]]  # splits[a][b]: rows from a to b
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(0, 2, (sum(row), 2, 3), generator=generator).to(dtype) for row in splits]
+    pieces = [list(torch.split(tensor, row)) for tensor, row in zip(inputs, splits)]
+
+    def work(rank: int, groups: Groups) -> torch.Tensor:
+        output_splits = [splits[source][rank] for source in range(size)]
+        output = torch.empty(sum(output_splits), 2, 3, dtype=dtype)
+        groups.world_group().all_to_all(output, inputs[rank], output_splits, splits[rank])
+        return output
+
+    for rank, output in enumerate(run_ranks(size, work)):
+        assert torch.equal(output, torch.cat([pieces[source][rank] for source in range(size)]))
+
+
+def test_all_to_all_accepts_strided_tensors() -> None:
+    def work(rank: int, groups: Groups) -> torch.Tensor:
+        whole = torch.zeros(4, 6)
+        source = torch.arange(12.0).view(3, 4).t() + 100 * rank
+        groups.world_group().all_to_all(whole[:, :3], source, [2, 2], [2, 2])
+        return whole
+
+    first, second = run_ranks(2, work)
+    expected = torch.arange(12.0).view(3, 4).t()
+    assert torch.equal(first[:, :3], torch.cat([expected[:2], expected[:2] + 100]))
+    assert torch.equal(second[:, :3], torch.cat([expected[2:], expected[2:] + 100]))
+    assert not first[:, 3:].any()
+
+
+def test_reductions_broadcast_and_scatter_match_plain_arithmetic() -> None:
+    values = torch.randn(4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def work(rank: int, groups: Groups) -> dict[str, torch.Tensor]:
+        group = groups.world_group()
+        total, largest, sent = values[rank].clone(), values[rank].clone(), values[rank].clone()
+        group.all_reduce(total)
+        group.all_reduce(largest, op="max")
+        group.broadcast(sent, source_rank=2)
+        rows = torch.empty(rank, 5)
+        table = torch.arange(30.0).view(6, 5)
+        group.scatter_rows(rows, table if rank == 1 else None, [0, 1, 2, 3], source_rank=1)
+        group.barrier()
+        return {"total": total, "largest": largest, "sent": sent, "rows": rows}
+
+    table = torch.arange(30.0).view(6, 5).split([0, 1, 2, 3])
+    for rank, found in enumerate(run_ranks(4, work)):
+        torch.testing.assert_close(found["total"], values.sum(0), rtol=1e-14, atol=0)
+        assert torch.equal(found["largest"], values.amax(0))
+        assert torch.equal(found["sent"], values[2])
+        assert torch.equal(found["rows"], table[rank])
+
+
+@pytest.mark.parametrize(
+    "bounds", [[(0, 7), (7, 7), (7, 20)], [(0, 0), (0, 20), (20, 20)], [(0, 6), (6, 12), (12, 20)]]
+)
+def test_reduce_scatter_and_all_gather_of_unpadded_ranges(bounds: list[tuple[int, int]]) -> None:
+    values = torch.randn(3, 20, generator=torch.Generator().manual_seed(2))
+
+    def work(rank: int, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, (lo, hi) = values[rank].clone(), bounds[rank]
+        groups.world_group().reduce_scatter_ranges(flat, bounds)
+        own = flat[lo:hi].clone()
+        groups.world_group().all_gather_ranges(flat, bounds)
+        return own, flat
+
+    expected = (values[0] + values[1]) + values[2]
+    for (lo, hi), (own, flat) in zip(bounds, run_ranks(3, work)):
+        assert torch.equal(own, expected[lo:hi])
+        assert torch.equal(flat, expected)
+
+
+def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the backend's own time-out; only who waits has a limit."""
+    monkeypatch.setattr("ops.comm._GRACE_SECONDS", 0.0)
+    bounds = [(0, 5), (5, 5)]  # all of it belongs to rank 0
+
+    def work(rank: int, groups: Groups) -> list[float]:
+        flat, group = torch.full((5,), float(rank + 1)), groups.world_group()
+        if rank == 1:
+            time.sleep(2.5)
+        pending = group.reduce_scatter_ranges_async(flat, bounds)
+        if rank == 0:
+            time.sleep(2.5)
+        for one in pending:
+            one.wait()
+        return flat.tolist()
+
+    assert run_ranks(2, work, timeout_s=1.0)[0] == [3.0] * 5
+
+
+def test_solo_group_is_local() -> None:
+    group, output = Group.solo(), torch.zeros(3)
+    group.all_to_all(output, torch.arange(3.0), [3], [3])
+    group.all_reduce(output)
+    group.broadcast(output, 0)
+    group.barrier()
+    assert group.size == 1 and output.tolist() == [0, 1, 2]
+
+
+def test_wrong_splits_are_refused_before_they_reach_gloo() -> None:
+    with pytest.raises(ValueError, match=r"input splits \[1, 1\] must be 2 numbers .* 3 rows"):
+        run_ranks(2, lambda _, g: g.world_group().all_to_all(torch.empty(2), torch.empty(3), [1, 1], [1, 1]))
+
+
+def test_strangers_and_twins_are_refused() -> None:
+    groups = Groups(dist.HashStore(), 0, (0, 1), "gloo", 0, 1.0, CancelToken(), "127.0.0.1")
+    for members in ((0, 5), (0, 0), (1,)):
+        with pytest.raises(ValueError, match="bag"):
+            groups.get(members)
+
+
+def test_overlapping_bags_prepared_in_any_order_by_any_member() -> None:
+    bags = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2, 3), (3, 1, 0), (0, 1, 2, 3), (2,)]
+
+    def work(rank: int, groups: Groups) -> dict[tuple[int, ...], float]:
+        mine = random.Random(rank).sample(bags, len(bags))
+        groups.prepare(mine)
+        for members in mine:  # connected in another order on every rank
+            if rank in members:
+                groups.get(members)
+        sums = {}
+        for members in bags:
+            if rank in members:
+                group, value = groups.get(members), torch.tensor([10.0**rank])
+                assert group is groups.get(members) and group.members[group.rank] == rank
+                group.all_reduce(value)
+                sums[members] = value.item()
+        return sums
+
+    for sums in run_ranks(4, work):
+        assert sums == {members: sum(10.0**m for m in members) for members in sums}
+
+
+def test_two_hundred_rounds_leave_no_threads_and_no_descriptors() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int, groups: Groups) -> float:
+        value = torch.ones(1)
+        groups.world_group().all_reduce(value)
+        return value.item()
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for generation in range(200):
+        assert run_ranks(2, work, generation=generation, store=store) == [2.0, 2.0]
+        if generation == 9:
+            before = count()
+    after = count()
+    assert after[0] <= before[0] + 4 and after[1] <= before[1] + 4, f"{before} -> {after}"
+
+
+def test_cancel_ends_a_waiting_collective_at_once() -> None:
+    token, took = CancelToken(), []
+
+    def work(rank: int, groups: Groups) -> None:
+        group = groups.world_group()
+        if rank == 1:
+            time.sleep(0.3)
+            token.set("worker 7 died")
+            return
+        begin = time.monotonic()
+        with pytest.raises(Cancelled, match=r"all_reduce in group \(0, 1\).*worker 7 died"):
+            group.all_reduce(torch.ones(3))
+        took.append(time.monotonic() - begin)
+        assert group.abandoned, "the peer may still write into these tensors"
+        with pytest.raises(GroupError, match="broken by all_reduce"):
+            group.all_reduce(torch.ones(3))
+
+    store = dist.HashStore()
+    all_groups = [
+        Groups(store, r, (0, 1), "gloo", 0, 30.0, token if r == 0 else CancelToken(), "127.0.0.1") for r in (0, 1)
+    ]
+    threads = [threading.Thread(target=work, args=(r, all_groups[r])) for r in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    begin = time.monotonic()
+    for groups in all_groups:
+        groups.close()
+    assert len(took) == 1 and 0.2 < took[0] < 1.0
+    assert time.monotonic() - begin < 1.0
+
+
+def test_a_collective_of_an_aborted_group_never_looks_finished() -> None:
+    def work(rank: int, groups: Groups) -> None:
+        group = groups.world_group()
+        if rank == 1:
+            time.sleep(0.5)
+            return
+        pending = group.all_reduce_async(torch.ones(3))
+        group.abort()
+        with pytest.raises(GroupError, match="aborted"):
+            pending.wait()
+
+    run_ranks(2, work)
+
+
+def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
+    seen = []
+
+    def work(rank: int, groups: Groups) -> str:
+        group = groups.world_group()
+        group.barrier()
+        if rank == 1:
+            time.sleep(1.5)
+            return ""
+        watchdog = threading.Timer(0.2, lambda: seen.append(groups.progress[0, 1]))
+        watchdog.start()
+        with pytest.raises(TimeoutError) as error:
+            group.broadcast(torch.ones(3), source_rank=1)
+        return str(error.value)
+
+    text = run_ranks(2, work, timeout_s=0.6)[0]
+    assert "broadcast in group (0, 1) (rank 0)" in text and "within 0.6 s" in text
+    assert seen[0].name == "broadcast" and seen[0].sequence == 2 and seen[0].since > 0
+
+
+def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
+    token = CancelToken()
+    groups = Groups(dist.HashStore(), 0, (0, 1), "gloo", 3, 0.3, token, "127.0.0.1")
+    with pytest.raises(TimeoutError, match=r"connecting bag \(0, 1\) of generation 3"):
+        groups.get((0, 1))
+    patient = Groups(dist.HashStore(), 0, (0, 1), "gloo", 4, 60.0, token, "127.0.0.1")
+    threading.Timer(0.2, token.set, args=("worker 1 died",)).start()
+    begin = time.monotonic()
+    with pytest.raises(Cancelled, match="worker 1 died"):
+        patient.get((0, 1))
+    assert time.monotonic() - begin < 2.0
+
+
+LEAVER = """
+import threading, time, torch, torch.distributed as dist
+from ops.comm import CancelToken, Groups
+store, token = dist.HashStore(), CancelToken()
+both = [Groups(store, rank, (0, 1), "gloo", 0, 60.0, token, "127.0.0.1") for rank in (0, 1)]
+both[1].prepare([(0, 1)])
+pending = both[0].world_group().all_reduce_async(torch.ones(3))  # rank 1 never calls it
+lonely = Groups(store, 0, (0, 1), "gloo", 1, 60.0, token, "127.0.0.1")
+lonely.prepare([(0, 1)])  # rank 1 never comes
+lonely.close()
+both[0].close()
+both[1].close()
+print("bye", flush=True)
+"""
+
+
+def test_a_process_with_a_pending_collective_ends_cleanly_and_at_once() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", LEAVER], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "bye\n"
+    assert process.wait(timeout=20) == 0
+
+
+SURVIVOR = """
+import json, sys, threading, time, torch, torch.distributed as dist
+from datetime import timedelta
+from ops.comm import CancelToken, Groups
+rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+def say(**fields): print(json.dumps({"rank": rank, **fields}), flush=True)
+def generation(number, world, token):
+    return Groups(store, rank, world, "gloo", number, timeout_s, token, "127.0.0.1")
+token = CancelToken()
+def listen():
+    global token
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "cancel": token.set("a worker died")
+        else: inbox.append(command); arrived.set()
+inbox, arrived = [], threading.Event()
+threading.Thread(target=listen, daemon=True).start()
+groups, number = generation(1, (0, 1, 2, 3), token), 1
+while True:
+    try:
+        group = groups.world_group()
+        for step in range(10**9):
+            value = torch.full((50_000,), float(rank))
+            group.all_reduce(value)
+            if step == 5: say(event="running", generation=number, total=value[0].item())
+    except (RuntimeError, TimeoutError) as error:
+        began = time.monotonic()
+        groups.close()
+        say(event="error", kind=type(error).__name__, close_s=time.monotonic() - began)
+    arrived.wait(); arrived.clear()
+    command = inbox.pop()
+    number, token = command["generation"], CancelToken()
+    groups = generation(number, tuple(command["world"]), token)
+"""
+
+
+class Survivors:
+    """Four processes that sum for ever; the test is their controller."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SURVIVOR, str(rank), str(self.store.port), str(timeout_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(4)
+        ]
+
+    def hear(self, rank: int) -> dict[str, Any]:
+        line = self.processes[rank].stdout.readline()  # type: ignore[union-attr]
+        assert line, f"rank {rank} ended"
+        return json.loads(line)
+
+    def tell(self, rank: int, **command: Any) -> None:
+        stdin = self.processes[rank].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(command) + "\n")
+        stdin.flush()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def test_survivors_of_dead_and_frozen_peers_fail_in_time_and_form_again() -> None:
+    pool = Survivors(timeout_s=30.0)
+    try:
+        assert [pool.hear(rank)["total"] for rank in range(4)] == [6.0] * 4
+
+        pool.processes[1].kill()
+        begin = time.monotonic()
+        errors = [pool.hear(rank) for rank in (0, 2, 3)]  # no controller: the first error closes its group and cascades
+        assert [error["kind"] for error in errors] == ["GroupError"] * 3
+        assert time.monotonic() - begin < 5.0
+
+        for rank in (0, 2, 3):
+            pool.tell(rank, do="form", generation=2, world=(0, 2, 3))
+        again = [pool.hear(rank) for rank in (0, 2, 3)]
+        assert [(one["event"], one["generation"], one["total"]) for one in again] == [("running", 2, 5.0)] * 3
+
+        pool.processes[2].send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        for rank in (0, 3):  # what the controller does when heartbeats are missing
+            pool.tell(rank, do="cancel")
+        errors = [pool.hear(rank) for rank in (0, 3)]
+        assert [error["kind"] for error in errors] == ["Cancelled"] * 2
+        assert time.monotonic() - begin < 5.0
+        assert all(error["close_s"] < 1.0 for error in errors), "closing must not wait for the frozen peer"
+
+        for rank in (0, 3):
+            pool.tell(rank, do="form", generation=3, world=(0, 3))
+        again = [pool.hear(rank) for rank in (0, 3)]
+        assert [(one["event"], one["generation"], one["total"]) for one in again] == [("running", 3, 3.0)] * 2
+    finally:
+        pool.close()

@@ -1,0 +1,100 @@
+"""Flow matching: draws belong to samples, densities and schedules are Diffusers' and the paper's, losses add up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling
+
+from ops.config import FlowConfig
+from ops.flow import density, draw, flow_loss, generator, interpolate, shift, sigma_schedule
+from ops.packing import Layout, Sequence
+
+torch.set_num_threads(1)
+SHAPE = (4, 3, 5, 6)
+
+
+def test_a_draw_depends_on_seed_step_and_key_alone() -> None:
+    first = draw(FlowConfig(), 7, 3, "shard-1/000042", SHAPE)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    draw(FlowConfig(), 7, 3, "another", SHAPE)
+    again = draw(FlowConfig(), 7, 3, "shard-1/000042", SHAPE)
+    assert again.sigma == first.sigma and torch.equal(again.noise, first.noise)
+    assert first.noise.dtype == torch.float32 and first.noise.shape == SHAPE
+    for other in ((8, 3, "shard-1/000042"), (7, 4, "shard-1/000042"), (7, 3, "shard-1/000043")):
+        changed = draw(FlowConfig(), *other, SHAPE)
+        assert changed.sigma != first.sigma and not torch.equal(changed.noise, first.noise)
+
+
+def test_a_draw_is_the_same_in_every_release() -> None:
+    """Resumed runs and mixed pools rely on it; a change of the generator must be a decision."""
+    one = draw(FlowConfig(), 0, 0, "key", (1, 1, 1, 2))
+    assert one.sigma == pytest.approx(0.905581921671894, abs=1e-12)
+    torch.testing.assert_close(one.noise.flatten(), torch.tensor([-0.84017062, 0.67155862]), atol=1e-6, rtol=0)
+
+
+def test_noise_is_standard_normal() -> None:
+    noise = torch.stack([draw(FlowConfig(), 0, 0, str(key), (16, 2, 8, 8)).noise for key in range(20)])
+    assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
+
+
+@pytest.mark.parametrize("scheme", ["uniform", "logit_normal", "mode"])
+def test_density_is_that_of_diffusers(scheme: str) -> None:
+    config = FlowConfig(weighting_scheme=scheme, logit_mean=0.3, logit_std=0.8, mode_scale=1.1)
+    numbers = generator(0, 0, "key")
+    ours = np.sort([density(config, numbers) for _ in range(4000)])
+    name = "none" if scheme == "uniform" else scheme
+    theirs = np.sort(compute_density_for_timestep_sampling(
+        name, 4000, 0.3, 0.8, 1.1, generator=torch.Generator().manual_seed(0)).numpy())
+    assert np.abs(ours - theirs).max() < 0.1 and np.abs(ours - theirs).mean() < 0.02  # the same quantiles
+    assert ours[0] >= 0 and ours[-1] <= 1
+
+
+def test_schedule_is_that_of_diffusers() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=[1 - index / 8 for index in range(8)])
+    torch.testing.assert_close(torch.tensor(sigma_schedule(8, 3.0)), scheduler.sigmas, atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match="0 sampling steps"):
+        sigma_schedule(0, 3.0)
+
+
+def test_shift_keeps_the_ends_and_moves_the_middle_to_noise() -> None:
+    assert (shift(0.0, 5.0), shift(1.0, 5.0), shift(0.5, 1.0)) == (0.0, 1.0, 0.5)
+    assert shift(0.5, 3.0) == 0.75
+
+
+def test_interpolation_reaches_data_and_noise() -> None:
+    latent, noise = torch.randn(SHAPE), torch.randn(SHAPE)
+    assert torch.equal(interpolate(latent, noise, 0.0)[0], latent)
+    assert torch.equal(interpolate(latent, noise, 1.0)[0], noise)
+    noisy, target = interpolate(latent, noise, 0.3)
+    torch.testing.assert_close(noisy - 0.3 * target, latent, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_loss_parts_of_ranks_add_up_to_the_weighted_mean(degree: int) -> None:
+    sequences = [Sequence((2, 3, 4), 1), Sequence((1, 1, 2), 1)]
+    predictions, targets = ([torch.randn(s.tokens, 5, dtype=torch.float64) for s in sequences] for _ in range(2))
+    weights = torch.tensor([0.25, 0.5], dtype=torch.float64)
+    layouts = [Layout(sequences, degree, rank) for rank in range(degree)]
+    parts = [flow_loss(layout.local(predictions), layout.local(targets), layout, weights) for layout in layouts]
+    expected = sum(w * (p - t).square().mean() for w, p, t in zip(weights, predictions, targets))
+    torch.testing.assert_close(sum(parts), expected, atol=1e-12, rtol=1e-12)
+
+
+def test_loss_without_rows_is_a_zero_that_backward_accepts() -> None:
+    layout = Layout([Sequence((1, 1, 1), 1)], 2, 1)
+    prediction = torch.zeros(0, 4, requires_grad=True)
+    loss = flow_loss(prediction, torch.zeros(0, 4), layout, torch.ones(1))
+    loss.backward()
+    assert loss == 0 and prediction.grad.shape == (0, 4)
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    layout = Layout([Sequence((8, 16, 16), 1)])
+    prediction = torch.full((2048, 16), 0.1, dtype=torch.bfloat16)
+    loss = flow_loss(prediction, torch.zeros(2048, 16), layout, torch.ones(1))
+    torch.testing.assert_close(loss, prediction[0, 0].float().square(), atol=1e-6, rtol=1e-4)

@@ -1,0 +1,85 @@
+"""Numbers of a model from the JSON files of its folders, both ways, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+
+from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.folders import dit_config, dit_json, resolve, vae_numbers
+
+
+def write(folder: Path, **fields: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("config", [
+    DiTConfig(num_layers=3, num_heads=6, head_dim=16, ffn_dim=100, text_dim=12, in_channels=4, out_channels=4,
+              cross_attn_norm=False),
+    DiTConfig(architecture="hunyuan", num_layers=2, num_single_layers=3, ffn_dim=4 * 128, rope_theta=256.0),
+])
+def test_config_json_round_trip(config: DiTConfig) -> None:
+    assert dit_config(dit_json(config), DiTConfig(), "here") == config
+
+
+@pytest.mark.parametrize(("model_class", "settings"), [
+    (AutoencoderKLWan, {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}),
+    (AutoencoderKLHunyuanVideo, {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2}),
+    (AutoencoderKLCogVideoX, {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2}),
+])
+def test_vae_numbers_of_written_folders(model_class: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    model_class(**settings).save_config(tmp_path)
+    assert vae_numbers(json.loads((tmp_path / "config.json").read_text()), "vae") == (16, (4, 8, 8))
+
+
+def test_wan_vae_of_an_old_folder_has_no_scale_factors() -> None:
+    fields = {"_class_name": "AutoencoderKLWan", "z_dim": 16, "temperal_downsample": [False, True, True]}
+    assert vae_numbers(fields, "vae") == (16, (4, 8, 8))
+
+
+def test_random_transformer_takes_its_widths_from_its_neighbours() -> None:
+    model, geometry = resolve(ModelConfig(vae=VAEConfig(spatial=4, channels=24), text=TextConfig(d_model=40)))
+    assert (model.dit.in_channels, model.dit.out_channels, model.dit.text_dim) == (24, 24, 40)
+    assert geometry.vae_stride == (4, 4, 4)
+    assert resolve(model) == (model, geometry)
+
+
+def test_pipeline_folder_is_resolved(tmp_path: Path) -> None:
+    write(tmp_path / "transformer", **dit_json(DiTConfig(num_layers=7, text_dim=32, in_channels=4, out_channels=4)))
+    write(tmp_path / "vae", _class_name="AutoencoderKLWan", z_dim=4)
+    write(tmp_path / "text_encoder", model_type="umt5", d_model=32)
+    path = str(tmp_path)
+    vae = VAEConfig(kind="diffusers", path=path)
+    asked = ModelConfig(dit=DiTConfig(path=path), vae=vae, text=TextConfig(path=path))
+    model, geometry = resolve(asked)
+    assert (model.dit.num_layers, model.vae.channels, model.text.d_model) == (7, 4, 32)
+    assert (geometry.vae_stride, geometry.patch) == ((4, 8, 8), (1, 2, 2))
+
+
+def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "transformer", **dit_json(DiTConfig(in_channels=16, out_channels=16, text_dim=4096)))
+    dit = DiTConfig(path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"takes 16 and gives 16 latent channels, model\.vae makes 48"):
+        resolve(ModelConfig(dit=dit))
+    with pytest.raises(ValueError, match=r"width 4096, model\.text makes 64"):
+        resolve(ModelConfig(dit=dit, vae=VAEConfig(channels=16)))
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"image_dim": 1280}, "has image_dim 1280; only None is supported"),
+    ({"_class_name": "FluxTransformer2DModel"}, "is a FluxTransformer2DModel; known are"),
+])
+def test_variants_that_we_do_not_compute_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        dit_config(dit_json(DiTConfig()) | changes, DiTConfig(), "transformer")
+
+
+def test_broken_json_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        resolve(ModelConfig(dit=DiTConfig(path=str(tmp_path))))

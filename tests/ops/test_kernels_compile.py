@@ -1,0 +1,82 @@
+"""The ahead-of-time gate: every shipped kernel configuration compiled for sm_90, without a GPU.
+
+On the installed triton and on the one that torch 2.11 brings, because versions differ in spills. The second is
+installed beside the project (.cache/) from the package index on first use; without network that test is skipped.
+Compiled kernels and their listings stay in .cache/: the first run takes a minute per version on two idle cores, later
+ones seconds.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OLDER = "3.6.0"
+INSTALL_SECONDS = 120
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+def compile_all(*path: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Compiled kernels are cached between runs by a key of source, flags and triton's version.
+    environment |= {"PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton-kernels")}
+    run = subprocess.run([sys.executable, "-m", "ops.kernels.aot"], cwd=ROOT, env=environment, capture_output=True,
+                         text=True, timeout=800)
+    broken = [line for line in run.stdout.splitlines() if "BROKEN" in line]
+    assert run.returncode == 0 and "backward 3072, fp32 tables" in run.stdout, "\n".join(broken) or run.stderr[-3000:]
+    if path:
+        assert f"triton {OLDER}" in run.stdout
+
+
+def install(folder: Path) -> str | None:
+    """Put the older triton into the folder; why that failed, if it did. Tries once and briefly."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--retries", "0", "--timeout", "10",
+               "--target", str(folder), f"triton=={OLDER}"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"pip took more than {INSTALL_SECONDS} s"
+    return run.stderr.strip()[-300:] or f"pip exited with {run.returncode}" if run.returncode else None
+
+
+def test_shipped_configurations_compile_without_spills() -> None:
+    compile_all()
+
+
+def test_shipped_configurations_compile_on_the_older_triton() -> None:
+    folder = ROOT / ".cache" / f"triton-{OLDER}"
+    if not (folder / "triton").is_dir():
+        failure = install(folder)
+        if failure is not None:
+            pytest.skip(f"triton {OLDER} cannot be installed into .cache here: {failure}")
+    compile_all(str(folder))
+
+
+def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None:
+    aot = pytest.importorskip("ops.kernels.aot")
+    from ops.kernels.tuning import Launch
+
+    good = {"name": "k", "registers": 128, "stack": 0, "shared_bytes": 0, "loop_conversions": 0, "warps": 4,
+            "accesses": {"LDG.128": 4, "LDG.32": 2, "STG.128": 2}}
+    launch = Launch(chunk=1024, warps=4, per_sm=4)
+    assert aot.Report(**good).violations(launch, scalar_limit=2) == []
+    for change, complaint in (({"stack": 8}, "spills"), ({"registers": 136}, "3 programs fit"),
+                              ({"loop_conversions": 1}, "conversions"), ({"accesses": {"LDG.64": 1}}, "narrower"),
+                              ({"accesses": {"LDG.32": 3}}, "32 bits or less")):
+        assert complaint in aot.Report(**(good | change)).violations(launch, scalar_limit=2)[0]
+
+
+def test_widths_are_read_from_the_listing_and_conversions_from_loops_only() -> None:
+    aot = pytest.importorskip("ops.kernels.aot")
+    sass = "LDG.E.EF.128 R12 ; LDG.E R2 ; LDGSTS.E.BYPASS.64 [R1] ; STG.E.U8 desc ; STG.E.128 desc"
+    assert aot.access_widths(sass) == {"LDG.128": 1, "LDG.32": 1, "LDGSTS.64": 1, "STG.8": 1, "STG.128": 1}
+    ttgir = "  ttg.convert_layout %a\n  scf.for %i {\n    ttg.convert_layout %b\n  }\n  ttg.convert_layout %c\n"
+    assert aot.conversions_in_loops(ttgir) == 1

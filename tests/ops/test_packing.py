@@ -1,0 +1,112 @@
+"""Layouts and patches against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.packing import Layout, Sequence, chunk_bounds, patchify, unpatchify
+
+torch.set_num_threads(1)
+sequences = st.lists(
+    st.builds(Sequence, st.tuples(*[st.integers(1, 4)] * 3), st.integers(0, 9)), min_size=1, max_size=6)
+
+
+@given(st.integers(0, 50), st.integers(1, 8), st.integers(0, 9))
+def test_chunks_are_contiguous_cover_the_sequence_and_differ_by_one(tokens: int, degree: int, turn: int) -> None:
+    bounds = [chunk_bounds(tokens, degree, rank, turn) for rank in range(degree)]
+    assert [start for start, _ in bounds] + [tokens] == [0] + [stop for _, stop in bounds]
+    lengths = [stop - start for start, stop in bounds]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_many_short_sequences_burden_all_ranks_alike() -> None:
+    layouts = [Layout([Sequence((1, 1, 1), 1)] * 8, 4, rank) for rank in range(4)]
+    assert [layout.local_tokens for layout in layouts] == [2, 2, 2, 2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(sequences, st.integers(1, 5))
+def test_index_tensors_equal_a_loop_over_tokens(sequences: list[Sequence], degree: int) -> None:
+    rows = [(index, t, h, w) for index, s in enumerate(sequences)
+            for t in range(s.grid[0]) for h in range(s.grid[1]) for w in range(s.grid[2])]
+    seen = []
+    for rank in range(degree):
+        layout = Layout(sequences, degree, rank)
+        own = [[row for row in rows if row[0] == index][layout.chunk(index)] for index in range(len(sequences))]
+        expected = [row for chunk in own for row in chunk]
+        assert layout.local_tokens == len(expected)
+        assert layout.seq_index.tolist() == [row[0] for row in expected]
+        assert layout.positions.tolist() == [list(row[1:]) for row in expected]
+        assert layout.segments.run2mod[layout.segments.run].tolist() == [row[0] for row in expected]
+        assert layout.local_lengths.host == tuple(len(chunk) for chunk in own)
+        assert layout.local_lengths.offsets.tolist()[-1] == len(expected)
+        seen += expected
+    assert sorted(seen) == sorted(rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sequences, st.integers(1, 5))
+def test_exchange_orders_received_rows_sequence_by_sequence(sequences: list[Sequence], degree: int) -> None:
+    """What arrives is every rank's rows in rank order; gathered it is each sequence's video, then its text."""
+    layouts = [Layout(sequences, degree, rank) for rank in range(degree)]
+    starts = [sum(s.text_tokens for s in sequences[:index]) for index in range(len(sequences))]
+    received: list[tuple[str, int, int]] = []
+    for layout in layouts:
+        for index in range(len(sequences)):
+            chunk = layout.chunk(index)
+            received += [("video", index, row) for row in range(chunk.start, chunk.stop)]
+        text = [("text", index, row) for index in range(len(sequences))
+                for row in range(layout.text_chunk(index).start, layout.text_chunk(index).stop)]
+        assert layout.text_rows.tolist() == [starts[index] + row for _, index, row in text]
+        received += text
+    whole = []
+    for index, s in enumerate(sequences):
+        whole += [("video", index, row) for row in range(s.tokens)] + [("text", index, row)
+                                                                      for row in range(s.text_tokens)]
+    exchange = layouts[0].joint_exchange
+    assert [received[place] for place in exchange.gather.tolist()] == whole
+    assert [whole[place] for place in exchange.scatter.tolist()] == received
+    assert exchange.rows == tuple(layout.local_tokens + layout.local_text_tokens for layout in layouts)
+
+
+def test_patchify_is_what_a_strided_convolution_reads() -> None:
+    latent, weight = torch.randn(3, 4, 6, 8), torch.randn(5, 3, 2, 3, 2)
+    expected = F.conv3d(latent[None], weight, stride=(2, 3, 2))[0].flatten(1).T
+    torch.testing.assert_close(patchify(latent, (2, 3, 2)) @ weight.flatten(1).T, expected, atol=1e-5, rtol=1e-5)
+
+
+@given(st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_unpatchify_is_the_inverse(grid: tuple[int, int, int], patch: tuple[int, int, int], channels: int) -> None:
+    latent = torch.randn(channels, *(g * p for g, p in zip(grid, patch)))
+    assert torch.equal(unpatchify(patchify(latent, patch), grid, patch, channels), latent)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a multiple of patch"):
+        patchify(torch.zeros(3, 4, 5, 6), (1, 2, 2))
+    with pytest.raises(ValueError, match="do not fit grid"):
+        unpatchify(torch.zeros(3, 12), (1, 2, 2), (1, 2, 2), 3)
+    with pytest.raises(ValueError, match="outside a bag of degree 2"):
+        Layout([Sequence((1, 1, 1), 1)], degree=2, rank=2)
+    with pytest.raises(ValueError, match="at least one sequence"):
+        Layout([])
+    with pytest.raises(ValueError, match="is empty"):
+        Layout([Sequence((1, 0, 1), 1)])
+
+
+def test_rope_tables_are_shared_by_all_layers() -> None:
+    layout = Layout([Sequence((2, 3, 4), 1)], 2, 1)
+    assert layout.rope((4, 2, 2), 100.0, torch.float32)[0] is layout.rope((4, 2, 2), 100.0, torch.float32)[0]
+    assert layout.rope((4, 2, 2), 100.0, torch.float64)[0].shape == (12, 4)
+
+
+def test_text_mean_of_each_sequence() -> None:
+    layout = Layout([Sequence((1, 1, 1), 3), Sequence((1, 1, 1), 0), Sequence((1, 1, 1), 2)])
+    text = torch.randn(5, 4)
+    expected = torch.stack([text[:3].mean(0), torch.zeros(4), text[3:].mean(0)])
+    torch.testing.assert_close(layout.text_mean(torch.float32) @ text, expected, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,105 @@
+"""The sampler: equal to a plain Euler loop over Diffusers' transformer, whatever the batch and the degree."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch.distributed import HashStore
+
+from ops.comm import CancelToken, Group, Groups
+from ops.config import DiTConfig
+from ops.folders import dit_json
+from ops.geometry import Geometry
+from ops.models.load import build_dit
+from ops.sampling import Request, SamplerConfig, initial_noise, sample_latents
+
+FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
+DIT = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4,
+                out_channels=4)
+GEOMETRY = Geometry()
+CONFIG = SamplerConfig(steps=3, guidance_scale=2.5, flow_shift=3.0)
+NEGATIVE = torch.randn(1, 8, generator=torch.Generator().manual_seed(9))
+
+
+def request(seed: int, frames: int = 5, height: int = 32, width: int = 48, words: int = 6) -> Request:
+    text = torch.randn(words, 8, generator=torch.Generator().manual_seed(seed))
+    return Request(text=text, frames=frames, height=height, width=width, seed=seed)
+
+
+def plain_euler(module: torch.nn.Module, wanted: Request, config: SamplerConfig) -> torch.Tensor:
+    """x <- x + dsigma * (v_neg + g (v_text - v_neg)), sigma' = s sigma / (1 + (s - 1) sigma), by Diffusers' class."""
+    fields = {key: value for key, value in dit_json(DIT).items() if not key.startswith("_")}
+    reference = WanTransformer3DModel(**fields).eval()
+    reference.load_state_dict(module.state_dict())
+    x = initial_noise(wanted.seed, (4, *GEOMETRY.latent_grid(wanted.frames, wanted.height, wanted.width)))[None]
+    raw = [1 - i / config.steps for i in range(config.steps + 1)]
+    sigmas = [config.flow_shift * s / (1 + (config.flow_shift - 1) * s) for s in raw]
+    with torch.no_grad():
+        for sigma, following in pairwise(sigmas):
+            time = torch.tensor([1000 * sigma])
+            text = reference(x, time, wanted.text[None]).sample
+            base = reference(x, time, NEGATIVE[None]).sample
+            x = x + (following - sigma) * (base + config.guidance_scale * (text - base))
+    return x[0]
+
+
+def test_packed_batch_equals_plain_euler_of_each_prompt() -> None:
+    dit = build_dit(DIT, seed=1)
+    requests = [request(1), request(2, frames=1, height=48, width=16, words=2), request(3, frames=9, words=11)]
+    latents = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG)
+    for wanted, latent in zip(requests, latents):
+        torch.testing.assert_close(latent, plain_euler(dit, wanted, CONFIG), atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+def test_guidance_one_is_the_prompt_alone() -> None:
+    dit = build_dit(DIT, seed=1)
+    config = replace(CONFIG, guidance_scale=1.0)
+    latent, = sample_latents(dit, [request(4)], NEGATIVE, GEOMETRY, config)
+    torch.testing.assert_close(latent, plain_euler(dit, request(4), config), atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+def test_seed_decides() -> None:
+    dit = build_dit(DIT, seed=1)
+    first, again, other = sample_latents(dit, [request(1), request(1), replace(request(1), seed=8)], NEGATIVE, GEOMETRY,
+                                         CONFIG)
+    assert torch.allclose(first, again, atol=FP32_ATOL)
+    assert not torch.allclose(first, other, atol=0.1)
+
+
+def test_module_keeps_its_training_mode() -> None:
+    dit = build_dit(DIT, seed=1).train()
+    sample_latents(dit, [request(1)], NEGATIVE, GEOMETRY, replace(CONFIG, steps=1))
+    assert dit.training
+
+
+@pytest.mark.parametrize("degree", [2])
+def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(degree: int) -> None:
+    dit = build_dit(DIT, seed=1)
+    # 5 x 2 x 1 and 2 x 3 x 1 tokens: neither the lengths nor the whole divide evenly by rank
+    requests = [request(1, frames=5, height=48, width=16), request(2, frames=1, height=48, width=16),
+                request(3, frames=9, height=16, width=16)]
+    alone = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG)
+    store, members = HashStore(), tuple(range(degree))
+
+    def member(rank: int) -> list[torch.Tensor]:
+        groups = Groups(store, rank, members, "gloo", 0, 30.0, CancelToken())
+        group: Group = groups.get(members)
+        result = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG, group)
+        groups.close()
+        return result
+
+    with ThreadPoolExecutor(degree) as pool:
+        everywhere = list(pool.map(member, members))
+    for latents in everywhere:
+        for latent, expected in zip(latents, alone):
+            torch.testing.assert_close(latent, expected, atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+def test_shapes_that_the_codec_cannot_make_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes 4\*k\+1 frames"):
+        sample_latents(build_dit(DIT, seed=1), [request(1, frames=6)], NEGATIVE, GEOMETRY, CONFIG)

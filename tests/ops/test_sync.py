@@ -1,0 +1,433 @@
+"""Sync engines against one plain AdamW: uneven work, clipping, EMA, schedules, bad samples, NaN, resizing.
+
+FlatSync's ranks are threads; its sum starts at the end, behind the last backward or inside it, in turns. DeepSpeed
+needs torch.distributed's default group: its ranks are processes that run this file as a script, once for all cases.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ops import sync as ops_sync
+from ops.comm import CancelToken, Group, Groups
+from ops.config import OptimizerConfig
+from ops.optimizer import lr_at
+from ops.shards import ShardState, cut
+from ops.sync import FlatSync, Sync, trainable
+
+torch.set_num_threads(1)
+REPOSITORY = Path(__file__).parents[2]
+ops_sync._SUM_CPU = 40  # the 174 + 70 + 70 elements of Net are several buckets
+SAMPLES, TOTAL_STEPS = 12, 20
+# Against an fp64 reference after 8 steps of size 1e-2; fp32 alone is 2e-7 off.
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2}
+
+
+class Net(nn.Module):
+    """Two branches of odd sizes: a sample touches one, so ranks hold gradients of different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 13)
+        self.left = nn.Linear(13, 5)
+        self.right = nn.Linear(13, 5)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(torch.tanh(self.stem(x)))
+
+
+generator = torch.Generator().manual_seed(0)
+torch.manual_seed(0)
+START = Net().double()
+X = torch.randn(SAMPLES, 7, dtype=torch.float64, generator=generator)
+Y = torch.randn(SAMPLES, 5, dtype=torch.float64, generator=generator)
+
+
+def sample_loss(model: nn.Module, index: int, step: int) -> Tensor:
+    """One sample's part of the step's loss: weighted for all samples of the step, known to every worker."""
+    dtype = next(model.parameters()).dtype
+    x, y = (X[index] + 0.1 * step).to(dtype), Y[index].to(dtype)
+    return (model(x, index % 2 == 0) - y).square().sum() / (5 * SAMPLES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: workers per generation, steps per generation, and what goes wrong."""
+
+    sizes: tuple[int, ...]
+    config: OptimizerConfig
+    steps: int = 2
+    bad: dict[int, set[int]] = field(default_factory=dict)  # step -> samples that failed to decode
+    infinite: int = -1  # the step whose gradient is infinite on one worker
+
+
+PLAIN = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.0, ema_decay=0.0)
+FULL = OptimizerConfig(
+    learning_rate=1e-2, max_grad_norm=0.2, ema_decay=0.5, lr_scheduler="cosine", lr_warmup_steps=3, lr_min_ratio=0.1
+)
+CASES = {
+    "three workers, some without work": Case((3,), PLAIN, steps=4),
+    "infinite gradient": Case((2,), FULL, infinite=1, steps=4),
+    "2 -> 3 -> 1 -> 2 workers": Case((2, 3, 1, 2), FULL, bad={3: {1, 7}}, steps=2),
+}
+FLAT_ONLY = {
+    "one worker": Case((1,), PLAIN, steps=4),
+    "clip, cosine, EMA": Case((2,), FULL, steps=6),
+    "bad samples": Case((3,), FULL, bad={1: {0, 5}, 2: {3}}, steps=4),
+    "four workers": Case((4,), FULL, steps=4),
+    "3 -> 4 -> 2 -> 1 workers": Case((3, 4, 2, 1), FULL, steps=2),
+}
+
+
+def deal(step: int, size: int) -> list[list[int]]:
+    """Samples of each worker: uneven, in changing order, and some workers have none."""
+    order = np.random.default_rng(step).permutation(SAMPLES)
+    workers = [r for r in range(size) if size < 3 or r != step % size]
+    cuts = np.sort(np.random.default_rng(step + 99).integers(0, SAMPLES + 1, len(workers) - 1))
+    shares: list[list[int]] = [[] for _ in range(size)]
+    for worker, part in zip(workers, np.split(order, cuts)):
+        shares[worker] = [int(i) for i in part]
+    return shares
+
+
+def run_generation(
+    sync: Sync, model: nn.Module, case: Case, group: Group, shards: Sequence[ShardState] | None, first: int
+) -> tuple[list[dict[str, float]], ShardState]:
+    """The steps of one generation on one rank, and the state it leaves."""
+    sync.form(group, shards)
+    records = []
+    for step in range(first, first + case.steps):
+        sync.begin_step()
+        total, weight = 0.0, 0
+        good = [i for i in deal(step, group.size)[group.rank] if i not in case.bad.get(step, set())]
+        start = ("at the end", "behind", "inside")[(step + group.rank) % 3 if isinstance(sync, FlatSync) else 0]
+        for index in good:
+            if start == "inside" and index == good[-1]:
+                sync.sum.watch()
+            loss = sample_loss(model, index, step)
+            (loss * math.inf if step == case.infinite and index == 4 else loss).backward()
+            total, weight = total + loss.item(), weight + 1
+        if start != "at the end":
+            sync.sum.start()
+        phases: list[str] = []
+        result = sync.finish_step(step, total, weight, SAMPLES, phases.append)
+        assert phases == (["reduce", "update", "gather"] if result.applied else phases[:1] + phases[1:])
+        records.append(
+            {
+                "loss": result.loss,
+                "norm": result.grad_norm,
+                "lr": result.lr,
+                "applied": result.applied,
+                "w": result.weight,
+            }
+        )
+    return records, sync.export_shard()
+
+
+@dataclass
+class Outcome:
+    """What a run leaves on every rank of its last generation."""
+
+    records: list[dict[str, float]]
+    weights: list[np.ndarray]
+    state: ShardState
+
+
+def flat_weights(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().double().flatten() for _, p in trainable(model)]).numpy()
+
+
+def reference(case: Case) -> Outcome:
+    """One process, fp64, torch's own AdamW and clipping."""
+    model, config = copy.deepcopy(START), case.config
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay, foreach=False
+    )
+    ema, updates, records = torch.from_numpy(flat_weights(model)), 0, []
+    for step in range(case.steps * len(case.sizes)):
+        optimizer.zero_grad()
+        good = [i for i in range(SAMPLES) if i not in case.bad.get(step, set())]
+        loss = torch.stack([sample_loss(model, i, step) for i in good]).sum() * SAMPLES / len(good)
+        loss.backward()
+        lr = lr_at(config, step, TOTAL_STEPS)
+        norm = torch.cat([p.grad.flatten() for p in parameters]).norm().item()
+        applied = step != case.infinite
+        if applied:
+            if config.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            updates += 1
+            decay = min(config.ema_decay, (1 + updates) / (10 + updates))
+            ema = decay * ema + (1 - decay) * torch.from_numpy(flat_weights(model))
+        records.append({"loss": loss.item(), "norm": norm, "lr": lr, "applied": applied, "w": len(good)})
+    weights = flat_weights(model)
+    arrays = {"master": weights}
+    for name in ("exp_avg", "exp_avg_sq"):
+        arrays[name] = torch.cat([optimizer.state[p][name].flatten() for p in parameters]).numpy()
+    if config.ema_decay:
+        arrays["ema"] = ema.numpy()
+    total = len(weights)
+    return Outcome(records, [weights], ShardState(step=updates, lo=0, hi=total, total=total, arrays=arrays))
+
+
+def on_threads(size: int, work: Callable[[int, Group], Any], generation: int = 0) -> list[Any]:
+    store, token = dist.HashStore(), CancelToken()
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 20.0, token, "127.0.0.1")
+        try:
+            results[rank] = work(rank, groups.world_group())
+        except BaseException as error:
+            errors.append(error)
+            token.set(str(error))
+        finally:
+            groups.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def run_flat(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
+    models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
+    syncs = [FlatSync(model, case.config, TOTAL_STEPS) for model in models]
+    records: list[dict[str, float]] = []
+    shards: list[ShardState] | None = None
+    for number, size in enumerate(case.sizes):
+        first, given = number * case.steps, shards
+
+        def work(rank: int, group: Group, first: int = first, given: list[ShardState] | None = given) -> Any:
+            return run_generation(syncs[rank], models[rank], case, group, given, first)
+
+        done = on_threads(size, work)
+        assert all(rank_records == done[0][0] for rank_records, _ in done) or case.infinite >= 0
+        records += done[0][0]
+        shards = [shard for _, shard in done]
+    assert shards is not None
+    weights = [flat_weights(model) for model in models[: case.sizes[-1]]]
+    return Outcome(records, weights, cut(shards, 0, shards[0].total))
+
+
+# DeepSpeed: processes that run this file ----------------------------------------------------------------------------
+
+
+def save_shard(folder: Path, key: str, shard: ShardState) -> None:
+    meta = np.array([shard.step, shard.lo, shard.hi, shard.total])
+    np.savez(folder / f"{key}.npz", meta=meta, **shard.arrays)
+
+
+def load_shard(folder: Path, key: str) -> ShardState:
+    with np.load(folder / f"{key}.npz") as file:
+        step, lo, hi, total = (int(n) for n in file["meta"])
+        return ShardState(step=step, lo=lo, hi=hi, total=total, arrays={n: file[n] for n in file.files if n != "meta"})
+
+
+def deepspeed_rank(rank: int, port: int, folder: Path) -> None:
+    from ops.deepspeed_sync import DeepSpeedSync
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+    generation = 0
+    descriptors = []
+    for number, case in enumerate(CASES.values()):
+        model = copy.deepcopy(START).float()
+        sync = DeepSpeedSync(model, case.config, TOTAL_STEPS)
+        records, before = [], None
+        for index, size in enumerate(case.sizes):
+            generation += 1
+            if rank < size:
+                shards = None
+                if before is not None:
+                    store.wait([f"{before[0]}/{r}" for r in range(before[1])])
+                    shards = [load_shard(folder, f"{before[0]}-{r}") for r in range(before[1])]
+                groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 60.0, CancelToken(), "127.0.0.1")
+                done, shard = run_generation(sync, model, case, groups.world_group(), shards, index * case.steps)
+                groups.close()
+                records += done
+                save_shard(folder, f"{generation}-{rank}", shard)
+                np.save(folder / f"weights-{number}-{rank}.npy", flat_weights(model))
+                store.set(f"{generation}/{rank}", "done")
+            before = (generation, size)
+        del sync
+        gc.collect()
+        if rank == 0:
+            (folder / f"records-{number}.json").write_text(json.dumps(records))
+            (folder / f"last-{number}.json").write_text(json.dumps(before))
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+    if rank == 0:
+        (folder / "descriptors.json").write_text(json.dumps(descriptors))
+
+
+@pytest.fixture(scope="module")
+def deepspeed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, str(rank), str(store.port), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = [process.communicate(timeout=380)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0, output[-3000:]
+    return folder
+
+
+def run_deepspeed(folder: Path, name: str) -> Outcome:
+    number = list(CASES).index(name)
+    generation, size = json.loads((folder / f"last-{number}.json").read_text())
+    shards = [load_shard(folder, f"{generation}-{rank}") for rank in range(size)]
+    weights = [np.load(folder / f"weights-{number}-{rank}.npy") for rank in range(size)]
+    records = json.loads((folder / f"records-{number}.json").read_text())
+    return Outcome(records, weights, cut(shards, 0, shards[0].total))
+
+
+def assert_same_training(found: Outcome, expected: Outcome, case: Case, tolerance: float) -> None:
+    assert [(r["applied"], r["w"]) for r in found.records] == [(r["applied"], r["w"]) for r in expected.records]
+    for step, (one, other) in enumerate(zip(found.records, expected.records, strict=True)):
+        assert one["lr"] == pytest.approx(other["lr"], rel=1e-12)
+        assert one["loss"] == pytest.approx(other["loss"], rel=tolerance)
+        if step == case.infinite:
+            assert not math.isfinite(one["norm"])
+        else:
+            assert one["norm"] == pytest.approx(other["norm"], rel=10 * tolerance)
+    for weights in found.weights:
+        np.testing.assert_array_equal(weights, found.weights[0], err_msg="workers hold different parameters")
+        np.testing.assert_allclose(weights, expected.weights[0], rtol=0, atol=tolerance)
+    assert found.state.step == expected.state.step and set(found.state.arrays) == set(expected.state.arrays)
+    for name, array in expected.state.arrays.items():
+        np.testing.assert_allclose(found.state.arrays[name], array, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("name", [*CASES, *FLAT_ONLY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_flat_sync_equals_one_plain_adamw(name: str, dtype: torch.dtype) -> None:
+    case = {**CASES, **FLAT_ONLY}[name]
+    assert_same_training(run_flat(case, dtype), reference(case), case, TOLERANCE[dtype])
+
+
+@pytest.mark.timeout(400)  # importing DeepSpeed takes seconds, or a minute on a machine that is busy otherwise
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed_sync_equals_one_plain_adamw(deepspeed_folder: Path, name: str) -> None:
+    case = CASES[name]
+    assert_same_training(run_deepspeed(deepspeed_folder, name), reference(case), case, TOLERANCE[torch.float32])
+
+
+@pytest.mark.timeout(400)
+def test_deepspeed_generations_do_not_pile_up_descriptors(deepspeed_folder: Path) -> None:
+    counts = json.loads((deepspeed_folder / "descriptors.json").read_text())
+    assert counts[-1] <= counts[0] + 12, f"open files after each case: {counts}"
+
+
+def test_bfloat16_parameters_accumulate_and_update_in_fp32() -> None:
+    case = FLAT_ONLY["clip, cosine, EMA"]
+    outcome = run_flat(case, torch.bfloat16)
+    master = outcome.state.arrays["master"]
+    assert master.dtype == np.float32
+    rounded = torch.from_numpy(master).bfloat16().double().numpy()
+    np.testing.assert_array_equal(outcome.weights[0], rounded)
+    np.testing.assert_allclose(outcome.weights[0], reference(case).weights[0], atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
+def test_bfloat16_gradients_of_many_passes_do_not_lose_small_parts() -> None:
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    sync = FlatSync(model, PLAIN, TOTAL_STEPS)
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    for _ in range(1000):  # a bf16 sum stops growing at 256
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    assert sync.gradient().tolist() == [1000.0]
+
+
+def test_shards_of_any_cut_continue_bit_equal_at_the_same_size() -> None:
+    case = Case((2, 2), FULL, steps=3)
+    whole = run_flat(Case((2,), FULL, steps=6))
+    np.testing.assert_array_equal(run_flat(case).weights[0], whole.weights[0])
+
+
+def test_export_is_a_copy() -> None:
+    model = copy.deepcopy(START).float()
+    sync = FlatSync(model, FULL, TOTAL_STEPS)
+    sync.form(Group.solo(), None)
+    exported = sync.export_shard()
+    before = {name: array.copy() for name, array in exported.arrays.items()}
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    sync.finish_step(0, 1.0, SAMPLES, SAMPLES, lambda phase: None)
+    for name, array in exported.arrays.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_a_step_without_a_single_good_sample_changes_nothing() -> None:
+    model = copy.deepcopy(START).float()
+    sync = FlatSync(model, FULL, TOTAL_STEPS)
+    sync.form(Group.solo(), None)
+    before = flat_weights(model)
+    sync.begin_step()
+    result = sync.finish_step(0, 0.0, 0, SAMPLES, lambda phase: None)
+    assert not result.applied and sync.updates == 0
+    np.testing.assert_array_equal(flat_weights(model), before)
+
+
+def test_fresh_start_takes_the_weights_of_rank_0() -> None:
+    models = [copy.deepcopy(START).float() for _ in range(3)]
+    for rank, model in enumerate(models):
+        with torch.no_grad():
+            model.stem.weight.add_(rank)
+    on_threads(3, lambda rank, group: FlatSync(models[rank], PLAIN, TOTAL_STEPS).form(group, None))
+    for model in models:
+        np.testing.assert_array_equal(flat_weights(model), flat_weights(START.float()))
+
+
+def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
+    sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS)
+    arrays = {name: np.zeros(500, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
+    with pytest.raises(ValueError, match="500 parameters, the model 12"):
+        sync.form(Group.solo(), [ShardState(step=1, lo=0, hi=500, total=500, arrays=arrays)])
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    with pytest.raises(ValueError, match="cast the module to one dtype"):
+        FlatSync(mixed, PLAIN, TOTAL_STEPS)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        FlatSync(nn.Linear(2, 2).requires_grad_(False), PLAIN, TOTAL_STEPS)
+
+
+if __name__ == "__main__":
+    deepspeed_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,97 @@
+"""Text encoders: true lengths, independent of the batch, deterministic from the seed, loadable from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+from ops.config import TextConfig
+from ops.models.load import build_text
+from ops.models.text import length_groups
+
+FP32_ATOL = 1e-5
+CAPTIONS = ["a red circle", "", "a blue square moves to the right over a dark background", "kleines grünes Dreieck",
+            "a red circle", "x" * 500]
+
+
+def test_batch_equals_captions_one_by_one() -> None:
+    text = build_text(TextConfig(max_length=64))
+    together = text.encode(CAPTIONS)
+    for caption, states in zip(CAPTIONS, together):
+        torch.testing.assert_close(states, text.encode([caption])[0], atol=FP32_ATOL, rtol=0)
+
+
+def test_lengths_are_true_and_cut() -> None:
+    text = build_text(TextConfig(max_length=64))
+    lengths = [len(states) for states in text.encode(CAPTIONS)]
+    # bytes + end of sequence; umlauts are two bytes
+    assert lengths == [13, 1, 56, 24, 13, 64]
+    assert lengths == [text.count(caption) for caption in CAPTIONS]
+
+
+def test_padding_is_zeros_up_to_the_asked_length() -> None:
+    padded = build_text(TextConfig(pad_to=20, max_length=20)).encode(["a red circle", "x" * 30])
+    assert [len(states) for states in padded] == [20, 20]
+    assert padded[0][12].abs().sum() > 0
+    assert not padded[0][13:].any()
+
+
+def test_equal_seeds_give_equal_encoders() -> None:
+    captions = ["a yellow star"]
+    first = build_text(TextConfig(seed=3)).encode(captions)[0]
+    torch.manual_seed(99)
+    assert torch.equal(first, build_text(TextConfig(seed=3)).encode(captions)[0])
+    assert not torch.allclose(first, build_text(TextConfig(seed=4)).encode(captions)[0])
+
+
+def test_building_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    build_text(TextConfig())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_white_space_and_entities_are_cleaned_as_in_diffusers_pipelines() -> None:
+    text = build_text(TextConfig())
+    plain, dirty = text.encode(["a red & blue ball", "  a red &amp;amp; blue\n ball "])
+    torch.testing.assert_close(plain, dirty, atol=FP32_ATOL, rtol=0)
+
+
+def test_length_groups_cover_all_with_bounded_padding() -> None:
+    lengths = [5, 100, 98, 7, 7, 60, 1, 100]
+    groups = list(length_groups(lengths))
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert all(lengths[i] >= 0.75 * lengths[group[0]] for group in groups for i in group)
+
+
+@pytest.mark.parametrize(("config_class", "model_class"), [(T5Config, T5EncoderModel), (UMT5Config, UMT5EncoderModel)])
+def test_folder_gives_the_states_of_its_own_class(config_class: type, model_class: type, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = model_class(config_class(vocab_size=384, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)).eval()
+    model.save_pretrained(tmp_path / "text_encoder")
+    ByT5Tokenizer().save_pretrained(tmp_path / "tokenizer")
+    text = build_text(TextConfig(path=str(tmp_path), max_length=20))
+    ids = ByT5Tokenizer()("a green cube", return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model(input_ids=ids).last_hidden_state[0]
+    assert text.dim == 32
+    torch.testing.assert_close(text.encode(["a green cube", "a"])[0], expected, atol=FP32_ATOL, rtol=0)
+
+
+def test_missing_folder_and_foreign_encoder_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        build_text(TextConfig(path=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ValueError, match="is a 'clip' encoder; supported are t5 and umt5"):
+        build_text(TextConfig(path=str(tmp_path)))
+
+
+def test_random_encoder_tells_words_apart_by_their_neighbours() -> None:
+    text = build_text(TextConfig(num_layers=1))
+    base, near, far = text.encode(["a red disc moves here", "a rod disc moves here", "a red disc moves hers"])
+    letter = 4  # the d of red
+    assert (base[letter] - near[letter]).norm() > 5 * (base[letter] - far[letter]).norm()

@@ -1,0 +1,116 @@
+"""Diffusers transformer folders in and out: equal weights, equal forward, one sentence for what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+from ops.comm import Group
+from ops.config import DiTConfig
+from ops.folders import dit_config, dit_json, read_json
+from ops.models.load import build_dit
+from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.weights import STEM, check_state, read_state, weight_files, write_folder
+
+FP32_ATOL = 1e-5
+SMALL = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4,
+                  out_channels=4)
+
+
+def published(folder: Path, **save: object) -> WanTransformer3DModel:
+    """A random transformer as Diffusers itself saves it."""
+    torch.manual_seed(0)
+    fields = {key: value for key, value in dit_json(SMALL).items() if not key.startswith("_")}
+    model = WanTransformer3DModel(**fields).eval()
+    model.save_pretrained(folder / "transformer", **save)
+    return model
+
+
+def forward(module: torch.nn.Module, latent: torch.Tensor, text: torch.Tensor, sigma: float) -> torch.Tensor:
+    grid = (latent.shape[1], latent.shape[2] // 2, latent.shape[3] // 2)
+    layout = Layout([Sequence(grid, len(text))])
+    with torch.no_grad():
+        tokens = module(patchify(latent, SMALL.patch), torch.tensor([sigma * 1000]), text, layout, Group.solo())
+    return unpatchify(tokens, grid, SMALL.patch, 4)
+
+
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "20KB"}], ids=["single", "sharded"])
+def test_published_folder_gives_diffusers_outputs(tmp_path: Path, save: dict[str, object]) -> None:
+    reference = published(tmp_path, **save)
+    assert (len(weight_files(tmp_path / "transformer")) > 1) == bool(save)
+    config = dit_config(read_json(tmp_path / "transformer" / "config.json"), DiTConfig(path=str(tmp_path)), "here")
+    module = build_dit(config, seed=7)
+    latent, text = torch.randn(4, 3, 4, 6), torch.randn(5, 8)
+    with torch.no_grad():
+        expected = reference(latent[None], torch.tensor([400.0]), text[None]).sample[0]
+    torch.testing.assert_close(forward(module, latent, text, 0.4), expected, atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000], ids=["single", "sharded"])
+def test_written_folder_loads_in_diffusers(tmp_path: Path, shard_bytes: int) -> None:
+    state = build_dit(SMALL, seed=3).state_dict()
+    write_folder(tmp_path, state, dit_json(SMALL), shard_bytes)
+    loaded, report = WanTransformer3DModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    again = read_state(tmp_path)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert again.keys() == state.keys()
+
+
+def test_same_seed_same_random_model() -> None:
+    first, second = build_dit(SMALL, seed=1).state_dict(), build_dit(SMALL, seed=1).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def spoil(folder: Path, change: str) -> None:
+    path = folder / "transformer" / f"{STEM}.safetensors"
+    state = load_file(path)
+    if change == "missing":
+        del state["proj_out.bias"]
+    elif change == "unexpected":
+        state["blocks.9.ffn.bias"] = torch.zeros(1)
+    elif change == "shape":
+        state["proj_out.bias"] = torch.zeros(3)
+    elif change == "dtype":
+        state["proj_out.bias"] = state["proj_out.bias"].to(torch.int8)
+    save_file(state, path)
+    if change == "torn":
+        path.write_bytes(path.read_bytes()[:-100])
+    if change == "absent":
+        path.rename(path.with_name("diffusion_pytorch_model.bin"))
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ("missing", r"lacks proj_out\.bias, which the model has"),
+    ("unexpected", r"holds blocks\.9\.ffn\.bias, which the model does not have"),
+    ("shape", r"proj_out\.bias has shape \[3\], the model's is \[16\]"),
+    ("dtype", r"proj_out\.bias is int8; weights must be float32"),
+    ("torn", "is not a whole safetensors file"),
+    ("absent", "pickled weights are not read"),
+])
+def test_weights_that_do_not_fit_are_one_sentence(tmp_path: Path, change: str, sentence: str) -> None:
+    published(tmp_path)
+    spoil(tmp_path, change)
+    config = dit_config(dit_json(SMALL), DiTConfig(path=str(tmp_path)), "here")
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as caught:
+        build_dit(config, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    published(tmp_path, max_shard_size="20KB")
+    gone = weight_files(tmp_path / "transformer")[1]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
+        read_state(tmp_path / "transformer")
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    expected = {f"layer{i}": torch.zeros(1) for i in range(9)}
+    with pytest.raises(ValueError, match="lacks layer0, layer1, layer2 and 6 more"):
+        check_state(expected, {}, "folder")
