@@ -1,0 +1,102 @@
+"""Captions: which fields are read, where each lies, and reading one when it is needed.
+
+The setting `a|b+c` offers the first of a and b that a sample has, and also c. A field is a tar member or column
+(`txt`), or a field of the JSON member (`json:caption`); a list of strings offers each of its strings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from data.config import LimitsConfig
+from data.ledger import BadSample, Reason
+from data.storage import read_range
+from data.types import CaptionRef
+
+MAX_CHOICES = 32  # captions of one sample; the rest is ignored
+
+
+def parse_policy(policy: str) -> tuple[tuple[str, ...], ...]:
+    """`"txt|json:caption+json:short"` -> (("txt", "json:caption"), ("json:short",))."""
+    return tuple(tuple(name.strip() for name in offer.split("|") if name.strip()) for offer in policy.split("+"))
+
+
+def choose(policy: tuple[tuple[str, ...], ...], find: Callable[[str], list[str]]) -> list[tuple[str, int, str]]:
+    """(field, position in its list, text) of every caption offered. `find(field)` gives its texts, empty if absent."""
+    found = []
+    for offer in policy:
+        for name in offer:
+            texts = find(name)
+            if any(text.strip() for text in texts):
+                found += [(name, i, text) for i, text in enumerate(texts) if text.strip()]
+                break
+    return found[:MAX_CHOICES]
+
+
+def read_caption(ref: CaptionRef, limits: LimitsConfig | None = None) -> str:
+    """The text of a caption. Raises BadSample if the bytes changed since they were indexed."""
+    if ref.text is not None:
+        return ref.text
+    limits = limits or LimitsConfig()
+    data = read_range(ref.path, ref.offset, ref.size, limits.retries)
+    if not ref.field:
+        return decode_text(data, limits)
+    name, _, position = ref.field.rpartition("#")
+    texts = json_texts(parse_json(data, limits), name)
+    if int(position) >= len(texts):
+        raise BadSample(Reason.NO_CAPTION, f"json field {name} has {len(texts)} captions", ref.offset)
+    return texts[int(position)].strip()
+
+
+def decode_text(data: bytes, limits: LimitsConfig) -> str:
+    """A caption from bytes: UTF-8 with or without byte order mark."""
+    if len(data) > limits.max_caption_bytes:
+        raise BadSample(Reason.CAPTION_TOO_LARGE, f"{len(data)} bytes > max_caption_bytes {limits.max_caption_bytes}")
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise BadSample(Reason.CAPTION_NOT_UTF8, f"{error.reason} at byte {error.start}") from error
+
+
+def parse_json(data: bytes, limits: LimitsConfig) -> dict[str, Any]:
+    """A JSON object, refused when it is too large, too deep or something else."""
+    if len(data) > limits.max_json_bytes:
+        raise BadSample(Reason.BAD_JSON, f"{len(data)} bytes > max_json_bytes {limits.max_json_bytes}")
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadSample(Reason.BAD_JSON, f"not UTF-8 at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadSample(Reason.BAD_JSON, str(error) or "nested too deeply") from error
+    if not isinstance(value, dict):
+        raise BadSample(Reason.BAD_JSON, f"a {type(value).__name__}, not an object")
+    return value
+
+
+def json_texts(value: dict[str, Any], name: str) -> list[str]:
+    """Texts of field `name`: a string, or the strings of a list."""
+    field = value.get(name)
+    if isinstance(field, str):
+        return [field]
+    return [text for text in field if isinstance(text, str)] if isinstance(field, list) else []
+
+
+def scores_of(value: dict[str, Any], limit: int = 64) -> dict[str, float]:
+    """Numeric fields of a JSON object or table row, named without spaces."""
+    found: dict[str, float] = {}
+    for name, field in value.items():
+        if isinstance(field, (int, float)) and not isinstance(field, bool) and len(name) <= 64 and len(found) < limit:
+            name = name.strip().replace(" ", "_").encode("utf-8", "backslashreplace").decode()
+            with contextlib.suppress(OverflowError):
+                found[name] = float(field)
+    return found
+
+
+def check_lengths(texts: Sequence[str], limits: LimitsConfig) -> None:
+    for text in texts:
+        if len(text.encode("utf-8", "surrogateescape")) > limits.max_caption_bytes:
+            raise BadSample(Reason.CAPTION_TOO_LARGE, f"{len(text)} characters > max_caption_bytes "
+                                                      f"{limits.max_caption_bytes}")

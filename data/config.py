@@ -1,0 +1,215 @@
+"""Settings of the data path. Imports neither torch nor Ray, so configs load in milliseconds.
+
+    data:
+      sources: [{kind: webdataset, path: "shards/{00000..00003}.tar", weight: 1.0}]
+      buckets: {table: ["1x64x96", "17x64x96", "17x96x64"]}
+      batch:   {memory_tokens: 4096, compute: 2.0e6, exponent: 1.6}
+      items_per_step: 4
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+# Open-Sora's nine ratios (width:height) and their transposes
+OPEN_SORA_RATIOS = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1",
+                    "1:2.39", "1:2", "1:1.85", "8:5", "2:3", "3:4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """Where samples come from. `weight` is a share of the mixture; all weights sum to 1, or none is given."""
+
+    # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs: the folder. PyArrow URIs too
+    path: str
+    kind: Literal["webdataset", "koala", "panda", "pairs", "manifest"] = "webdataset"
+    name: str = ""  # shown in reports; empty: the last part of the path
+    media: str = ""  # folder of the videos a table names; empty: beside the table
+    caption: str = "txt|json:caption"  # members or JSON fields tried in order; `a+b` offers several, one is drawn
+    weight: float = 0.0  # 0 in all sources: shares follow the number of admitted samples
+    filters: tuple[str, ...] = ()  # rules on index columns: "aesthetic_score >= 4.5"; what they refuse is counted
+    shuffle_window: int = 8  # samples are shuffled within this many shards at a time, so reads stay near each other
+    index: str = ""  # folder of the index; empty: beside the source, or in the user's cache
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("data.sources: a source without a path. Give its shards, table or folder.")
+        if self.path.startswith("pipe:"):
+            raise ValueError(f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
+                             f"Give local paths or a file system URI.")
+        if self.weight < 0:
+            raise ValueError(f"data.sources weight {self.weight} of {self.path} is negative. Use 0..1.")
+        if self.shuffle_window < 1:
+            raise ValueError(f"data.sources shuffle_window {self.shuffle_window} must be at least 1 shard.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketsConfig:
+    """Which shapes a clip may take: an explicit table, one generated from pixel budgets and ratios, or Open-Sora's."""
+
+    table: tuple[str, ...] = ()  # explicit: FRAMESxHEIGHTxWIDTH, for example 17x480x832
+    resolutions: tuple[str, ...] = ()  # generated: 256px (256^2 pixels) or 480p (480^2 * 16/9 pixels)
+    ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")  # generated: width:height
+    frames: tuple[int, ...] = ()  # generated: frame counts, 4k+1 for causal VAEs; 1 is a still image
+    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted: {"256px": {1: [1.0, 45], 33: [1.0, 12]}}
+    max_ratio_error: float = 1.5  # a clip whose aspect ratio is further than this factor from every bucket is dropped
+    min_area: float = 0.8  # a clip joins a resolution when it has at least this share of its pixels
+    undersize: Literal["drop", "upscale"] = "drop"  # clips smaller than the smallest resolution
+    oversize: Literal["downscale", "crop", "drop"] = "downscale"  # clips larger than the largest resolution
+    short_videos: Literal["drop", "image"] = "drop"  # videos shorter than every video bucket; image: their first frame
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("table", "resolutions", "open_sora") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"data.buckets gives {' and '.join(given)}; they exclude each other. Keep one.")
+        if self.resolutions and not self.frames:
+            raise ValueError("data.buckets.resolutions needs data.buckets.frames, for example [1, 17, 33].")
+        for shape in self.table:
+            if SHAPE.fullmatch(shape) is None:
+                raise ValueError(f"data.buckets.table {shape!r} is not FRAMESxHEIGHTxWIDTH, for example 17x480x832.")
+        if self.max_ratio_error < 1:
+            raise ValueError(f"data.buckets.max_ratio_error {self.max_ratio_error} is a factor and must be at least 1.")
+        if not 0 < self.min_area <= 1:
+            raise ValueError(f"data.buckets.min_area {self.min_area} must lie in (0, 1].")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """Batch size of a bucket of S = text + video tokens: max(1, min(M_mem / S, M_comp / S^p)), rounded down."""
+
+    memory_tokens: float = 32768  # M_mem: tokens that fit the device at once
+    compute: float = 0.0  # M_comp: S^p units an item may cost; 0: no limit by compute
+    exponent: float = 1.6  # p: 1 is all linear layers, 2 all attention
+    target_s: float = 0.0  # with a profile, the planner sizes batches for this many seconds instead of `compute`
+    max_batch: int = 0  # 0: no further cap
+    text_tokens: int = 128  # text tokens of a sample counted in S
+    from_table: bool = False  # take the batch sizes of the pasted Open-Sora table instead
+
+    def __post_init__(self) -> None:
+        if self.memory_tokens <= 0:
+            raise ValueError(f"data.batch.memory_tokens {self.memory_tokens} must be positive.")
+        if self.compute < 0 or self.target_s < 0 or self.max_batch < 0 or self.text_tokens < 0:
+            raise ValueError("data.batch: compute, target_s, max_batch and text_tokens must not be negative.")
+        if not 1.0 <= self.exponent <= 3.0:
+            raise ValueError(f"data.batch.exponent {self.exponent} is outside 1..3 (1 linear, 2 all attention).")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentConfig:
+    """A stage of a curriculum, valid for steps before `until_step`. What is left empty is taken from the run."""
+
+    until_step: int  # 0 in the last segment: without end
+    buckets: BucketsConfig | None = None
+    batch: BatchConfig | None = None
+    weights: tuple[float, ...] = ()  # one per source; 0 switches a source off
+    items_per_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """Latents and text embeddings kept by content, shared between runs."""
+
+    path: str = ""  # folder; empty: no cache
+    latents: bool = True  # needs data.start_frame: fixed, otherwise every epoch asks for other latents
+    text: bool = True
+    min_free_gib: float = 1.0  # stop writing below this much free space
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitsConfig:
+    """What a file may ask for before it is refused as a bomb or as broken."""
+
+    max_pixels: int = 4096 * 4096  # of one frame, checked in the header and again by the decoder
+    max_frames: int = 100_000
+    max_member_bytes: int = 8 << 30
+    max_caption_bytes: int = 1 << 20
+    max_json_bytes: int = 16 << 20
+    max_moov_bytes: int = 64 << 20
+    max_bad_fraction: float = 0.01  # of samples, after the first `bad_after`
+    bad_after: int = 200
+    max_bad_shards: int = 0  # unreadable or cut shards
+    retries: int = 4  # storage errors, each with a fresh handle, then the run stops
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"data.limits.max_bad_fraction {self.max_bad_fraction} must lie in [0, 1].")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How clips are read and decoded."""
+
+    kind: Literal["ray", "pool"] = "ray"  # pool: processes of this machine, without Ray
+    decoder: str = "data.decode:decode_clip"  # module:function (clip, job) -> uint8 [T, H, W, 3]; raises BadSample
+    decode_workers: int = 2  # microbatches decoded at the same time
+    decode_cpus: float = 1.0  # CPUs Ray reserves for each; a fraction shares a core with the workers
+    lookahead: int = 2  # steps decoded ahead of the one that trains
+    object_store_mb: int = 512  # bound on decoded pixels that wait to be asked for; at least one microbatch does
+    window: int = 256  # microbatches per Ray Data execution; the next one starts ahead
+    stall_s: float = 120.0  # no microbatch for this long: an alarm that names the awaited one
+    clip_timeout_s: float = 120.0  # one clip in an isolated decoder
+    feeders: int = 1  # feeder actors; slot s of a step belongs to feeder s % feeders
+
+    def __post_init__(self) -> None:
+        for name in ("decode_workers", "lookahead", "window", "feeders", "object_store_mb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.engine.{name} {getattr(self, name)} must be at least 1.")
+        if self.decode_cpus <= 0:
+            raise ValueError(f"data.engine.decode_cpus {self.decode_cpus} must be positive; fractions share a core.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What is trained on, in which shapes and amounts. With a seed and the index it fixes every step of the run."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    buckets: BucketsConfig = field(default_factory=BucketsConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    items_per_step: int = 4  # bucket batches of a step, whatever the number of workers
+    max_wait: int = 0  # draws a sample may wait for its bucket to fill; 0: 10 * largest batch * number of buckets
+    mixture: Literal["samples", "tokens"] = "samples"  # what the weights of the sources are shares of
+    fps: float = 0.0  # clips are resampled to this frame rate by time stamps; 0 keeps their own
+    start_frame: Literal["random", "fixed"] = "random"
+    caption_dropout: float = 0.1  # training_cfg_rate: share of samples trained without their caption
+    min_coverage: float = 0.0  # `heddle plan --from-data` fails below this share of indexed samples
+    segments: tuple[SegmentConfig, ...] = ()  # a curriculum; empty: one stage
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    def __post_init__(self) -> None:
+        if self.items_per_step < 1:
+            raise ValueError(f"data.items_per_step {self.items_per_step} must be at least 1.")
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f"data.caption_dropout {self.caption_dropout} must lie in [0, 1].")
+        if self.max_wait < 0 or self.fps < 0:
+            raise ValueError("data.max_wait and data.fps must not be negative.")
+        weights = [source.weight for source in self.sources]
+        if any(weights):
+            check_weights(weights, "data.sources")
+        self._check_segments()
+
+    def _check_segments(self) -> None:
+        ends = [segment.until_step for segment in self.segments]
+        if ends and (ends[-1] != 0 or any(end <= 0 for end in ends[:-1]) or ends[:-1] != sorted(set(ends[:-1]))):
+            raise ValueError(f"data.segments until_step {ends} must rise and end with 0 (the last segment has no end).")
+        for segment in self.segments:
+            if segment.weights and len(segment.weights) != len(self.sources):
+                raise ValueError(f"data.segments weights {segment.weights} must be one per source, of which there are "
+                                 f"{len(self.sources)}. Use 0 for a source that rests.")
+            if segment.weights:
+                check_weights(list(segment.weights), "data.segments")
+
+
+def check_weights(weights: list[float], where: str) -> None:
+    """Raises ValueError unless the weights are shares that sum to 1."""
+    total = sum(weights)
+    if any(weight < 0 for weight in weights) or abs(total - 1) > 1e-6:
+        remedy = ", ".join(f"{weight / total:.6g}" for weight in weights) if total > 0 else "shares between 0 and 1"
+        given = ", ".join(f"{weight:g}" for weight in weights)
+        raise ValueError(f"{where} weights {given} sum to {total:g}, not 1. Use {remedy}.")
+    if where == "data.sources" and not all(weights):
+        raise ValueError(f"{where} weights {weights}: some sources have none. Give all a share, or none of them.")

@@ -1,0 +1,65 @@
+"""The actor between a Ray engine and its decode tasks. Imports no ray.data, which would take it seconds."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Gate:
+    """What decode tasks ask and tell: whether a microbatch may begin (again), what was wrong in it, what broke.
+
+    A clip that crashes libav takes its task's process along; Ray starts the task again and again. The second attempt
+    sees here that it is one, and decodes each clip in a process of its own.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, int] = {}
+        self._faults: dict[str, list[str]] = {}
+        self._without_pixels: set[str] = set()
+        self._failure = ""
+        self._open = 0
+        self._dismissed = False
+        self._changed = asyncio.Condition()
+
+    async def begin(self, number: int, item: str) -> tuple[int, bool] | None:
+        """Waits until the gate is open for this microbatch. How many attempts at it came before and did not end, and
+        whether its pixels are wanted; None when nobody wants it any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: number < self._open or self._dismissed)
+        if self._dismissed:
+            return None
+        earlier = self._begun.get(item, 0)
+        self._begun[item] = earlier + 1
+        return earlier, item not in self._without_pixels
+
+    async def open(self, until: int, without_pixels: list[str]) -> None:
+        """Microbatches below `until` may begin."""
+        self._without_pixels.update(without_pixels)
+        async with self._changed:
+            self._open = max(until, self._open)
+            self._changed.notify_all()
+
+    async def dismiss(self) -> None:
+        """Nothing is wanted any more: tasks that wait, and those to come, end without work."""
+        async with self._changed:
+            self._dismissed = True
+            self._changed.notify_all()
+
+    def end(self, item: str, faults: list[str]) -> None:
+        self._begun.pop(item, None)
+        self._without_pixels.discard(item)
+        if faults:
+            self._faults[item] = faults
+
+    def fail(self, message: str) -> None:
+        self._failure = message
+
+    def faults(self, items: list[str]) -> dict[str, list[str]]:
+        return {item: self._faults[item] for item in items if item in self._faults}
+
+    def forget(self, items: list[str]) -> None:
+        for item in items:
+            self._faults.pop(item, None)
+
+    def failure(self) -> str:
+        return self._failure

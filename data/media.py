@@ -1,0 +1,117 @@
+"""Header of any clip or image: MP4 and MOV by their moov, still images by Pillow's lazy open, the rest by PyAV.
+
+Nothing is decoded on the first two ways. PyAV opens Matroska, WebM, AVI and fragmented MP4 with `max_pixels` set, since
+`av.open` itself decodes a frame to learn the pixel format.
+"""
+
+from __future__ import annotations
+
+import io
+
+import av
+import av.error
+from PIL import Image, UnidentifiedImageError
+
+from data import mp4
+from data.config import LimitsConfig
+from data.ledger import BadSample, Reason
+from data.media_info import MediaInfo
+from data.storage import ByteRange, ReadFile
+
+BOX_SUFFIXES = frozenset(("mp4", "mov", "m4v"))
+VIDEO_SUFFIXES = BOX_SUFFIXES | frozenset(("mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "gif"))
+IMAGE_SUFFIXES = frozenset(("jpg", "jpeg", "png", "webp", "bmp"))
+MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+PICKLE_SUFFIXES = frozenset(("pkl", "pickle", "pyd", "pth", "pt", "dill", "joblib"))
+EXIF_ORIENTATION = 274
+EXIF_ROTATIONS = {3: 180, 4: 180, 5: 90, 6: 90, 7: 270, 8: 270}
+
+
+def suffix_of(name: str) -> str:
+    """Last suffix in lower case, without dot; empty if there is none."""
+    return name.rpartition("/")[2].rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""
+
+
+def probe(file: ReadFile, offset: int, size: int, suffix: str, limits: LimitsConfig) -> MediaInfo:
+    """Header of the media at [offset, offset + size). Raises BadSample with the reason it cannot be used."""
+    if size == 0:
+        raise BadSample(Reason.EMPTY_MEMBER, "0 bytes of media", offset)
+    if size > limits.max_member_bytes:
+        raise BadSample(Reason.MEMBER_TOO_LARGE, f"{size} bytes > max_member_bytes {limits.max_member_bytes}", offset)
+    if suffix in IMAGE_SUFFIXES:
+        return _probe_image(file, offset, size, limits)
+    if suffix in BOX_SUFFIXES:
+        try:
+            return mp4.probe(lambda at, count: file.pread(offset + at, min(count, size - at)), size, limits)
+        except mp4.Fragmented:
+            pass
+    return _probe_with_av(file, offset, size, limits)
+
+
+def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -> MediaInfo:
+    stream = io.BufferedReader(ByteRange(file, offset, size), 2048)
+    try:
+        with Image.open(stream) as image:
+            width, height = image.size
+            check_pixels(width, height, limits)
+            orientation = _orientation(image.info.get("exif"))
+    except Image.DecompressionBombError as error:
+        raise BadSample(Reason.TOO_MANY_PIXELS, str(error)) from error
+    except UnidentifiedImageError as error:
+        raise BadSample(Reason.NOT_MEDIA, "not an image Pillow knows") from error
+    except (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
+        # Pillow's plugins raise any of these on a broken header
+        raise BadSample(Reason.DECODE_ERROR, f"image header: {error}") from error
+    return MediaInfo(width=width, height=height, fps=0.0, num_frames=1, duration=0.0, image=True,
+                     rotation=EXIF_ROTATIONS.get(orientation, 0))
+
+
+def _orientation(exif: bytes | None) -> int:
+    """From what `open` already read: `image.getexif()` would decode a whole PNG to look for it."""
+    if not exif:
+        return 1
+    tags = Image.Exif()
+    tags.load(exif)
+    return tags.get(EXIF_ORIENTATION, 1)
+
+
+def _probe_with_av(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -> MediaInfo:
+    """Counts packets, since these containers do not state their number of frames reliably: reads the whole clip."""
+    options = {"max_pixels": str(limits.max_pixels), "probesize": "1000000", "analyzeduration": "1000000"}
+    try:
+        with av.open(ByteRange(file, offset, size), "r", options=options, metadata_errors="ignore") as container:
+            if not container.streams.video:
+                raise BadSample(Reason.NO_VIDEO_TRACK, f"{container.format.name} without video")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise BadSample(Reason.DECODE_ERROR, f"{container.format.name} with a codec that PyAV does not know")
+            check_pixels(stream.codec_context.width, stream.codec_context.height, limits)
+            times, num_keyframes = [], 0
+            for packet in container.demux(stream):
+                if packet.pts is not None and packet.size:
+                    times.append(packet.pts)
+                    num_keyframes += packet.is_keyframe
+                if len(times) > limits.max_frames:
+                    raise BadSample(Reason.TOO_MANY_FRAMES, f"more than max_frames {limits.max_frames}")
+            return _info_from_packets(stream, times, num_keyframes)
+    except av.error.FFmpegError as error:
+        raise BadSample(Reason.DECODE_ERROR, f"PyAV: {error}") from error
+
+
+def _info_from_packets(stream: av.VideoStream, times: list[int], num_keyframes: int) -> MediaInfo:
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if not times or not width or not height:
+        raise BadSample(Reason.NO_VIDEO_TRACK, f"{len(times)} frames of {width}x{height}")
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    span = max(times) - min(times)
+    if span and stream.time_base:
+        rate = (len(times) - 1) / float(span * stream.time_base)
+    if rate <= 0:
+        raise BadSample(Reason.DECODE_ERROR, "no frame rate")
+    return MediaInfo(width=width, height=height, fps=rate, num_frames=len(times), duration=len(times) / rate,
+                     num_keyframes=max(num_keyframes, 1))
+
+
+def check_pixels(width: int, height: int, limits: LimitsConfig) -> None:
+    if width * height > limits.max_pixels:
+        raise BadSample(Reason.TOO_MANY_PIXELS, f"{width}x{height} > max_pixels {limits.max_pixels}")

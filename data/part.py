@@ -1,0 +1,230 @@
+"""One indexed shard or manifest as a Parquet file: the rows, and as metadata what it was made from and its faults.
+
+Beside it may lie `.captions` (texts of manifests, UTF-8 end to end, addressed by offset) and `.missing` (keys of rows
+whose file does not exist: of 36 million rows usually few have one, so they are counted, not kept as rows).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data.ledger import BadSample, Fault, Reason
+from data.media_info import MediaInfo
+
+VERSION = 2
+ROWS_PER_GROUP = 4096
+CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
+SCORE = "score:"  # prefix of score columns
+CAPTION = pa.struct([("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("field", pa.string()),
+                     ("chars", pa.int32())])
+SCHEMA = pa.schema([
+    ("key", pa.string()), ("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("mtime_ns", pa.int64()),
+    ("suffix", pa.string()), ("image", pa.bool_()), ("width", pa.int32()), ("height", pa.int32()),
+    ("fps", pa.float64()), ("num_frames", pa.int32()), ("duration", pa.float64()), ("rotation", pa.int16()),
+    ("num_keyframes", pa.int32()),
+    ("start_s", pa.float64()), ("end_s", pa.float64()), ("caption_chars", pa.int32()), ("num_captions", pa.int16()),
+    ("captions", pa.list_(CAPTION)), ("reject", pa.string()), ("detail", pa.string()), ("reject_at", pa.int64())])
+UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A shard or manifest that is indexed as one. `fingerprint` changes when what it lists changes."""
+
+    uri: str
+    size: int
+    mtime_ns: int
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """Where a caption lies: bytes of `path` (empty: of the part's own file), `field` of them if JSON.
+
+    `crc` of its text makes an edited caption another index; it is not stored.
+    """
+
+    offset: int
+    size: int
+    chars: int
+    crc: int
+    field: str = ""
+    path: str = ""
+
+    @classmethod
+    def of(cls, text: str, offset: int, size: int, field: str = "", path: str = "") -> Caption:
+        text = text.strip()
+        return cls(offset, size, len(text), crc32(text.encode("utf-8", "backslashreplace")), field, path)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One row in the making. `path` is empty for members of the part's own file."""
+
+    key: str
+    path: str = ""
+    offset: int = 0
+    size: int = 0
+    mtime_ns: int = 0
+    suffix: str = ""
+    info: MediaInfo | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
+    captions: list[Caption] = field(default_factory=list)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    reject: Reason | None = None
+    detail: str = ""
+    reject_at: int | None = None
+
+    def refuse(self, fault: BadSample, base: int = 0) -> Sample:
+        """Mark as rejected; the first reason stays."""
+        if self.reject is None:
+            self.reject, self.detail = fault.reason, fault.detail[:400]
+            self.reject_at = base if fault.offset is None else fault.offset
+        return self
+
+
+class PartWriter:
+    """Writes rows in constant memory; what is read back exists only after `close`."""
+
+    def __init__(self, path: Path, part: Part, score_names: list[str] | None = None) -> None:
+        """With `score_names` rows are written group by group; without, they wait until all names are known."""
+        self.path, self.part = path, part
+        self._scores = score_names
+        self._rows: list[Sample] = []
+        self._writer: pq.ParquetWriter | None = None
+        self._digest = blake2b(digest_size=16)
+        self._faults: list[Fault] = []
+        self._rejects: Counter[str] = Counter()
+        self._num_rows = self._num_missing = 0
+        self._captions: BinaryIO | None = None
+        self._missing: BinaryIO | None = None
+        self._caption_offset = 0
+
+    def add(self, sample: Sample) -> None:
+        if sample.path != _text(sample.path):
+            sample.reject = None  # whatever else is wrong, nobody could open it again
+            sample.refuse(BadSample(Reason.UNSAFE_NAME, "a file name that is not UTF-8"))
+            sample.path, sample.suffix, sample.captions = _text(sample.path), "", []
+        self._rows.append(sample)
+        self._num_rows += 1
+        if sample.reject is not None:
+            self._rejects[str(sample.reject)] += 1
+        info = sample.info or UNKNOWN
+        self._digest.update(repr((
+            sample.key, sample.path.rpartition("/")[2], sample.offset, sample.size, info.width, info.height,
+            info.num_frames, info.fps, info.rotation, info.header_crc, sample.start_s, sample.end_s,
+            sample.reject, [(caption.size, caption.crc, caption.field) for caption in sample.captions],
+        )).encode("utf-8", "backslashreplace"))
+        if self._scores is not None and len(self._rows) >= ROWS_PER_GROUP:
+            self._flush()
+
+    def fault(self, fault: Fault) -> None:
+        """A fault of the whole part, or a note on a member that is no sample."""
+        self._faults.append(fault)
+
+    def missing(self, key: str) -> None:
+        """A listed sample whose file does not exist."""
+        self._missing = self._missing or self._open(".missing")
+        self._missing.write(key.encode("utf-8", "backslashreplace") + b"\n")
+        self._num_missing += 1
+
+    def put_caption(self, text: str) -> Caption:
+        """Keep a text that cannot be addressed in its own file."""
+        self._captions = self._captions or self._open(".captions")
+        data = text.strip().encode("utf-8")
+        self._captions.write(data)
+        self._caption_offset += len(data)
+        return Caption.of(text, self._caption_offset - len(data), len(data), path=CAPTION_FILE)
+
+    def close(self) -> None:
+        """Finish the part; the Parquet file appears last, so a torn index is never read."""
+        self._flush()
+        meta = {"version": VERSION, "uri": self.part.uri, "size": self.part.size, "mtime_ns": self.part.mtime_ns,
+                "fingerprint": self.part.fingerprint, "digest": self._digest.hexdigest(), "rows": self._num_rows,
+                "missing": self._num_missing, "rejects": dict(self._rejects),
+                "faults": [fault.to_json() for fault in self._faults]}
+        assert self._writer is not None
+        self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})
+        self._writer.close()
+        for file, suffix in ((self._captions, ".captions"), (self._missing, ".missing")):
+            if file is not None:
+                file.close()
+                os.replace(_scratch(self.path, suffix), self.path.with_suffix(suffix))
+        os.replace(_scratch(self.path, ".parquet"), self.path)
+
+    def abandon(self) -> None:
+        """Leave nothing behind after an error."""
+        for file in (self._writer, self._captions, self._missing):
+            if file is not None:
+                file.close()
+        for suffix in (".parquet", ".captions", ".missing"):
+            _scratch(self.path, suffix).unlink(missing_ok=True)
+
+    def _open(self, suffix: str) -> BinaryIO:
+        return _scratch(self.path, suffix).open("wb")
+
+    def _flush(self) -> None:
+        if self._scores is None:
+            self._scores = sorted({name for row in self._rows for name in row.scores})
+        schema = SCHEMA
+        for name in self._scores:
+            schema = schema.append(pa.field(SCORE + name, pa.float64()))
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(_scratch(self.path, ".parquet"), schema, compression="zstd")
+        for start in range(0, len(self._rows), ROWS_PER_GROUP):
+            self._writer.write_table(_table(self._rows[start:start + ROWS_PER_GROUP], self._scores, schema))
+        self._rows = []
+
+
+def _scratch(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.stem}.{os.getpid()}{suffix}")
+
+
+def _table(rows: list[Sample], scores: list[str], schema: pa.Schema) -> pa.Table:
+    infos = [row.info or UNKNOWN for row in rows]
+    sizes = [info.shown_size for info in infos]
+    columns: dict[str, list[Any]] = {
+        "key": [_text(row.key) for row in rows], "path": [row.path for row in rows],
+        "offset": [row.offset for row in rows], "size": [row.size for row in rows],
+        "mtime_ns": [row.mtime_ns for row in rows], "suffix": [row.suffix for row in rows],
+        "image": [info.image for info in infos], "width": [size[0] for size in sizes],
+        "height": [size[1] for size in sizes], "fps": [info.fps for info in infos],
+        "num_frames": [info.num_frames for info in infos], "duration": [info.duration for info in infos],
+        "rotation": [info.rotation for info in infos], "num_keyframes": [info.num_keyframes for info in infos],
+        "start_s": [row.start_s for row in rows], "end_s": [row.end_s for row in rows],
+        "caption_chars": [row.captions[0].chars if row.captions else 0 for row in rows],
+        "num_captions": [len(row.captions) for row in rows],
+        "captions": [[{"path": c.path, "offset": c.offset, "size": c.size, "field": c.field, "chars": c.chars}
+                      for c in row.captions] for row in rows],
+        "reject": [None if row.reject is None else str(row.reject) for row in rows],
+        "detail": [_text(row.detail) for row in rows], "reject_at": [row.reject_at for row in rows]}
+    for name in scores:
+        columns[SCORE + name] = [row.scores.get(name) for row in rows]
+    return pa.table(columns, schema=schema)
+
+
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold; stray bytes of a name stay visible as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def read_meta(path: Path) -> dict[str, Any] | None:
+    """Metadata of a finished part, or None if it is absent, torn or of another version."""
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return None
+    meta = json.loads(metadata.get(b"heddle", b"{}"))
+    return meta if meta.get("version") == VERSION else None

@@ -1,0 +1,426 @@
+"""The order of everything: which clips meet in which batch of which step. Pure: a function of its inputs and a seed.
+
+    planner = Planner(populations, stages, seed=0)
+    state = planner.start()
+    micros = planner.advance(state)          # the batches of step 0; `state` now stands before step 1
+    token = planner.token(state)             # JSON; planner.restore(token) continues exactly there
+
+Within a source, shards are permuted per epoch and rows are shuffled within windows of a few shards, so reads stay near
+each other and no global permutation is held. The next source is the one the mixture owes most. Only row numbers wait
+in bucket queues, never pixels. A bucket emits a batch when it is full, or short when its oldest row has waited
+`max_wait` draws, so rare buckets do not starve. At a curriculum border waiting rows are chosen anew, none is dropped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import struct
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from data.buckets import Choice, pick
+from data.errors import DataError
+from data.types import Bucket
+
+TOKEN_VERSION = 2
+PACK_ABOVE_BYTES = 2048  # a longer token is compressed
+LISTED_MOST = 256  # a token lists so many waiting rows; more of them are drawn again when it is restored
+MARK_EVERY = 2048  # draws between positions from which they can be drawn again
+MARKS_KEPT = 32  # so that a token is restored in a second
+START, DROP, PICK, BUCKET = 0, 1, 2, 16  # what a sample's random numbers are used for; bucket draws count up from 16
+
+
+def uniform(seed: int, source: int, epoch: int, row: int, use: int) -> float:
+    """The sample's own random number in [0, 1) for one use. Same on any machine, in any order."""
+    key = hashlib.blake2b(struct.pack("<5q", seed, source, epoch, row, use), digest_size=8).digest()
+    return (int.from_bytes(key, "little") >> 11) / (1 << 53)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A row drawn for training. `number` counts the draws of the run."""
+
+    source: int
+    epoch: int
+    row: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One bucket batch: the draws that meet in it."""
+
+    bucket: Bucket
+    draws: tuple[Draw, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Population:
+    """The rows of a source as the planner sees them."""
+
+    name: str
+    shard_bounds: np.ndarray  # int64 [shards + 1]: rows of shard s are bounds[s]:bounds[s + 1]
+    shape: np.ndarray  # int32 [rows]: number of the row's shape, -1 for rows that no stage trains
+    window: int  # shards shuffled together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A curriculum segment with everything resolved; valid for steps before `until_step` (0: without end)."""
+
+    until_step: int
+    choices: tuple[tuple[Choice, ...], ...]  # per shape, empty when no bucket takes it
+    batch: Mapping[Bucket, int]
+    tokens: Mapping[Bucket, int]  # of one sample, for mixtures by tokens
+    weights: tuple[float, ...]  # per source, sum 1
+    items_per_step: int
+    max_wait: int
+    by_tokens: bool = False
+    settings: str = ""  # what `choices` came from, for the identity of the plan
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where a source stands, and how much the mixture has taken of it in this stage."""
+
+    epoch: int = 0
+    window: int = 0
+    position: int = 0
+    drawn: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where the sources stood before draw `number`."""
+
+    number: int
+    cursors: tuple[Cursor, ...]
+
+    @classmethod
+    def of(cls, state: State) -> Mark:
+        return cls(state.drawn, tuple(copy(cursor) for cursor in state.cursors))
+
+
+@dataclass(slots=True)
+class State:
+    """The planner's position: everything the future depends on. Stands before step `step`.
+
+    `marks` are earlier positions of the same stage, oldest first; the future does not depend on them.
+    """
+
+    step: int
+    stage: int
+    drawn: int  # admitted draws so far
+    passed: int  # draws that met no bucket: probabilities of the table, or rows left behind at a border
+    cursors: list[Cursor]
+    queues: dict[Bucket, list[Draw]] = field(default_factory=dict)
+    ready: list[Micro] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    def copy(self) -> State:
+        return State(self.step, self.stage, self.drawn, self.passed, [copy(cursor) for cursor in self.cursors],
+                     {bucket: list(queue) for bucket, queue in self.queues.items()}, list(self.ready),
+                     list(self.marks))
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self.queues.values())) + sum(len(micro.draws) for micro in self.ready)
+
+
+class Planner:
+    """Turns populations and stages into micro-batches. Holds no position: that is the State."""
+
+    def __init__(self, populations: Sequence[Population], stages: Sequence[Stage], seed: int,
+                 identity: Mapping[str, str] | None = None) -> None:
+        """`identity` names what else the plan depends on (index, settings), each with a hash. Raises DataError when a
+        source that a stage draws from has no row for it."""
+        self.populations, self.stages, self.seed = tuple(populations), tuple(stages), seed
+        self.identity = dict(identity or {})
+        self._orders: dict[int, tuple[tuple[int, int], np.ndarray]] = {}  # source -> (epoch, window), permuted rows
+        self._shards: dict[int, tuple[int, np.ndarray]] = {}  # source -> epoch, permuted shards
+        self._parts: dict[int, dict[str, str]] = {}
+        for number, stage in enumerate(self.stages):
+            self._check_supply(number, stage)
+
+    def _check_supply(self, number: int, stage: Stage) -> None:
+        if not any(stage.weights):
+            raise DataError(f"segment {number + 1} draws from no source: all weights are 0.")
+        takes = np.array([bool(choices) for choices in stage.choices] + [False])  # the last answers for shape -1
+        for weight, population in zip(stage.weights, self.populations):
+            if weight and not takes[population.shape].any():
+                raise DataError(f"source {population.name} has no sample that a bucket of segment {number + 1} takes. "
+                                f"See `heddle data stats`, or widen data.buckets.")
+
+    def start(self) -> State:
+        state = State(step=0, stage=0, drawn=0, passed=0, cursors=[Cursor() for _ in self.populations])
+        state.marks = [Mark.of(state)]
+        return state
+
+    def advance(self, state: State) -> list[Micro]:
+        """The micro-batches of `state.step`; moves the state to the next step."""
+        self._enter_stage(state)
+        stage = self.stages[state.stage]
+        while len(state.ready) < stage.items_per_step:
+            self._draw(state, stage)
+        micros, state.ready = state.ready[:stage.items_per_step], state.ready[stage.items_per_step:]
+        state.step += 1
+        return micros
+
+    # drawing
+
+    def _draw(self, state: State, stage: Stage) -> None:
+        if state.drawn - state.marks[-1].number >= MARK_EVERY:
+            state.marks = [*state.marks[1 - MARKS_KEPT:], Mark.of(state)]
+        draw, bucket = self._next_draw(state, stage)
+        self._enqueue(state, stage, bucket, draw)
+        self._emit_overdue(state, stage)
+
+    def _next_draw(self, state: State, stage: Stage) -> tuple[Draw, Bucket]:
+        """The next row that a bucket takes; moves the sources, knows nothing of queues."""
+        source = self._next_source(state, stage)
+        cursor = state.cursors[source]
+        while True:
+            epoch, row = self._next_row(source, cursor)
+            shape = self.populations[source].shape[row]
+            if shape < 0:
+                continue
+            bucket = self._bucket(stage, int(shape), source, epoch, row)
+            if bucket is not None:
+                break
+            state.passed += 1
+        state.drawn += 1
+        cursor.drawn += 1
+        cursor.tokens += stage.tokens[bucket]
+        return Draw(source, epoch, row, state.drawn - 1), bucket
+
+    def _next_source(self, state: State, stage: Stage) -> int:
+        active = [source for source, weight in enumerate(stage.weights) if weight]
+        if len(active) == 1:
+            return active[0]
+        if stage.by_tokens:
+            total = sum(cursor.tokens for cursor in state.cursors)
+            return max(active, key=lambda s: (stage.weights[s] * total - state.cursors[s].tokens, stage.weights[s], -s))
+        return _chairman([stage.weights[s] for s in active], [state.cursors[s].drawn for s in active], active)
+
+    def _next_row(self, source: int, cursor: Cursor) -> tuple[int, int]:
+        order = self._order(source, cursor.epoch, cursor.window)
+        while cursor.position >= len(order):
+            cursor.position, cursor.window = 0, cursor.window + 1
+            population = self.populations[source]
+            if cursor.window * population.window >= len(population.shard_bounds) - 1:
+                cursor.window, cursor.epoch = 0, cursor.epoch + 1
+            order = self._order(source, cursor.epoch, cursor.window)
+        cursor.position += 1
+        return cursor.epoch, int(order[cursor.position - 1])
+
+    def _order(self, source: int, epoch: int, window: int) -> np.ndarray:
+        """Permuted rows of a window of permuted shards."""
+        held = self._orders.get(source)
+        if held is not None and held[0] == (epoch, window):
+            return held[1]
+        population = self.populations[source]
+        bounds, size = population.shard_bounds, population.window
+        shards = self._shard_order(source, epoch)[window * size:(window + 1) * size]
+        rows = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in shards])
+        order = _generator(self.seed, source, epoch, window).permutation(rows)
+        self._orders[source] = ((epoch, window), order)
+        return order
+
+    def _shard_order(self, source: int, epoch: int) -> np.ndarray:
+        held = self._shards.get(source)
+        if held is None or held[0] != epoch:
+            count = len(self.populations[source].shard_bounds) - 1
+            held = (epoch, _generator(self.seed, source, epoch, -1).permutation(count))
+            self._shards[source] = held
+        return held[1]
+
+    def _bucket(self, stage: Stage, shape: int, source: int, epoch: int, row: int) -> Bucket | None:
+        choices = stage.choices[shape]
+        if len(choices) == 1 and choices[0].keep >= 1:
+            return choices[0].bucket
+        return pick(choices, lambda use: uniform(self.seed, source, epoch, row, BUCKET + use))
+
+    # batching
+
+    def _enqueue(self, state: State, stage: Stage, bucket: Bucket, draw: Draw) -> None:
+        queue = state.queues.setdefault(bucket, [])
+        queue.append(draw)
+        if len(queue) >= stage.batch[bucket]:
+            self._emit(state, bucket)
+
+    def _emit(self, state: State, bucket: Bucket) -> None:
+        state.ready.append(Micro(bucket, tuple(state.queues.pop(bucket))))
+
+    def _emit_overdue(self, state: State, stage: Stage) -> None:
+        """Rows enter a queue in draw order, so its first is its oldest."""
+        overdue = [bucket for bucket, queue in state.queues.items() if state.drawn - queue[0].number > stage.max_wait]
+        for bucket in sorted(overdue, key=lambda bucket: state.queues[bucket][0].number):
+            self._emit(state, bucket)
+
+    def _enter_stage(self, state: State) -> None:
+        stage = self.stages[state.stage]
+        if not stage.until_step or state.step < stage.until_step:
+            return
+        state.stage += 1
+        waiting = [draw for micro in state.ready for draw in micro.draws]
+        waiting += [draw for queue in state.queues.values() for draw in queue]
+        state.queues, state.ready = {}, []
+        for cursor in state.cursors:
+            cursor.drawn = cursor.tokens = 0  # the shares of a mixture are those of its own stage
+        state.marks = [Mark.of(state)]
+        stage = self.stages[state.stage]
+        for draw in sorted(waiting, key=lambda draw: draw.number):
+            shape = int(self.populations[draw.source].shape[draw.row])
+            bucket = self._bucket(stage, shape, draw.source, draw.epoch, draw.row)
+            if bucket is None:
+                state.passed += 1
+            else:
+                self._enqueue(state, stage, bucket, draw)
+        self._enter_stage(state)
+
+    # position
+
+    def parts(self, stage: int) -> dict[str, str]:
+        """Hashes of what the plan depends on, up to and including a stage: later stages may still be edited."""
+        if stage not in self._parts:
+            stages = [[s.until_step, sorted((str(bucket), size) for bucket, size in s.batch.items()), s.weights,
+                       s.items_per_step, s.max_wait, s.by_tokens, s.settings] for s in self.stages[:stage + 1]]
+            self._parts[stage] = {"seed": digest(self.seed), "buckets": digest(stages), **self.identity}
+        return self._parts[stage]
+
+    def token(self, state: State) -> dict[str, Any]:
+        """The position as JSON of a few kB, however many rows wait.
+
+        Few are listed. Of many, the token says where to draw from again and how many of each bucket still wait: rows
+        leave a bucket in the order they came, so these are its last ones.
+        """
+        body: dict[str, Any] = {"cursors": _plain(state.cursors)}
+        if state.waiting > LISTED_MOST:
+            body |= self._counts(state)
+        else:
+            body |= {"queues": {str(bucket): _columns(queue) for bucket, queue in state.queues.items()},
+                     "ready": [[str(micro.bucket), _columns(micro.draws)] for micro in state.ready]}
+        text = json.dumps(body, separators=(",", ":"))
+        if len(text) > PACK_ABOVE_BYTES:
+            body = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
+        return {"v": TOKEN_VERSION, "step": state.step, "stage": state.stage, "drawn": state.drawn,
+                "passed": state.passed, "plan": self.parts(state.stage), **body}
+
+    def _counts(self, state: State) -> dict[str, Any]:
+        """Waiting rows by number. Those older than every mark (they wait long, or come from the stage before) are
+        listed; `ready` is (bucket, rows) of the finished batches, what is left waits in the queues."""
+        buckets = sorted(self.stages[state.stage].batch)
+        waiting = _waiting(state, buckets)
+        oldest = min(draws[0].number for draws in waiting if draws)
+        reaching = [mark for mark in state.marks if mark.number <= oldest]
+        mark = reaching[-1] if reaching else state.marks[0]
+        again = [sum(draw.number >= mark.number for draw in draws) for draws in waiting]
+        listed = {str(number): _columns(draws[:len(draws) - count])
+                  for number, (draws, count) in enumerate(zip(waiting, again)) if len(draws) > count}
+        return {"from": [mark.number, _plain(mark.cursors)], "again": again, "listed": listed,
+                "ready": [[buckets.index(micro.bucket), len(micro.draws)] for micro in state.ready]}
+
+    def restore(self, token: Mapping[str, Any]) -> State:
+        """The state a token was made from. Raises DataError, naming what differs, when this is not its plan."""
+        if token.get("v") != TOKEN_VERSION:
+            raise DataError(f"resume token of version {token.get('v')!r}; this program reads {TOKEN_VERSION}.")
+        if token["stage"] >= len(self.stages):
+            raise DataError(f"the resume token stands in segment {token['stage'] + 1}, data.segments has "
+                            f"{len(self.stages)}. Restore the segments of the run.")
+        ours, theirs = self.parts(token["stage"]), token["plan"]
+        changed = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        if changed:
+            raise DataError(f"the resume token of step {token['step']} was made with other data settings: "
+                            f"{', '.join(changed)} changed since. Restore them, or start a new run.")
+        body = token
+        if "packed" in token:
+            body = json.loads(zlib.decompress(base64.b85decode(token["packed"])))
+        state = State(step=token["step"], stage=token["stage"], drawn=token["drawn"], passed=token["passed"],
+                      cursors=[Cursor(*numbers) for numbers in body["cursors"]])
+        if "from" in body:
+            self._draw_again(state, body)
+        else:
+            state.marks = [Mark.of(state)]
+            state.queues = {Bucket.parse(name): _draws(rows) for name, rows in body["queues"].items()}
+            state.ready = [Micro(Bucket.parse(name), tuple(_draws(rows))) for name, rows in body["ready"]]
+        return state
+
+    def _draw_again(self, state: State, body: Mapping[str, Any]) -> None:
+        """Fill the queues of a state from `_counts`."""
+        stage = self.stages[state.stage]
+        number, cursors = body["from"]
+        then = State(step=state.step, stage=state.stage, drawn=number, passed=0,
+                     cursors=[Cursor(*numbers) for numbers in cursors])
+        then.marks = [Mark.of(then)]
+        buckets = sorted(stage.batch)
+        last = {bucket: deque[Draw](maxlen=count) for bucket, count in zip(buckets, body["again"])}
+        while then.drawn < state.drawn:
+            if then.drawn - then.marks[-1].number >= MARK_EVERY:
+                then.marks.append(Mark.of(then))
+            draw, bucket = self._next_draw(then, stage)
+            last[bucket].append(draw)
+        state.marks = then.marks
+        waiting = [[*(_draws(body["listed"].get(str(number), ([], [], [], [])))), *last[bucket]]
+                   for number, bucket in enumerate(buckets)]
+        for position, count in body["ready"]:
+            state.ready.append(Micro(buckets[position], tuple(waiting[position][:count])))
+            del waiting[position][:count]
+        state.queues = {bucket: draws for bucket, draws in zip(buckets, waiting) if draws}
+
+
+def _chairman(weights: Sequence[float], drawn: Sequence[int], sources: Sequence[int]) -> int:
+    """Tijdeman's chairman assignment (1980): after every draw each source is less than one draw off its share.
+
+    Among the sources that may be served without running ahead, the one whose deadline comes first.
+    """
+    count, turn = len(weights), sum(drawn) + 1
+    slack = 1 / (2 * count - 2)
+    owed = [weight * turn - taken for weight, taken in zip(weights, drawn)]
+    may = [i for i in range(count) if owed[i] >= slack - 1e-9] or range(count)
+    return sources[min(may, key=lambda i: ((1 - slack - owed[i]) / weights[i], i))]
+
+
+def _generator(*key: int) -> np.random.Generator:
+    bits = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(int.from_bytes(bits, "little")))
+
+
+def _waiting(state: State, buckets: Sequence[Bucket]) -> list[list[Draw]]:
+    """Waiting rows of each bucket in the order they came: finished batches, then the queue."""
+    waiting: dict[Bucket, list[Draw]] = {bucket: [] for bucket in buckets}
+    for micro in state.ready:
+        waiting[micro.bucket] += micro.draws
+    for bucket, queue in state.queues.items():
+        waiting[bucket] += queue
+    return [waiting[bucket] for bucket in buckets]
+
+
+def _plain(cursors: Sequence[Cursor]) -> list[list[int]]:
+    return [[c.epoch, c.window, c.position, c.drawn, c.tokens] for c in cursors]
+
+
+def _columns(draws: Sequence[Draw]) -> list[list[int]]:
+    """Column by column, draw numbers as differences: half as long when compressed."""
+    numbers = [draw.number for draw in draws]
+    steps = [number - before for number, before in zip(numbers, [0, *numbers])]
+    return [[draw.source for draw in draws], [draw.epoch for draw in draws], [draw.row for draw in draws], steps]
+
+
+def _draws(columns: Sequence[Sequence[int]]) -> list[Draw]:
+    sources, epochs, rows, steps = columns
+    return [Draw(*fields) for fields in zip(sources, epochs, rows, itertools.accumulate(steps))]
+
+
+def digest(value: Any) -> str:
+    """12 hex digits that stand for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

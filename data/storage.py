@@ -1,0 +1,299 @@
+"""Reading by offset from local paths and any PyArrow file system URI, with retries on fresh handles.
+
+An error of the storage is never mistaken for bad data: it is retried, then raised as DataIOError. Only a file that
+does not exist raises FileNotFoundError at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import io
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from braceexpand import braceexpand
+
+from data.errors import DataError, DataIOError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one request serves several headers
+RETRY_SECONDS = 0.05  # doubled at each attempt
+_registered: dict[str, pafs.FileSystem] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """A file as it is now. A changed size or modification time means changed content."""
+
+    uri: str
+    size: int
+    mtime_ns: int
+
+
+def register_filesystem(scheme: str, filesystem: pafs.FileSystem) -> None:
+    """Serve `scheme://path` from this file system (SubTreeFileSystem, fsspec behind PyFileSystem, ...)."""
+    _registered[scheme] = filesystem
+
+
+def is_local(uri: str) -> bool:
+    return "://" not in uri or uri.startswith("file://")
+
+
+def local_path(uri: str) -> str:
+    return uri[len("file://"):] if uri.startswith("file://") else os.path.expanduser(uri)
+
+
+def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
+    """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it."""
+    scheme, _, path = uri.partition("://")
+    if scheme in _registered:
+        return _registered[scheme], path
+    try:
+        return pafs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
+                        f"hdfs:// or hf://.") from error
+
+
+def retried(what: str, action: Callable[[], T], retries: int = 4) -> T:
+    """`action()` again after an OSError, up to `retries` times; DataIOError after that."""
+    for attempt in range(retries + 1):
+        try:
+            return action()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+            raise
+        except OSError as error:
+            if attempt == retries:
+                raise DataIOError(f"{what}: {error} ({retries + 1} attempts). The storage failed, not the data; "
+                                  f"resume when it answers again.") from error
+            log.warning("%s: %s; attempt %d of %d", what, error, attempt + 1, retries + 1)
+            time.sleep(RETRY_SECONDS * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+class ReadFile:
+    """One file opened for reads at offsets. Remote reads go through one cached block."""
+
+    def __init__(self, uri: str, retries: int = 4) -> None:
+        self.uri, self.retries = uri, retries
+        self.bytes_read = 0
+        self._fd = -1
+        self._remote: pa.NativeFile | None = None
+        self._block, self._block_start = b"", 0
+        self.size = retried(f"open {uri}", self._open, retries)
+
+    def pread(self, offset: int, count: int) -> bytes:
+        """The bytes [offset, offset + count), fewer only at the end of the file."""
+        count = min(count, self.size - offset)
+        if count <= 0:
+            return b""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # the slow way reads again, with a fresh handle if need be
+                data = os.pread(self._fd, count, offset)
+                if len(data) == count:
+                    self.bytes_read += count
+                    return data
+        return self._pread_slowly(offset, count)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+
+    def __enter__(self) -> ReadFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        if is_local(self.uri):
+            self._fd = os.open(local_path(self.uri), os.O_RDONLY | os.O_CLOEXEC)
+            return os.fstat(self._fd).st_size
+        filesystem, path = resolve(self.uri)
+        self._remote = filesystem.open_input_file(path)
+        return self._remote.size()
+
+    def _pread_slowly(self, offset: int, count: int) -> bytes:
+        start = offset - self._block_start
+        if start >= 0 and start + count <= len(self._block):
+            return self._block[start:start + count]
+
+        def read() -> bytes:
+            try:
+                return self._read_block(offset, count)
+            except OSError:
+                self.close()  # the next attempt must not inherit a half advanced handle
+                raise
+
+        return retried(f"read {self.uri} at {offset}", read, self.retries)
+
+    def _read_block(self, offset: int, count: int) -> bytes:
+        if self._fd < 0 and self._remote is None:
+            self._open()
+        wanted = count
+        if self._remote is not None:
+            wanted = min(max(count, BLOCK_BYTES), self.size - offset)
+            data = self._remote.read_at(wanted, offset)
+        else:
+            data = os.pread(self._fd, count, offset)
+        if len(data) < count:
+            raise OSError(f"got {len(data)} of {count} bytes; the file had {self.size} bytes when it was opened")
+        self.bytes_read += len(data)
+        if self._remote is not None and count < BLOCK_BYTES:
+            self._block, self._block_start = data, offset
+        return data[:count]
+
+
+class ByteRange(io.RawIOBase):
+    """Bytes [offset, offset + size) of a ReadFile as a seekable stream, for PyAV, Pillow and the csv module."""
+
+    def __init__(self, file: ReadFile, offset: int = 0, size: int = -1) -> None:
+        self._file, self._offset = file, offset
+        self._size = file.size - offset if size < 0 else size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self.read(len(buffer))
+        buffer[:len(data)] = data
+        return len(data)
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._position, 0)
+        data = self._file.pread(self._offset + self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+
+def open_file(uri: str, retries: int = 4) -> ReadFile:
+    return ReadFile(uri, retries)
+
+
+def read_range(uri: str, offset: int, size: int, retries: int = 4) -> bytes:
+    """Bytes [offset, offset + size) of a file; size -1 means to its end."""
+    with ReadFile(uri, retries) as file:
+        return file.pread(offset, file.size - offset if size < 0 else size)
+
+
+def stat(uri: str, retries: int = 4) -> FileStat | None:
+    """The file's size and time, or None if there is no such file."""
+    if is_local(uri):
+        try:
+            info = os.stat(local_path(uri))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileStat(uri, info.st_size, info.st_mtime_ns) if not os.path.isdir(local_path(uri)) else None
+    filesystem, path = resolve(uri)
+    found = retried(f"stat {uri}", lambda: filesystem.get_file_info(path), retries)
+    return FileStat(uri, found.size, found.mtime_ns or 0) if found.type == pafs.FileType.File else None
+
+
+def is_folder(uri: str) -> bool:
+    if is_local(uri):
+        return os.path.isdir(local_path(uri))
+    filesystem, path = resolve(uri)
+    return retried(f"stat {uri}", lambda: filesystem.get_file_info(path)).type == pafs.FileType.Directory
+
+
+def list_files(uri: str, recursive: bool = True) -> list[FileStat]:
+    """Files of a folder by name; hidden files and folders are left out."""
+    found = _list_local(local_path(uri), recursive) if is_local(uri) else _list_remote(uri, recursive)
+    return sorted(found, key=lambda file: file.uri)
+
+
+def expand(path: str, suffixes: tuple[str, ...]) -> list[str]:
+    """URIs meant by `a::b`, braces, globs and folders (their files with `suffixes`), in order, each once.
+
+    `pipe:` is refused: it runs a shell command. Raises DataError when nothing is there.
+    """
+    found: list[str] = []
+    for pattern in (piece for part in path.split("::") for piece in braceexpand(part)):
+        if pattern.lstrip().startswith(("pipe:", "|")):
+            raise DataError(f"{pattern!r}: pipe: runs a shell command and is refused. Give paths or file system URIs.")
+        if any(sign in pattern for sign in "*?["):
+            matches = _glob(pattern)
+        elif is_folder(pattern):
+            matches = [file.uri for file in list_files(pattern) if file.uri.lower().endswith(suffixes)]
+        else:
+            matches = [pattern]
+        if not matches:
+            raise DataError(f"{pattern}: no files with {', '.join(suffixes)} here. Check data.sources path.")
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def join(folder: str, name: str) -> str:
+    """`name` inside `folder`, unless it is a path of its own."""
+    if "://" in name or name.startswith("/") or not folder:
+        return name
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def parent(uri: str) -> str:
+    """Folder of a file."""
+    head, slash, _ = uri.rpartition("/")
+    return head if slash and head else ("/" if slash else ".")
+
+
+def name_of(uri: str) -> str:
+    return uri.rstrip("/").rpartition("/")[2]
+
+
+def _list_local(folder: str, recursive: bool, above: tuple[str, ...] = ()) -> Iterator[FileStat]:
+    above = (*above, os.path.realpath(folder))  # linked folders are followed, but not in a circle
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                if recursive and not (entry.is_symlink() and os.path.realpath(entry.path) in above):
+                    yield from _list_local(entry.path, recursive, above)
+            elif entry.is_file():
+                info = entry.stat()
+                yield FileStat(entry.path, info.st_size, info.st_mtime_ns)
+
+
+def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
+    filesystem, path = resolve(uri)
+    base = path.rstrip("/")
+    selector = pafs.FileSelector(base, recursive=recursive)
+    for info in retried(f"list {uri}", lambda: filesystem.get_file_info(selector)):
+        inside = info.path.strip("/").removeprefix(base.strip("/")).lstrip("/")  # fsspec adds a leading slash
+        if info.type == pafs.FileType.File and not any(piece.startswith(".") for piece in inside.split("/")):
+            yield FileStat(f"{uri.rstrip('/')}/{inside}", info.size, info.mtime_ns or 0)
+
+
+def _glob(pattern: str) -> list[str]:
+    if is_local(pattern):
+        path = Path(local_path(pattern))
+        anchor = Path(path.anchor or ".")
+        return sorted(str(found) for found in anchor.glob(str(path.relative_to(path.anchor))) if found.is_file())
+    fixed = parent(pattern[:min(pattern.index(sign) for sign in "*?[" if sign in pattern)])
+    return [file.uri for file in list_files(fixed) if fnmatch.fnmatch(file.uri, pattern)]

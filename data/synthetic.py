@@ -1,0 +1,241 @@
+"""A small real dataset from nothing: coloured shapes that move in stated directions, with matching captions.
+
+    synthesize(Path("demo"), SynthConfig())
+    demo/shards/00000.tar ..     WebDataset shards: 000000000.mp4 .txt .json (stills: .jpg)
+    demo/koala/Koala_36M_1.csv   the same videos as Koala-36M rows (its exact columns)
+    demo/koala/videos/<videoID>.mp4
+
+The videos are real H.264. The same config gives the same bytes: x264 runs without SIMD (asm=0), as its assembly makes
+files that differ from run to run, and colours are written straight into YUV planes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+COLORS = {
+    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (235, 215, 50),
+    "purple": (150, 60, 200), "orange": (245, 140, 30), "white": (240, 240, 240), "cyan": (60, 210, 220),
+}
+BACKGROUNDS = {"black": (12, 12, 12), "gray": (110, 110, 110), "brown": (90, 60, 35), "navy": (20, 25, 80)}
+SHAPES = ("circle", "square", "triangle")
+DIRECTIONS = {"to the right": (0, 1), "to the left": (0, -1), "up": (-1, 0), "down": (1, 0)}  # (dy, dx)
+KOALA_COLUMNS = ("videoID", "url", "timestamp", "caption", "clarity_score", "aesthetic_score", "motion_score",
+                 "video_training_suitability_score")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthConfig:
+    """How much is made. The defaults are the demo set."""
+
+    clips: int = 240
+    images: int = 40
+    shards: int = 4
+    seed: int = 0
+    sizes: tuple[tuple[int, int], ...] = ((64, 96), (96, 64), (80, 80), (96, 144), (144, 96))  # (height, width)
+    frames: tuple[int, ...] = (9, 17, 21, 33)
+    fps: tuple[int, ...] = (8, 12, 16)
+    koala: bool = True
+    stable: bool = True  # the same bytes on every run, at a third of the encoder's speed
+
+    def __post_init__(self) -> None:
+        if self.clips + self.images < 1 or self.shards < 1:
+            raise ValueError(f"synth: {self.clips} clips and {self.images} images in {self.shards} shards: nothing to "
+                             f"make. Ask for at least one clip and one shard.")
+        if any(side % 2 for size in self.sizes for side in size):
+            raise ValueError(f"synth: sizes {self.sizes} hold an odd number; H.264 4:2:0 takes even sides.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What one clip shows. `frames` 1 and `fps` 0 is a still image."""
+
+    number: int
+    color: str
+    shape: str
+    direction: str
+    background: str
+    height: int
+    width: int
+    frames: int
+    fps: int
+    radius: float = 0.2  # of the shorter side
+    offset: float = 0.0  # across the direction of motion, in shares of the side
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def caption(self) -> str:
+        article = "an" if self.color[0] in "aeiou" else "a"
+        motion = f" moving {self.direction}" if self.fps else ""
+        return f"{article} {self.color} {self.shape}{motion} on a {self.background} background"
+
+    @property
+    def short_caption(self) -> str:
+        return f"{self.color} {self.shape}" if self.fps == 0 else f"{self.color} {self.shape}, {self.direction}"
+
+
+def synthesize(folder: Path, config: SynthConfig) -> dict[str, Any]:
+    """Write the dataset into `folder`. Returns a summary: paths, counts and bytes. Raises ValueError if it has one."""
+    import webdataset  # the writer users' own tools have; it imports torch, so not at module load
+
+    shards = folder / "shards"
+    if shards.exists() and any(shards.iterdir()):
+        raise ValueError(f"{shards} is not empty. Choose another folder or remove it.")
+    shards.mkdir(parents=True, exist_ok=True)
+    scenes = list(make_scenes(config))
+    koala: list[tuple[Scene, bytes]] = []
+    for shard in range(config.shards):
+        chosen = scenes[shard::config.shards]
+        with webdataset.TarWriter(str(shards / f"{shard:05d}.tar"), user="heddle", group="heddle", mtime=0) as writer:
+            for position, scene in enumerate(chosen):
+                media = encode(scene, config.stable)
+                writer.write(_members(f"{shard:05d}{position:04d}", scene, media))
+                if scene.fps and config.koala:
+                    koala.append((scene, media))
+    if config.koala:
+        _write_koala(folder / "koala", sorted(koala, key=lambda pair: pair[0].number), config.seed)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {"shards": str(shards / f"{{00000..{config.shards - 1:05d}}}.tar"), "clips": config.clips,
+            "images": config.images, "bytes": size,
+            "koala": str(folder / "koala" / "Koala_36M_1.csv") if config.koala else ""}
+
+
+def make_scenes(config: SynthConfig) -> Iterator[Scene]:
+    """Every combination of colour, shape and direction comes up before one is repeated; the rest is drawn."""
+    rng = np.random.default_rng([config.seed, 0x5C3E])
+    combinations = [(color, shape, direction) for color in COLORS for shape in SHAPES for direction in DIRECTIONS]
+    order: list[int] = []
+    stills = set(rng.permutation(config.clips + config.images)[:config.images].tolist())
+    for number in range(config.clips + config.images):
+        if not order:
+            order = rng.permutation(len(combinations)).tolist()
+        color, shape, direction = combinations[order.pop()]
+        height, width = config.sizes[int(rng.integers(len(config.sizes)))]
+        still = number in stills
+        frames = 1 if still else config.frames[int(rng.integers(len(config.frames)))]
+        fps = 0 if still else config.fps[int(rng.integers(len(config.fps)))]
+        yield Scene(number=number, color=color, shape=shape, direction=direction,
+                    background=list(BACKGROUNDS)[int(rng.integers(len(BACKGROUNDS)))], height=height, width=width,
+                    frames=frames, fps=fps, radius=float(rng.uniform(0.18, 0.28)), offset=float(rng.uniform(-0.2, 0.2)),
+                    scores={"clarity_score": round(float(rng.uniform(0.6, 1.0)), 4),
+                            "aesthetic_score": round(float(rng.uniform(3.5, 6.0)), 4),
+                            "motion_score": 0.0 if still else round(float(rng.uniform(2.0, 40.0)), 4),
+                            "video_training_suitability_score": round(float(rng.uniform(2.5, 4.9)), 4)})
+
+
+def encode(scene: Scene, stable: bool = True) -> bytes:
+    """MP4 (H.264) of a moving scene, JPEG of a still one. When stable, the same bytes on every call."""
+    return _encode_image(scene) if scene.fps == 0 else _encode_video(scene, stable)
+
+
+def mask(scene: Scene, frame: int) -> np.ndarray:
+    """Where the shape is in one frame, bool [H, W]. It crosses 60 % of the picture during the clip."""
+    progress = 0.5 if scene.frames == 1 else frame / (scene.frames - 1)
+    dy, dx = DIRECTIONS[scene.direction]
+    travel = 0.6 * (progress - 0.5)
+    center_y = scene.height * (0.5 + (travel * dy if dy else scene.offset))
+    center_x = scene.width * (0.5 + (travel * dx if dx else scene.offset))
+    radius = scene.radius * min(scene.height, scene.width)
+    y, x = np.ogrid[:scene.height, :scene.width]
+    y, x = y + 0.5 - center_y, x + 0.5 - center_x
+    if scene.shape == "circle":
+        return x * x + y * y <= radius * radius
+    if scene.shape == "square":
+        return np.maximum(abs(x), abs(y)) <= 0.85 * radius
+    return (y <= 0.6 * radius) & (abs(x) <= (y + radius) * math.sqrt(1 / 3) * 1.15)
+
+
+def _yuv(rgb: tuple[int, int, int]) -> tuple[int, int, int]:
+    """BT.601 limited range, what decoders assume of untagged small video."""
+    r, g, b = rgb
+    return (16 + round(0.257 * r + 0.504 * g + 0.098 * b), 128 + round(-0.148 * r - 0.291 * g + 0.439 * b),
+            128 + round(0.439 * r - 0.368 * g - 0.071 * b))
+
+
+def _planes(scene: Scene, frame: int) -> np.ndarray:
+    """One frame as yuv420p planes, uint8 [H * 3 / 2, W]."""
+    inside = mask(scene, frame)
+    front, back = _yuv(COLORS[scene.color]), _yuv(BACKGROUNDS[scene.background])
+    half = inside[::2, ::2]
+    planes = [np.where(inside, front[0], back[0]), np.where(half, front[1], back[1]), np.where(half, front[2], back[2])]
+    flat = np.concatenate([plane.astype(np.uint8).ravel() for plane in planes])
+    return flat.reshape(scene.height * 3 // 2, scene.width)
+
+
+def _encode_video(scene: Scene, stable: bool) -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        tuning = "threads=1:log-level=none" + (":asm=0" if stable else "")
+        stream = container.add_stream("libx264", rate=scene.fps, options={
+            "preset": "veryfast", "crf": "20", "g": "8", "x264-params": tuning})
+        stream.width, stream.height, stream.pix_fmt = scene.width, scene.height, "yuv420p"
+        stream.thread_count = 1
+        for index in range(scene.frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(_planes(scene, index), format="yuv420p")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def _encode_image(scene: Scene) -> bytes:
+    from PIL import Image
+
+    inside = mask(scene, 0)[:, :, None]
+    pixels = np.where(inside, np.array(COLORS[scene.color]), np.array(BACKGROUNDS[scene.background])).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="JPEG", quality=92)
+    return buffer.getvalue()
+
+
+def _members(key: str, scene: Scene, media: bytes) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "key": key, "status": "success", "caption": scene.caption, "captions": [scene.caption, scene.short_caption],
+        "width": scene.width, "height": scene.height, "num_frames": scene.frames, "fps": scene.fps,
+        "duration": scene.frames / scene.fps if scene.fps else 0.0, "color": scene.color, "shape": scene.shape,
+        "direction": scene.direction if scene.fps else "", **scene.scores}
+    return {"__key__": key, "mp4" if scene.fps else "jpg": media, "txt": scene.caption,
+            "json": json.dumps(about, sort_keys=True).encode()}
+
+
+def _write_koala(folder: Path, clips: list[tuple[Scene, bytes]], seed: int) -> None:
+    """Rows as Koala-36M publishes them, several clips of each pretended source video, and one file per clip."""
+    (folder / "videos").mkdir(parents=True, exist_ok=True)
+    with (folder / "Koala_36M_1.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(KOALA_COLUMNS)
+        for position, (scene, media) in enumerate(clips):
+            source, clip = divmod(position, 4)
+            name = _youtube_id(seed, source)
+            start = 5.3 * clip
+            end = start + scene.frames / scene.fps
+            table.writerow([f"{name}_{clip}", f"https://www.youtube.com/watch?v={name}",
+                            f"['{_clock(start)}', '{_clock(end)}']", _long_caption(scene),
+                            *(scene.scores[column] for column in KOALA_COLUMNS[4:])])
+            (folder / "videos" / f"{name}_{clip}.mp4").write_bytes(media)
+
+
+def _youtube_id(seed: int, number: int) -> str:
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    digits = np.random.default_rng([seed, 0x1D, number]).integers(64, size=11)
+    return "".join(alphabet[digit] for digit in digits)
+
+
+def _clock(seconds: float) -> str:
+    """H:MM:SS.mmm; whole seconds come without a fraction, as in the published files."""
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    text = f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    return f"{text}.{milliseconds:03d}" if milliseconds else text
+
+
+def _long_caption(scene: Scene) -> str:
+    return (f"{scene.caption}, filmed by a still camera; the {scene.shape} is \"{scene.color}\", "
+            f"the background is {scene.background}.")

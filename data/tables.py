@@ -1,0 +1,139 @@
+"""Rows of CSV, TSV, JSON, JSONL and Parquet tables as dicts, in constant memory (a JSON list excepted).
+
+A row that cannot be read is a BadSample in the stream, so that it is counted; the rows behind it still come.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data.config import LimitsConfig
+from data.ledger import BadSample, Reason
+from data.media import suffix_of
+from data.storage import ByteRange, ReadFile
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+READ_BYTES = 1 << 20
+ROWS_PER_BATCH = 512
+
+
+class UnreadableTable(Exception):
+    """The table as a whole cannot be read."""
+
+
+def read_rows(uri: str, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
+    """Rows with stripped column names. Raises UnreadableTable when the file is not what its suffix says."""
+    suffix = suffix_of(uri)
+    with ReadFile(uri, limits.retries) as file:
+        if file.size == 0:
+            raise UnreadableTable("0 bytes")
+        if suffix in ("csv", "tsv"):
+            yield from _csv_rows(file, "\t" if suffix == "tsv" else ",", limits)
+        elif suffix == "parquet":
+            yield from _parquet_rows(file)
+        elif suffix == "jsonl":
+            yield from _jsonl_rows(file, limits)
+        else:
+            yield from _json_rows(file)
+
+
+def text_stream(file: ReadFile) -> io.TextIOWrapper:
+    """UTF-8 with or without byte order mark; bytes that are not UTF-8 stay as surrogates for the row's own check."""
+    return io.TextIOWrapper(io.BufferedReader(ByteRange(file), READ_BYTES), encoding="utf-8-sig",
+                            errors="surrogateescape", newline="")
+
+
+def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
+    csv.field_size_limit(max(limits.max_json_bytes, csv.field_size_limit()))
+    with closing(text_stream(file)) as stream:
+        reader = csv.reader(stream, delimiter=delimiter)
+        try:
+            header = [name.strip() for name in next(reader)]
+        except (csv.Error, StopIteration) as error:
+            raise UnreadableTable(f"no header: {error}") from error
+        while True:
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield BadSample(Reason.BAD_ROW, f"line {reader.line_num}: {error}")
+                continue
+            if not values:
+                continue  # an empty line
+            if len(values) != len(header):
+                yield BadSample(Reason.BAD_ROW, f"line {reader.line_num}: {len(values)} fields, the header has "
+                                                f"{len(header)}")
+                continue
+            yield dict(zip(header, values, strict=True))
+
+
+def _jsonl_rows(file: ReadFile, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
+    stream, line_number = io.BufferedReader(ByteRange(file), READ_BYTES), 0
+    while line := stream.readline(limits.max_json_bytes):
+        line_number += 1
+        if len(line) == limits.max_json_bytes and not line.endswith(b"\n"):
+            while (rest := stream.readline(limits.max_json_bytes)) and not rest.endswith(b"\n"):
+                pass
+            yield BadSample(Reason.BAD_ROW, f"line {line_number}: more than max_json_bytes {limits.max_json_bytes}")
+            continue
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            yield BadSample(Reason.BAD_ROW, f"line {line_number}: {error}")
+            continue
+        yield _object(value, f"line {line_number}")
+
+
+def _json_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
+    """A list of objects, or an object of named objects (the name becomes `key`)."""
+    try:
+        value = json.loads(file.pread(0, file.size).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableTable(f"not JSON: {error}") from error
+    if isinstance(value, dict):
+        value = [{"key": name, **entry} if isinstance(entry, dict) else entry for name, entry in value.items()]
+    if not isinstance(value, list):
+        raise UnreadableTable(f"a JSON {type(value).__name__}, not a list of rows")
+    for i, entry in enumerate(value):
+        yield _object(entry, f"entry {i}")
+
+
+def _object(value: Any, where: str) -> dict[str, Any] | BadSample:
+    if not isinstance(value, dict):
+        return BadSample(Reason.BAD_ROW, f"{where}: a {type(value).__name__}, not an object")
+    return {str(name).strip(): field for name, field in value.items()}
+
+
+def _parquet_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
+    try:
+        table = pq.ParquetFile(pa.PythonFile(ByteRange(file), mode="r"))
+        for batch in table.iter_batches(batch_size=ROWS_PER_BATCH):
+            yield from _batch_rows(batch)
+    except (pa.ArrowException, OSError) as error:  # corrupt pages are an OSError; storage that fails is a DataIOError
+        raise UnreadableTable(f"not Parquet: {error}") from error
+
+
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadSample]:
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for i in range(batch.num_rows):  # one row has text that is not UTF-8: find it
+        try:
+            row = batch.slice(i, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield BadSample(Reason.BAD_ROW, f"text that is not UTF-8: {error.reason}")
+        else:
+            yield row
