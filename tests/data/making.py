@@ -1,0 +1,95 @@
+"""Small real clips, shards and tables for the tests of the data layer."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+from data.config import LimitsConfig, SourceConfig
+from data.index import Index, build_index
+from data.ledger import Ledger
+
+
+@functools.cache
+def clip(width: int = 64, height: int = 48, frames: int = 9, fps: int = 8, container: str = "mp4", seed: int = 0,
+         movflags: str = "", codec: str = "libx264") -> bytes:
+    """An encoded clip of noise bars. `asm=0` keeps x264's bytes equal from run to run."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container, options={"movflags": movflags} if movflags else {}) as out:
+        x264 = {"crf": "30", "g": "4", "x264-params": "asm=0"} if codec == "libx264" else {}
+        stream = out.add_stream(codec, rate=fps, options={"threads": "1", **x264})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        random = np.random.default_rng(seed)
+        base = random.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+        for i in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.roll(base, 4 * i, 1)), format="rgb24")
+            frame.pts = i
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return buffer.getvalue()
+
+
+@functools.cache
+def picture(width: int = 64, height: int = 48, kind: str = "png", seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    random = np.random.default_rng(seed)
+    Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def sample(i: int, **parts: bytes | None) -> list[tuple[str, bytes]]:
+    """Members of sample i: mp4, txt and json, with `parts` replaced, added, or left out when None."""
+    key = f"{i:06d}"
+    members: dict[str, bytes | None] = {
+        "mp4": clip(seed=i % 3), "txt": f"caption {i}".encode(),
+        "json": json.dumps({"caption": f"json caption {i}", "aesthetic score": 4.0 + i / 10}).encode()}
+    members |= parts
+    return [(f"{key}.{extension}", data) for extension, data in members.items() if data is not None]
+
+
+def shard(members: list[tuple[str, bytes | tarfile.TarInfo]]) -> bytes:
+    """A tar of (name, content); a TarInfo as content is added as it is, without data."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members:
+            if isinstance(content, tarfile.TarInfo):
+                tar.addfile(content)
+            else:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def good(count: int = 8) -> list[tuple[str, bytes]]:
+    return [member for i in range(count) for member in sample(i)]
+
+
+def index_of(path: Path | str, cache: Path, kind: str = "webdataset", limits: LimitsConfig | None = None,
+             allow_empty: bool = True, **source: object) -> tuple[Index, Ledger]:
+    """The index of a path and the ledger it filled; every row is in exactly one state."""
+    ledger = Ledger(limits)
+    index = build_index(SourceConfig(path=str(path), kind=kind, **source), cache, ledger, limits=limits,  # type: ignore[arg-type]
+                        allow_empty=allow_empty)
+    ledger.add_planned(index.num_ok)
+    ledger.check()
+    return index, ledger
+
+
+def rejected(ledger: Ledger) -> dict[str, int]:
+    return {str(reason): count for reason, count in ledger.rejected.items()}
+
+
+def shard_faults(ledger: Ledger) -> dict[str, int]:
+    return {str(reason): count for reason, count in ledger.shard_faults.items()}
+
+
+def notes(ledger: Ledger) -> dict[str, int]:
+    return {str(reason): count for reason, count in ledger.notes.items()}

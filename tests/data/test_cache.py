@@ -1,0 +1,101 @@
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.cache import Cache, latent_key, text_key
+from data.config import CacheConfig
+from data.types import Bucket, SampleRef
+
+SAMPLE = SampleRef(source=0, epoch=0, row=3, start_frame=5, key="a", caption_chars=4, content="ab12")
+BUCKET = Bucket(17, 64, 96)
+
+
+def cache(folder: Path) -> Cache:
+    return Cache(CacheConfig(path=str(folder), min_free_gib=0.0))
+
+
+def test_what_was_put_comes_back_also_in_another_run(tmp_path: Path) -> None:
+    latent = np.random.default_rng(0).standard_normal((48, 5, 8, 12)).astype(np.float32)
+    key = latent_key(SAMPLE, BUCKET, 8.0, "vae")
+    assert cache(tmp_path).get("latents", key) is None
+    assert cache(tmp_path).put("latents", key, latent)
+    again = cache(tmp_path)
+    found = again.get("latents", key)
+    assert found is not None and found.dtype == latent.dtype and np.array_equal(found, latent)
+    assert (again.hits, again.misses) == (1, 0)
+    assert again.size("latents") == (1, latent.nbytes + 128)
+
+
+@pytest.mark.parametrize("other", [
+    latent_key(replace(SAMPLE, start_frame=6), BUCKET, 8.0, "vae"),
+    latent_key(replace(SAMPLE, content="cd34"), BUCKET, 8.0, "vae"),
+    latent_key(SAMPLE, Bucket(17, 96, 64), 8.0, "vae"),
+    latent_key(SAMPLE, BUCKET, 16.0, "vae"),
+    latent_key(SAMPLE, BUCKET, 8.0, "vae bf16"),
+    latent_key(SAMPLE, BUCKET, 8.0, "vae", crop=True),
+])
+def test_everything_a_latent_depends_on_is_in_its_key(other: str) -> None:
+    assert other != latent_key(SAMPLE, BUCKET, 8.0, "vae")
+
+
+def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
+    moved = replace(SAMPLE, epoch=7, row=9, source=1, key="b", caption_drop=True)
+    assert latent_key(moved, BUCKET, 8.0, "vae") == latent_key(SAMPLE, BUCKET, 8.0, "vae")
+
+
+def test_texts_are_told_apart_by_caption_encoder_and_length() -> None:
+    keys = {text_key("a", "t5", 226), text_key("b", "t5", 226), text_key("a", "umt5", 226), text_key("a", "t5", 128)}
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY\x01\x00", b"not an array"])
+def test_a_torn_file_counts_as_absent(tmp_path: Path, damage: bytes) -> None:
+    store, key = cache(tmp_path), text_key("a", "t5", 226)
+    store.put("text", key, np.ones((4, 8), np.float32))
+    path, = (tmp_path / "text").glob("*/*.npy")
+    path.write_bytes(damage)
+    assert store.get("text", key) is None
+    assert store.put("text", key, np.zeros((4, 8), np.float32))
+    found = store.get("text", key)
+    assert found is not None and not found.any()
+
+
+def test_an_array_of_objects_is_never_unpickled(tmp_path: Path) -> None:
+    store, key = cache(tmp_path), text_key("a", "t5", 226)
+    path = tmp_path / "text" / key[:2] / f"{key}.npy"
+    path.parent.mkdir(parents=True)
+    np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    assert store.get("text", key) is None
+
+
+def test_a_full_disk_stops_the_cache_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Cache(CacheConfig(path=str(tmp_path), min_free_gib=1e9))
+    assert not store.put("text", text_key("a", "t5", 226), np.ones(3))
+    assert not store.put("text", text_key("b", "t5", 226), np.ones(3))
+    assert len(caplog.records) == 1 and "min_free_gib" in caplog.text
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def write_many(folder: str, seed: int) -> None:
+    store = cache(Path(folder))
+    for number in np.random.default_rng(seed).permutation(40):
+        store.put("latents", text_key(str(number), "", 0), np.full((50, 50), number, np.float32))
+
+
+def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
+    workers = [multiprocessing.get_context("fork").Process(target=write_many, args=(str(tmp_path), seed))
+               for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    store = cache(tmp_path)
+    for number in range(40):
+        found = store.get("latents", text_key(str(number), "", 0))
+        assert found is not None and (found == number).all()
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".partial")]

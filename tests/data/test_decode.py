@@ -1,0 +1,184 @@
+import io
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.config import LimitsConfig
+from data.decode import covering, decode_clip, decode_job
+from data.errors import DataIOError
+from data.ledger import BadSample, Reason
+from data.types import Bucket, CaptionRef, Clip, Job
+
+RATE = 12
+
+
+def write_video(path: Path, times: list[float], height: int = 64, width: int = 96, gop: int = 12) -> Path:
+    """Frame k is a flat grey of 2k + 20, shown from times[k] on."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=RATE, options={"crf": "1", "g": str(gop), "bf": "2",
+                                                                     "preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
+        for index, time in enumerate(times):
+            planes = np.full((height * 3 // 2, width), 128, np.uint8)
+            planes[:height] = 2 * index + 20
+            frame = av.VideoFrame.from_ndarray(planes, format="yuv420p")
+            frame.pts, frame.time_base = round(time * 1000), Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def clip(path: Path, frames: int, **changes: object) -> Clip:
+    usual = Clip(key=path.stem, media=str(path), offset=0, size=-1, suffix="mp4", image=False, frames=frames,
+                 fps=float(RATE), start_frame=0, shard="shard")
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def job(*clips: Clip, bucket: Bucket, fps: float = 0.0, crop: bool = False, **limits: int) -> Job:
+    return Job(item="s0.0", bucket=bucket, clips=clips, fps=fps, crop=crop, limits=LimitsConfig(**limits),
+               decoder="data.decode:decode_clip")
+
+
+def numbers(pixels: np.ndarray) -> list[int]:
+    """Which frames these are: the grey of frame k is (2k + 20 - 16) * 255 / 219."""
+    grey = pixels[:, 8:-8, 8:-8].astype(float).mean(axis=(1, 2, 3))
+    return [round((value * 219 / 255 + 16 - 20) / 2) for value in grey]
+
+
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_video(tmp_path_factory.mktemp("video") / "steady.mp4", [k / RATE for k in range(72)])
+
+
+@pytest.mark.parametrize("start", [0, 1, 11, 23, 30, 47, 63])
+def test_frames_in_a_row_are_the_wanted_ones_with_and_without_a_seek(steady: Path, start: int) -> None:
+    bucket = Bucket(9, 64, 96)
+    pixels = decode_clip(clip(steady, 72, start_frame=start), job(bucket=bucket))
+    assert pixels.shape == (9, 64, 96, 3) and pixels.dtype == np.uint8
+    assert numbers(pixels) == list(range(start, start + 9))
+
+
+def test_a_seek_gives_the_same_pixels_as_decoding_from_the_start(steady: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = clip(steady, 72, start_frame=50)
+    sought = decode_clip(wanted, job(bucket=Bucket(17, 64, 96)))
+    monkeypatch.setattr("data.decode.SEEK_AFTER_SECONDS", 1e9)
+    assert np.array_equal(sought, decode_clip(wanted, job(bucket=Bucket(17, 64, 96))))
+
+
+@pytest.mark.parametrize(("fps", "expected"), [(6.0, [0, 2, 4, 6, 8]), (8.0, [0, 1, 3, 4, 6]), (24.0, [0, 0, 1, 1, 2])])
+def test_resampling_shows_what_is_on_screen_at_each_time(steady: Path, fps: float, expected: list[int]) -> None:
+    assert numbers(decode_clip(clip(steady, 72), job(bucket=Bucket(5, 64, 96), fps=fps))) == expected
+
+
+def test_variable_frame_rates_are_sampled_by_time_stamps(tmp_path: Path) -> None:
+    times = [0.0, 0.1, 0.2, 1.0, 1.1, 1.2, 2.0, 2.1]
+    path = write_video(tmp_path / "variable.mp4", times)
+    found = numbers(decode_clip(clip(path, 8, fps=8 / 2.2), job(bucket=Bucket(9, 64, 96), fps=4.0)))
+    assert found == [max(k for k, time in enumerate(times) if time <= n / 4 + 1e-4) for n in range(9)]
+
+
+def test_a_part_of_a_longer_video_begins_at_its_time(steady: Path) -> None:
+    part = clip(steady, 24, start_seconds=3.0, start_frame=2)
+    assert numbers(decode_clip(part, job(bucket=Bucket(5, 64, 96)))) == [38, 39, 40, 41, 42]
+
+
+@pytest.mark.parametrize("rotation", [90, 180, 270])
+def test_rotated_clips_are_turned_upright(tmp_path: Path, rotation: int) -> None:
+    path = tmp_path / "corner.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=RATE, options={"crf": "1"})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        planes = np.full((96, 96), 128, np.uint8)
+        planes[:64] = 30
+        planes[:32, :48] = 220  # the stored top left is bright
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(planes, format="yuv420p")))
+        container.mux(stream.encode())
+    shape = (64, 96) if rotation == 180 else (96, 64)
+    pixels = decode_clip(clip(path, 1, rotation=rotation), job(bucket=Bucket(1, *shape)))[0].mean(axis=2)
+    height, width = shape
+    corners = {"top left": pixels[4, 4], "top right": pixels[4, width - 5], "bottom left": pixels[height - 5, 4],
+               "bottom right": pixels[height - 5, width - 5]}
+    assert max(corners, key=corners.__getitem__) == {90: "top right", 180: "bottom right", 270: "bottom left"}[rotation]
+
+
+def test_clips_are_scaled_to_cover_the_bucket_and_cut_centrally(steady: Path) -> None:
+    assert covering(64, 96, 64, 64, crop=False) == (64, 96)
+    assert covering(720, 1280, 96, 144, crop=False) == (96, 171)
+    assert covering(100, 50, 64, 64, crop=False) == (128, 64)
+    assert covering(720, 1280, 96, 144, crop=True) == (720, 1280)
+    assert covering(80, 1280, 96, 144, crop=True) == (96, 1536)
+    assert decode_clip(clip(steady, 72), job(bucket=Bucket(1, 32, 32))).shape == (1, 32, 32, 3)
+    assert decode_clip(clip(steady, 72), job(bucket=Bucket(1, 32, 32), crop=True)).shape == (1, 32, 32, 3)
+
+
+def test_images_are_upright_rgb_of_the_bucket(tmp_path: Path) -> None:
+    picture = Image.new("RGBA", (120, 80), (10, 200, 30, 255))
+    picture.save(tmp_path / "plain.png")
+    still = clip(tmp_path / "plain.png", 1, image=True, fps=0.0, suffix="png")
+    pixels = decode_clip(still, job(bucket=Bucket(1, 64, 96)))
+    assert pixels.shape == (1, 64, 96, 3) and (pixels == [10, 200, 30]).all()
+
+
+def test_a_bad_clip_keeps_its_slot_and_is_named(steady: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.mp4"
+    data = bytearray(steady.read_bytes())
+    data[200:len(data) // 2] = bytes(len(data) // 2 - 200)
+    broken.write_bytes(data)
+    caption = (CaptionRef(text="grey"),)
+    batch = decode_job(job(clip(steady, 72, captions=caption), clip(broken, 72, captions=caption),
+                           clip(steady, 72, captions=caption), bucket=Bucket(9, 64, 96)))
+    assert batch.ok == [True, False, True]
+    assert batch.keys == ["steady", "broken", "steady"]
+    assert batch.captions == ["grey"] * 3
+    assert not batch.video[1].any() and np.array_equal(batch.video[0], batch.video[2])
+    fault, = batch.faults
+    assert fault.key == "broken" and fault.reason in (Reason.DECODE_ERROR, Reason.TRUNCATED_VIDEO)
+
+
+def reason_of(wanted: Clip, work: Job) -> Reason:
+    with pytest.raises(BadSample) as caught:
+        decode_clip(wanted, work)
+    return caught.value.reason
+
+
+def test_a_video_shorter_than_its_header_is_truncated(steady: Path) -> None:
+    late = clip(steady, 200, start_frame=66)
+    assert reason_of(late, job(bucket=Bucket(9, 64, 96))) is Reason.TRUNCATED_VIDEO
+    assert reason_of(late, job(bucket=Bucket(9, 64, 96), fps=6.0)) is Reason.TRUNCATED_VIDEO
+
+
+def test_what_is_no_video_is_a_decode_error(tmp_path: Path) -> None:
+    path = tmp_path / "page.mp4"
+    path.write_bytes(b"<html>not found</html>" * 100)
+    assert reason_of(clip(path, 9), job(bucket=Bucket(9, 64, 96))) is Reason.DECODE_ERROR
+    assert reason_of(clip(path, 1, image=True, fps=0.0), job(bucket=Bucket(1, 64, 96))) is Reason.DECODE_ERROR
+
+
+def test_too_many_pixels_are_refused_before_they_are_decoded(steady: Path, tmp_path: Path) -> None:
+    work = job(bucket=Bucket(1, 64, 96), max_pixels=64 * 96 - 1)
+    assert reason_of(clip(steady, 72), work) in (Reason.TOO_MANY_PIXELS, Reason.DECODE_ERROR)
+    buffer = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(buffer, format="PNG")
+    (tmp_path / "bomb.png").write_bytes(buffer.getvalue())
+    bomb = clip(tmp_path / "bomb.png", 1, image=True, fps=0.0)
+    assert reason_of(bomb, job(bucket=Bucket(1, 64, 96))) is Reason.TOO_MANY_PIXELS
+
+
+def test_a_vanished_file_is_one_sample_and_a_vanished_shard_stops_the_run(tmp_path: Path) -> None:
+    gone = tmp_path / "gone.mp4"
+    assert reason_of(clip(gone, 9), job(bucket=Bucket(9, 64, 96))) is Reason.FILE_MISSING
+    with pytest.raises(DataIOError, match="gone since it was indexed"):
+        decode_clip(clip(gone, 9, shard=str(gone)), job(bucket=Bucket(9, 64, 96)))
+
+
+def test_captions_are_chosen_and_dropped_as_the_plan_says(steady: Path) -> None:
+    both = (CaptionRef(text="long"), CaptionRef(text="short"))
+    picks = [clip(steady, 72, captions=both, caption_pick=0.1), clip(steady, 72, captions=both, caption_pick=0.9),
+             clip(steady, 72, captions=both, caption_drop=True)]
+    assert decode_job(job(*picks, bucket=Bucket(1, 64, 96))).captions == ["long", "short", ""]

@@ -1,0 +1,146 @@
+"""Counts add up at every moment, and the limits stop a run with one sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.config import LimitsConfig
+from data.errors import DataError
+from data.ledger import BadSample, Fault, Ledger, Reason, Severity
+
+SAMPLE = [reason for reason in Reason if reason.severity is Severity.SAMPLE]
+ROWS = [reason for reason in Reason if reason.severity in (Severity.SAMPLE, Severity.ABSENT, Severity.CHOICE)]
+
+
+def fault(reason: Reason, shard: str = "s3://b/00017.tar", key: str = "000170123", detail: str = "") -> Fault:
+    return Fault(reason, shard, key, 512, detail)
+
+
+@given(st.lists(st.sampled_from([None, *ROWS]), max_size=60), st.lists(st.sampled_from([None, *SAMPLE]), max_size=60))
+def test_every_row_and_every_draw_is_in_one_state(rows, draws):
+    ledger = Ledger()
+    for reason in rows:
+        ledger.add_indexed(1)
+        ledger.add_planned(1) if reason is None else ledger.reject(fault(reason))
+        ledger.check()
+    for reason in draws:
+        ledger.schedule(1)
+        assert ledger.pending == 1
+        ledger.deliver(1) if reason is None else ledger.skip(fault(reason))
+        ledger.check()
+    facts = ledger.summary()
+    assert facts["indexed"] == facts["planned"] + sum(facts["rejected"].values()) == len(rows)
+    assert facts["scheduled"] == facts["delivered"] + sum(facts["skipped"].values()) == len(draws)
+    json.dumps(facts)
+
+
+def test_a_row_without_a_state_is_an_error_of_ours():
+    ledger = Ledger()
+    ledger.add_indexed(3)
+    ledger.add_planned(2)
+    with pytest.raises(AssertionError, match=r"indexed 3 != planned 2 \+ rejected 0"):
+        ledger.check()
+    ledger = Ledger()
+    ledger.deliver(1)
+    with pytest.raises(AssertionError, match="scheduled 0 < delivered 1"):
+        ledger.check()
+
+
+def test_breach_is_one_sentence_with_the_worst_and_the_last(tmp_path):
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200), tmp_path / "bad.jsonl")
+    ledger.add_indexed(2400)
+    for reason, count in ((Reason.CAPTION_NOT_UTF8, 16), (Reason.TRUNCATED_VIDEO, 20)):
+        for _ in range(count):
+            ledger.reject(fault(reason, key="x"))
+    ledger.reject(fault(Reason.TRUNCATED_VIDEO, detail="moov past end of member"))
+    with pytest.raises(DataError) as caught:
+        ledger.check_limits()
+    assert str(caught.value) == (
+        "bad data: 37 of 2400 samples (1.5% > 1.0%); worst: 21 truncated_video, 16 caption_not_utf8; last: shard "
+        "s3://b/00017.tar key 000170123 (truncated_video: moov past end of member). "
+        f"Full list: {tmp_path / 'bad.jsonl'}")
+
+
+@pytest.mark.parametrize("rejected, indexed, breach", [(2, 200, False), (3, 200, True), (100, 199, False),
+                                                       (0, 500, False)])
+def test_the_fraction_counts_after_enough_samples(rejected, indexed, breach):
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    ledger.add_indexed(indexed)
+    for _ in range(rejected):
+        ledger.reject(fault(Reason.DECODE_ERROR))
+    assert_breach(ledger, breach)
+
+
+def assert_breach(ledger: Ledger, breach: bool) -> None:
+    if breach:
+        with pytest.raises(DataError):
+            ledger.check_limits()
+    else:
+        ledger.check_limits()
+
+
+def test_draws_have_their_own_fraction():
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    ledger.add_indexed(1_000_000)
+    ledger.schedule(300)
+    ledger.deliver(296)
+    for _ in range(4):
+        ledger.skip(fault(Reason.DECODE_ERROR))
+    assert_breach(ledger, True)
+
+
+def test_missing_files_and_filters_never_stop_a_run_and_do_not_hide_faults():
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    ledger.add_indexed(100_000)
+    ledger.reject_many(Reason.FILE_MISSING, 99_000)
+    ledger.reject_many(Reason.FILTERED, 500, "aesthetic_score >= 4.5")
+    ledger.check_limits()
+    for _ in range(11):  # of the 1,000 that are there
+        ledger.reject(fault(Reason.NOT_MP4))
+    assert_breach(ledger, True)
+    assert ledger.summary()["details"] == {"filtered(aesthetic_score >= 4.5)": 500}
+
+
+def test_shard_faults_have_their_own_limit():
+    ledger = Ledger(LimitsConfig(max_bad_shards=1))
+    ledger.record(fault(Reason.TRUNCATED_TAR, "a.tar"))
+    ledger.record(fault(Reason.GARBAGE_HEADER, "a.tar"))
+    ledger.check_limits()  # two faults of one shard
+    ledger.record(fault(Reason.UNREADABLE_TAR, "b.tar", ""))
+    with pytest.raises(DataError, match=r"2 shards with faults > max_bad_shards 1.*last: shard b\.tar \(unreadable"):
+        ledger.check_limits()
+
+
+def test_list_of_faults_has_a_line_for_each_and_is_not_repeated_on_resume(tmp_path):
+    path = tmp_path / "run" / "bad.jsonl"
+    for resumed in (False, True):
+        ledger = Ledger(path=path)
+        ledger.record(fault(Reason.NOT_MP4, key="caf\udce9"))
+        ledger.record(fault(Reason.LINK_MEMBER))
+        ledger.schedule(1)
+        ledger.skip(fault(Reason.DECODE_ERROR, key=f"draw {resumed}"))
+        ledger.close()
+        assert ledger.summary()["rejected"] == {"not_mp4": 1}, "a resumed run counts all the same"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["reason"] for line in lines] == ["not_mp4", "link_member", "decode_error", "decode_error"]
+    assert lines[0].keys() == {"shard", "key", "offset", "reason", "detail"}
+
+
+def test_counts_of_draws_survive_a_resume():
+    first = Ledger()
+    first.schedule(10)
+    first.deliver(9)
+    first.skip(fault(Reason.DECODE_ERROR))
+    second = Ledger()
+    second.restore_draws(json.loads(json.dumps(first.draw_state())))
+    assert second.draw_state() == first.draw_state() and second.pending == 0
+
+
+def test_a_bad_sample_crosses_processes():
+    error = pickle.loads(pickle.dumps(BadSample(Reason.NOT_MP4, "starts with b'<htm'", 7)))
+    assert (error.reason, error.detail, error.offset) == (Reason.NOT_MP4, "starts with b'<htm'", 7)
