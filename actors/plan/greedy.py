@@ -1,0 +1,84 @@
+"""Constructive plans: allot degrees for a target time, then list by longest remaining path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.plan.listing import Lister
+from actors.plan.problem import Job, Problem
+
+
+def allot(problem: Problem, jobs: Sequence[Job], target: float) -> list[int]:
+    """Degree of every job: the fewest GPU-seconds with which encode + dit of its item stay within `target`.
+
+    Where nothing does, the quickest degree. Bags over several nodes are charged their best cross-node factor.
+    """
+    largest = max(problem.cluster.nodes)
+    span = problem.topology.best_span
+    degrees = [0] * len(jobs)
+    for index, job in enumerate(jobs):
+        if job.module == "dit":
+            quickest_encode = max((jobs[p].quickest for p in job.preds), default=0.0)
+            degrees[index] = _cheapest_within(job, target - quickest_encode, largest, span)
+    for index, job in enumerate(jobs):
+        if job.module == "dit":
+            left = target - job.seconds(degrees[index])
+            for pred in job.preds:
+                degrees[pred] = _cheapest_within(jobs[pred], left, largest, span)
+    for index, job in enumerate(jobs):
+        if not degrees[index]:
+            degrees[index] = _cheapest_within(job, target, largest, span)
+    return degrees
+
+
+def _cheapest_within(job: Job, limit: float, largest: int, span: float) -> int:
+    best = min(((k * s, s, k) for k, s in _effective(job, largest, span) if s <= limit), default=None)
+    if best is None:
+        return min((s, k) for k, s in _effective(job, largest, span))[1]
+    return best[2]
+
+
+def _effective(job: Job, largest: int, span: float) -> list[tuple[int, float]]:
+    return [(k, s * span if k > largest else s) for k, s in job.modes]
+
+
+def tails(jobs: Sequence[Job], degrees: Sequence[int]) -> list[float]:
+    """Seconds from the start of each job to the end of its item's dit."""
+    tail = [job.seconds(k) for job, k in zip(jobs, degrees)]
+    for index, job in enumerate(jobs):
+        for pred in job.preds:
+            tail[pred] = max(tail[pred], jobs[pred].seconds(degrees[pred]) + tail[index])
+    return tail
+
+
+def list_by_tail(problem: Problem, jobs: Sequence[Job], degrees: Sequence[int],
+                 free: Sequence[float] | None = None, barrier: float = 0.0, release: Sequence[float] = (),
+                 chosen: Sequence[int] | None = None) -> tuple[float, Lister]:
+    """Schedule (chosen) jobs by decreasing tail; returns the end of the last dit and the lister."""
+    tail = tails(jobs, degrees)
+    lister = Lister(problem, jobs, free)
+    lister.barrier = barrier
+    if release:
+        lister.release = list(release)
+    last = 0.0
+    for index in sorted(range(len(jobs)) if chosen is None else chosen, key=lambda i: (-tail[i], i)):
+        end = lister.place(index, degrees[index])
+        if jobs[index].module == "dit":
+            last = max(last, end)
+    return last, lister
+
+
+def longest_first(problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = None,
+                  barrier: float = 0.0, targets: int = 12) -> tuple[float, Lister]:
+    """Best of a few target times between the bound and three times it."""
+    area = sum(job.area for job in jobs) / sum(problem.topology.speed)
+    path = max((job.quickest + max((jobs[p].quickest for p in job.preds), default=0.0) for job in jobs), default=0.0)
+    low = max(area, path, 1e-9)
+    best: tuple[float, Lister] | None = None
+    for number in range(targets):
+        degrees = allot(problem, jobs, low * (1 + 2 * (number / targets) ** 2))
+        result = list_by_tail(problem, jobs, degrees, free, barrier)
+        if best is None or result[0] < best[0] - 1e-9:
+            best = result
+    assert best is not None
+    return best

@@ -1,0 +1,48 @@
+"""What handing an encode result to another worker costs, from measurements: a running estimate. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+_WINDOW = 64
+_LEAST = 6  # fewer measurements say nothing
+_SPREAD = 2.0  # sizes must differ by this factor before a bandwidth is read from them
+_MATTERS = 0.01  # share of a typical DiT cascade
+
+
+@dataclass(kw_only=True, slots=True)
+class HandoffEstimate:
+    """(bytes, seconds) of the last handoffs. Medians, so that a stalled network or a loaded host does not move it."""
+
+    seen: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Raises ValueError for what cannot have been measured."""
+        if not (math.isfinite(seconds) and seconds >= 0 and num_bytes >= 0):
+            raise ValueError(f"a handoff of {num_bytes} bytes in {seconds} s; both must be finite and at least 0.")
+        self.seen.append((num_bytes, seconds))
+
+    def cost(self, typical_cascade_s: float) -> tuple[float, float] | None:
+        """(latency in s, GiB/s or 0 when the volume costs nothing); None before enough is known.
+
+        (0, 0) while a typical handoff is below 1 % of a typical DiT cascade: then placement by handoff would make every
+        search dearer and no plan better.
+        """
+        if len(self.seen) < _LEAST:
+            return None
+        if statistics.median(s for _, s in self.seen) < _MATTERS * typical_cascade_s:
+            return 0.0, 0.0
+        ordered = sorted(self.seen)
+        half = len(ordered) // 2
+        small, large = _middle(ordered[:half]), _middle(ordered[-half:])
+        if large[0] < _SPREAD * small[0] or large[1] <= small[1]:
+            return statistics.median(s for _, s in self.seen), 0.0
+        seconds_per_byte = (large[1] - small[1]) / (large[0] - small[0])
+        return max(0.0, small[1] - seconds_per_byte * small[0]), 1.0 / (seconds_per_byte * 2**30)
+
+
+def _middle(points: list[tuple[int, float]]) -> tuple[float, float]:
+    return statistics.median(b for b, _ in points), statistics.median(s for _, s in points)

@@ -1,0 +1,123 @@
+"""Words of planning: item, cascade, cluster, plan. Plain data; no torch, no Ray."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+Module = Literal["text", "vae", "dit"]
+MODULES: tuple[Module, ...] = ("text", "vae", "dit")
+
+
+class PlanError(ValueError):
+    """No legal plan exists, or a plan breaks a rule. The message names the item and the smallest remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One bucket batch of a step: `batch` clips of equal shape. Made by the data layer, cut by a planner."""
+
+    id: str
+    batch: int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int = 0  # mean per sample
+    cached: tuple[Module, ...] = ()  # encode results that already exist: no cascade is planned for them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Samples [first, first + count) of an item."""
+
+    item: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cascade:
+    """One unit of text, vae or dit work on a fixed set of workers. Made by a strategy, executed by these workers.
+
+    `workers` is in rank order of the bag; `degree == len(workers)`. `step` is the step of its items, which may be
+    later than the step during which it runs (encode cascades that fill gaps). A knapsack cascade has several parts.
+    """
+
+    id: str
+    module: Module
+    step: int
+    parts: tuple[Part, ...]
+    degree: int
+    workers: tuple[int, ...]
+    start_s: float
+    end_s: float
+
+    @property
+    def item(self) -> str:
+        return "+".join(part.item for part in self.parts)
+
+    @property
+    def batch(self) -> int:
+        return sum(part.count for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Workers, numbered node by node. `rails`: NIC rail of each worker of a node; `speed[w]`: 1 is normal."""
+
+    nodes: tuple[int, ...]  # workers on each node
+    rails: str = ""  # one letter per worker of a node; empty: all the same rail
+    speed: tuple[float, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        return sum(self.nodes)
+
+    def node_of(self, worker: int) -> int:
+        for node, count in enumerate(self.nodes):
+            if worker < count:
+                return node
+            worker -= count
+        raise PlanError(f"worker {worker} does not exist in a cluster of {self.num_workers}.")
+
+    @classmethod
+    def parse(cls, spec: str) -> Cluster:
+        """`"2x8"` is 2 nodes of 8. Raises PlanError for anything else."""
+        match = re.fullmatch(r"\s*([1-9]\d*)\s*x\s*([1-9]\d*)\s*", spec)
+        if match is None:
+            raise PlanError(f"cluster {spec!r} is not NODESxGPUS, for example 2x8, nor a YAML file.")
+        return cls(nodes=(int(match[2]),) * int(match[1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """The cascades of one step, in start order, with the predicted figures of the step."""
+
+    step: int
+    cascades: tuple[Cascade, ...]
+    makespan_s: float
+    lower_bound_s: float
+    plan_s: float
+    idle_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """An encode result that exists before the plan starts: it needs no cascade, only a handoff from these workers."""
+
+    item: str
+    module: Module
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Plans of consecutive steps. Times are absolute from the start of the first."""
+
+    strategy: str
+    steps: tuple[StepPlan, ...] = field(default_factory=tuple)
