@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.plan.profile import Profile
+
+PROFILE = Path(__file__).resolve().parents[3] / "configs" / "profiles" / "hunyuan-13b-720p-h100.json"
+
+
+@pytest.fixture(scope="session")
+def h100() -> Profile:
+    """The published H100 latencies: only listed points are legal."""
+    return Profile.load(PROFILE)
+
+
+@pytest.fixture(autouse=True)
+def without_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches end by their counted work only, so a busy machine plans as an idle one does."""
+    monkeypatch.setattr("actors.plan.cascade.PATIENCE", 1000.0)

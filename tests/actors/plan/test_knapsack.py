@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors.plan.knapsack import balance, occupancy_rule, parse_topology, workload
+from actors.plan.types import PlanError
+
+
+def test_topology_grammar_is_parsed_in_ascending_order() -> None:
+    assert parse_topology("g8n1 + g1n2", 10) == (1, 1, 8)
+
+
+@pytest.mark.parametrize("spec", ["g1n4x9", "g0n3", "g1n0", "", "g1n2+g1n2", "8x1", "g2n3"])
+def test_malformed_topologies_are_refused(spec: str) -> None:
+    with pytest.raises(PlanError):
+        parse_topology(spec, 4)
+
+
+def test_bag_sizes_must_divide_the_heads() -> None:
+    with pytest.raises(PlanError, match="heads"):
+        parse_topology("g5n1", 5, 24)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("spec", ["g1n32", "g2n16", "g4n8", "g8n4"])
+def test_imbalance_is_never_worse_than_the_published_rule(seed: int, spec: str) -> None:
+    source = np.random.default_rng(seed)
+    lengths = [int(n) for n in source.choice([300, 1300, 4300, 16600], size=112)]
+    sizes = parse_topology(spec, 32)
+    published = occupancy_rule([workload(n, 3072) for n in lengths], sizes)
+    ours = balance(lengths, sizes)
+    assert ours.wir <= published.wir * (1 + 1e-9)
+    assert ours.max_over_mean <= published.max_over_mean * (1 + 1e-9)
+
+
+def test_known_failures_of_the_published_rule_are_balanced() -> None:
+    assert balance([15000] * 9, (1, 7)).max_over_mean < 1.02
+    assert balance([500, 574] + [500] * 7, (1, 1, 6)).max_over_mean < 1.03
+
+
+@pytest.mark.parametrize("per_worker", [1, 2])
+def test_equal_videos_are_balanced_up_to_what_a_single_one_allows(per_worker: int) -> None:
+    sizes = parse_topology("g1n24+g8n1", 32)
+    ratios, floors = [], []
+    for seed in range(20):
+        source = np.random.default_rng(seed)
+        lengths = [int(15000 * source.uniform(0.96, 1.04)) for _ in range(32 * per_worker)]
+        work = sorted(workload(n, 3072) for n in lengths)
+        ratios.append(balance(lengths, sizes).max_over_mean)
+        floors.append(max(1.0, work[23] / (sum(work) / 32)) if per_worker == 1 else 1.0)  # 24 run alone: the lightest
+    assert np.mean(ratios) <= 1.01 * np.mean(floors)
+
+
+def test_random_inputs_never_crash_and_lose_nothing() -> None:
+    source = np.random.default_rng(0)
+    for _ in range(400):
+        sizes = [int(k) for k in source.choice([1, 2, 4, 8], size=source.integers(1, 6))]
+        lengths = [int(n) for n in source.integers(0, 60000, size=source.integers(0, 12))]
+        found = balance(lengths, sizes)
+        assert len(found.bag_of) == len(lengths) and all(0 <= bag < len(sizes) for bag in found.bag_of)
+        total = sum(load * size for load, size in zip(found.load, sizes))
+        assert total == pytest.approx(sum(workload(n, 3072) for n in lengths), abs=1e-9)
+
+
+def test_the_memory_cap_holds_or_the_error_names_the_sequence() -> None:
+    found = balance([4000] * 6 + [9000], (1, 1, 1, 4), max_tokens=8000)
+    held = [sum(n for n, bag in zip([4000] * 6 + [9000], found.bag_of) if bag == b) for b in range(4)]
+    assert all(tokens <= 8000 * size for tokens, size in zip(held, found.sizes))
+    with pytest.raises(PlanError, match="sequence 0 of 50000 tokens"):
+        balance([50000], (1, 1), max_tokens=8000)

@@ -1,0 +1,93 @@
+"""The compiled search: its schedules are real, it needs no luck, and without a compiler the plan is still a plan."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.plan import batch, native
+from actors.plan.cascade import State, StepJobs, realise, step_jobs
+from actors.plan.check import check
+from actors.plan.planner import PlanOptions, make_plan
+from actors.plan.problem import Problem
+from actors.plan.profile import Profile
+from actors.plan.types import Cluster, Item
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+SHAPES = [(6, 5), (6, 13), (5, 25), (3, 41), (2, 57), (1, 81), (1, 97), (1, 113), (1, 129)]
+
+
+def step_of(*numbers: int) -> list[Item]:
+    return [Item(id=f"i{n}", batch=SHAPES[number][0], frames=SHAPES[number][1], height=1280, width=720)
+            for n, number in enumerate(numbers)]
+
+
+def alone(problem: Problem) -> tuple[State, StepJobs]:
+    state = State(free=[0.0] * problem.topology.num_workers)
+    return state, step_jobs(problem, state, 0, range(1, len(problem.steps)))
+
+
+def plainest(space: batch.Space) -> tuple[np.ndarray, np.ndarray]:
+    """The candidate of all first modes."""
+    return np.full(space.num_jobs, 0.5), np.zeros(space.num_jobs, dtype=np.intp)
+
+
+@needs_compiler
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=5), min_size=1, max_size=2),
+       st.integers(1, 4), st.integers(0, 5))
+def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(h100: Profile, steps: list[list[int]], nodes: int,
+                                                                     seed: int) -> None:
+    """Forward or from its end, alone or with encodes of the next step: the evaluator's end is the search's makespan."""
+    problem = Problem([step_of(*step) for step in steps], h100, Cluster(nodes=(8,) * nodes), PlanOptions())
+    state, chosen = alone(problem)
+    space = batch.build(problem, chosen.jobs, state.free, 0.0, chosen.release, chosen.worth)
+    assert space is not None and native.fits(space)
+    found = native.anneal(space, [plainest(space)], 0.01, seed, 0.0, 60.0)
+    assert found is not None
+    placed = realise(problem, chosen, state, found)
+    end = max(placed.end[i] for i, worth in enumerate(chosen.worth) if worth == 0)
+    spanned = any(len(nodes) > 1 for nodes in found.nodes)  # rails may cost more than the best case that is searched
+    assert end <= found.makespan * (1.3 if spanned else 1 + 1e-9)
+
+
+@needs_compiler
+def test_the_vectorised_and_the_compiled_search_agree_on_a_small_step(h100: Profile, monkeypatch: pytest.MonkeyPatch) \
+        -> None:
+    step = step_of(1, 7)
+    compiled = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
+    monkeypatch.setattr(native, "library", lambda: None)
+    vectorised = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
+    assert compiled == pytest.approx(vectorised, rel=1e-6)
+
+
+def test_without_a_compiler_the_step_is_still_planned(h100: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    steps = [step_of(8, 5, 3, 1), step_of(7, 4, 2, 0)]
+    plan = make_plan(steps, h100, Cluster(nodes=(8, 8)), PlanOptions(budget_s=0.05))
+    check(plan, steps, h100, Cluster(nodes=(8, 8)))
+
+
+@needs_compiler
+def test_a_search_that_no_longer_helps_ends_before_its_budget(h100: Profile) -> None:
+    problem = Problem([step_of(0, 6)], h100, Cluster(nodes=(8,)), PlanOptions())
+    _, chosen = alone(problem)
+    space = batch.build(problem, chosen.jobs)
+    assert space is not None
+    found = native.anneal(space, [plainest(space)], 10.0, 0, 0.0, 60.0)
+    assert found is not None and found.rounds < 0.2 * native.evaluations_for(space, 10.0)
+
+
+@needs_compiler
+def test_the_wall_clock_ends_a_search(h100: Profile) -> None:
+    problem = Problem([step_of(*range(9))], h100, Cluster(nodes=(8,) * 4), PlanOptions())
+    _, chosen = alone(problem)
+    space = batch.build(problem, chosen.jobs)
+    assert space is not None
+    started = time.perf_counter()
+    native.anneal(space, [plainest(space)], 100.0, 0, 0.0, 0.05)
+    assert time.perf_counter() - started < 2.0

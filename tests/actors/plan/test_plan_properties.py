@@ -1,0 +1,165 @@
+"""Properties of every strategy on random workloads, clusters and speeds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.plan.batch import useful_modes
+from actors.plan.check import bag_order_is_deadlock_free, check
+from actors.plan.planner import STRATEGIES, PlanOptions, make_plan, rolling_cut
+from actors.plan.problem import Problem
+from actors.plan.profile import Profile
+from actors.plan.types import Cascade, Cluster, Done, Item, Plan, StepPlan
+from ops.config import DiTConfig
+
+QUICK = tuple(name for name in STRATEGIES if name != "exact")
+FLOPS = Profile.from_flops(DiTConfig(num_heads=4))
+
+items = st.builds(lambda batch, frames, side, text: (batch, frames, 32 * side, 32 * side, text),
+                  st.integers(1, 5), st.sampled_from([1, 5, 17, 33]), st.integers(1, 4), st.integers(0, 40))
+workloads = st.lists(st.lists(items, min_size=1, max_size=6), min_size=1, max_size=3)
+clusters = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda nodes: Cluster(nodes=tuple(nodes)))
+
+
+def named(steps: list[list[tuple[int, int, int, int, int]]]) -> list[list[Item]]:
+    return [[Item(id=f"i{n}", batch=b, frames=f, height=h, width=w, text_tokens=t)
+             for n, (b, f, h, w, t) in enumerate(step)] for step in steps]
+
+
+@settings(max_examples=25, deadline=None)
+@given(workloads, clusters, st.sampled_from(QUICK))
+def test_every_plan_of_every_strategy_is_legal(steps: list, cluster: Cluster, strategy: str) -> None:
+    workload = named(steps)
+    plan = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01))
+    check(plan, workload, FLOPS, cluster)
+    assert all(step.makespan_s >= step.lower_bound_s * (1 - 1e-9) for step in plan.steps)
+
+
+@settings(max_examples=15, deadline=None)
+@given(workloads, st.integers(2, 4), st.randoms(use_true_random=False))
+def test_plans_on_workers_of_unequal_speed_are_legal(steps: list, workers: int, source: random.Random) -> None:
+    workload = named(steps)
+    cluster = Cluster(nodes=(workers,), speed=tuple(source.choice([0.5, 0.8, 1.0]) for _ in range(workers)))
+    plan = make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=0.01))
+    check(plan, workload, FLOPS, cluster)
+
+
+@settings(max_examples=10, deadline=None)
+@given(workloads, clusters, st.integers(0, 3))
+def test_same_input_and_seed_give_the_same_plan(steps: list, cluster: Cluster, seed: int) -> None:
+    def times() -> list:
+        plan = make_plan(named(steps), FLOPS, cluster, PlanOptions(budget_s=0.005), seed=seed)
+        return [step.cascades for step in plan.steps]
+
+    assert times() == times()
+
+
+@settings(max_examples=15, deadline=None)
+@given(workloads, clusters)
+def test_cascade_is_never_worse_than_its_starting_plan(steps: list, cluster: Cluster) -> None:
+    workload = named(steps[:1])
+    start, searched = (make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=budget)).steps[0].makespan_s
+                       for budget in (0.0, 0.02))
+    assert searched <= start * (1 + 1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(items, min_size=1, max_size=5), st.integers(1, 4))
+def test_adding_a_worker_never_makes_the_plan_slower_by_more_than_one_percent(step: list, workers: int) -> None:
+    workload = named([step])
+    fewer, more = (make_plan(workload, FLOPS, Cluster(nodes=(n,)), PlanOptions(budget_s=0.05)).steps[0].makespan_s
+                   for n in (workers, workers + 1))
+    assert more <= 1.01 * fewer
+
+
+@settings(max_examples=10, deadline=None)
+@given(workloads, clusters)
+def test_what_runs_in_a_step_is_free_of_deadlock_and_complete(steps: list, cluster: Cluster) -> None:
+    workload = named(steps)
+    plan = make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=0.01))
+    executed = rolling_cut(plan)
+    assert bag_order_is_deadlock_free(executed)
+    assert {c.id for c in plan.steps[0].cascades} <= {c.id for c in executed if c.step == 0}
+    assert [c.start_s for c in executed] == sorted(c.start_s for c in executed)
+
+
+def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
+    """Workers take their cascades in the order of `rolling_cut`; one runs when all its workers stand at it."""
+    source = random.Random(0)
+    for _ in range(10_000):
+        workers = source.randint(1, 6)
+        cascades = tuple(
+            Cascade(id=f"c{n}", module=source.choice(("vae", "dit")), step=0, parts=(), degree=len(bag), workers=bag,
+                    start_s=float(source.randint(0, 3)), end_s=9.0)
+            for n in range(source.randint(1, 10))
+            for bag in [tuple(source.sample(range(workers), source.randint(1, workers)))])
+        step = StepPlan(step=0, cascades=cascades, makespan_s=9.0, lower_bound_s=0.0, plan_s=0.0, idle_ratio=0.0)
+        executed = rolling_cut(Plan(strategy="cascade", steps=(step,)))
+        assert len(executed) == len(cascades) and bag_order_is_deadlock_free(executed)
+        queues = {w: [c for c in executed if w in c.workers] for w in range(workers)}
+        while any(queues.values()):
+            ready = [c for c in executed if all(queues[w] and queues[w][0] is c for w in c.workers)]
+            assert ready, f"workers wait for each other: {queues}"
+            for cascade in ready:
+                for worker in cascade.workers:
+                    queues[worker].pop(0)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(items, min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 2))
+def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(step: list, size: int, nodes: int) -> None:
+    workload, cluster = named([step]), Cluster(nodes=(size,) * nodes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.plan.exact.EXACT_S", 0.5)
+        start, cascade, exact = (
+            make_plan(workload, FLOPS, cluster, PlanOptions(strategy=name, budget_s=budget)).steps[0].makespan_s
+            for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02)))
+    assert exact <= cascade * (1 + 1e-9) and cascade <= start * (1 + 1e-9)
+
+
+def test_finished_encodes_are_not_planned_again() -> None:
+    workload = named([[(2, 17, 64, 64, 10), (1, 33, 64, 64, 10)], [(1, 5, 64, 64, 10)]])
+    done = [Done(item="i0", module="vae", workers=(1,)), Done(item="i0", module="text", workers=(0,))]
+    plan = make_plan(workload, FLOPS, Cluster(nodes=(2,)), PlanOptions(budget_s=0.01), first_step=5, done=done)
+    check(plan, workload, FLOPS, Cluster(nodes=(2,)), done=done)
+    assert {c.module for c in plan.steps[0].cascades if c.item == "i0"} == {"dit"}
+    assert plan.steps[0].step == 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_brute_force_agrees_on_small_instances(h100: Profile, seed: int) -> None:
+    source = random.Random(seed)
+    shapes = source.sample([(6, 5), (6, 9), (1, 69), (1, 77), (2, 57), (3, 41)], 2)
+    step = [Item(id=f"i{n}", batch=b, frames=f, height=1280, width=720) for n, (b, f) in enumerate(shapes)]
+    cluster = Cluster(nodes=(8,))
+    best = brute_force(Problem([step], h100, cluster, PlanOptions(split=False)))
+    found = make_plan([step], h100, cluster, PlanOptions(budget_s=0.3, split=False)).steps[0].makespan_s
+    proven = make_plan([step], h100, cluster, PlanOptions(strategy="exact", budget_s=0.3)).steps[0].makespan_s
+    assert found == pytest.approx(best, rel=1e-6)
+    assert proven == pytest.approx(best, rel=1e-3)
+
+
+def brute_force(problem: Problem) -> float:
+    """All orders and degrees of up to four jobs on one node, workers as a sorted list of free times."""
+    jobs = problem.jobs()
+    best = float("inf")
+    modes = [[(k, s) for k, _, s in useful_modes(problem, job)] for job in jobs]
+    for order in itertools.permutations(range(len(jobs))):
+        if any(order.index(p) > order.index(i) for i, job in enumerate(jobs) for p in job.preds):
+            continue
+        for choice in itertools.product(*modes):
+            free, end = [0.0] * problem.topology.num_workers, [0.0] * len(jobs)
+            for index in order:
+                degree, seconds = choice[index]
+                start = max([free[degree - 1]] + [end[p] for p in jobs[index].preds])
+                end[index] = start + seconds
+                usable = sum(time <= start + 1e-12 for time in free)
+                free[usable - degree:usable] = [end[index]] * degree  # best fit: those that were free last
+                free.sort()
+            best = min(best, max(end))
+    return best

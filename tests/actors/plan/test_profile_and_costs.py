@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from actors.plan import costs
+from actors.plan.costs import Load
+from actors.plan.planner import PlanOptions, make_plan
+from actors.plan.profile import Profile
+from actors.plan.topology import CrossNode, Topology
+from actors.plan.types import Cluster, Item, PlanError
+from ops.config import DiTConfig
+
+ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}
+
+
+def load(batch: int, tokens: int, degree: int) -> Load:
+    return Load(batch=batch, frames=17, height=64, width=64, text_tokens=0, tokens=tokens, degree=degree)
+
+
+def grid() -> list[Load]:
+    return [load(b, s, k) for b in (1, 2, 4) for s in (1000, 5000, 20000, 60000) for k in (1, 2, 4, 8)]
+
+
+def test_measured_points_are_used_as_they_stand(h100: Profile) -> None:
+    assert h100.seconds("dit", 1, 129, 1280, 720, 8) == pytest.approx(22.1055, abs=1e-4)
+    assert h100.legal_degrees("dit", 1, 129, 1280, 720) == (4, 6, 8, 12)
+    assert h100.legal_degrees("dit", 1, 17, 1280, 720) == ()
+
+
+def test_arachne_form_recovers_its_coefficients() -> None:
+    truth = (0.5, 2e-4, 1e-8, 3e-5)
+    seconds = [sum(c * x for c, x in zip(truth, costs.FORMS["arachne"].features(point, 2.0))) for point in grid()]
+    found = costs.fit_form("arachne", grid(), seconds, "synthetic")
+    assert found.coefficients == pytest.approx(truth, rel=1e-6)
+    assert found.r2 == pytest.approx(1.0) and not found.poor
+
+
+def test_adaptiveload_grid_finds_the_exponent() -> None:
+    seconds = [0.3 + 1e-7 * p.batch * p.length**1.75 / p.degree for p in grid()]
+    found = costs.fit_form("adaptiveload", grid(), seconds, "synthetic")
+    assert found.exponent == pytest.approx(1.75)
+    assert found.coefficients == pytest.approx((0.3, 1e-7), rel=1e-6)
+
+
+def test_knapformer_fit_gives_k_and_gamma() -> None:
+    width, k, gamma = 3072, 2e-15, 0.42
+    points = [load(1, n, 1) for n in (448, 4000, 16000, 65536)]
+    seconds = [k * (24 * p.length * width**2 + gamma * 4 * p.length**2 * width) for p in points]
+    found = costs.fit_form("knapformer", points, seconds, "synthetic")
+    assert costs.knapformer_constants(found, width) == pytest.approx((k, gamma), rel=1e-6)
+
+
+def test_coefficients_are_never_negative() -> None:
+    seconds = [10.0 / (1 + p.batch) for p in grid()]  # falls with the load: no physical model fits
+    found = costs.fit("dit", grid(), seconds, "nonsense")
+    assert min(found.coefficients) >= 0 and found.poor
+
+
+def test_memory_fit_recovers_states_and_tokens() -> None:
+    states, per_token, _ = costs.fit_memory(grid(), [20 + 3e-4 * p.batch * p.length / p.degree for p in grid()])
+    assert (states, per_token) == pytest.approx((20, 3e-4))
+
+
+def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
+    entries = [{**ENTRY, "frames": f, "seconds": s} for f, s in ((1, 9), (5, 1), (9, 7), (13, 1), (17, 8), (21, 0.5))]
+    profile = Profile.load({"latency": entries, "extrapolate": True, "degrees": {"dit": [1]}})
+    found = profile.model_of("dit")
+    assert found is not None and found.source.startswith("FLOP model")
+    assert any("poor" in note for note in profile.notes)
+
+
+def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
+    assert costs.vae_tiles(16, 256, 448) == (2, 16 * 256 * 256)
+    one, two = (costs.FORMS["tiles"].features(Load(batch=1, frames=16, height=256, width=640, text_tokens=0, tokens=0,
+                                                   degree=k), 2.0)[1] for k in (1, 2))
+    assert one == 3 * 16 * 256 * 256 and two == 2 * 16 * 256 * 256
+
+
+def test_observed_cascades_correct_their_point_and_their_neighbours() -> None:
+    profile = Profile.from_flops(DiTConfig())
+    before = profile.seconds("dit", 4, 17, 64, 96, 1, 20)
+    factor = 3.0
+    for _ in range(3):
+        profile.observe("dit", 2, 17, 64, 96, 1, factor * 0.05, 20)
+    assert profile.seconds("dit", 2, 17, 64, 96, 1, 20) == pytest.approx(0.15)
+    assert profile.seconds("dit", 4, 17, 64, 96, 1, 20) != before
+    with pytest.raises(ValueError):
+        profile.observe("dit", 2, 17, 64, 96, 1, math.nan)
+
+
+def test_a_written_profile_reads_back_equal(tmp_path: Path, h100: Profile) -> None:
+    h100.save(tmp_path / "p.json")
+    again = Profile.load(tmp_path / "p.json")
+    assert (again.measured, again.degrees, again.cross_node) == (h100.measured, h100.degrees, h100.cross_node)
+
+
+def test_cross_node_factor_follows_common_rails() -> None:
+    cross = CrossNode(penalty=0.2, decay=1.5, rails_per_node="AABB")
+    topology = Topology(Cluster(nodes=(4, 4)), cross)
+    assert topology.factor((0, 1)) == 1.0
+    assert topology.factor((0, 4)) == pytest.approx(1 + 0.2 * math.exp(-1.5))
+    assert topology.factor((0, 6)) == pytest.approx(1.2)
+    assert topology.factor((0, 2, 4)) == pytest.approx(1 + 0.2 * math.exp(-0.75))
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"latency": [{**ENTRY, "seconds": -1}]}, "positive"),
+    ({"latency": [{**ENTRY, "seconds": float("nan")}]}, "positive"),
+    ({"latency": [{**ENTRY, "module": "audio"}]}, "unknown module 'audio'"),
+    ({"latency": []}, "nothing can be priced"),
+    ({"latency": [{**ENTRY, "degree": 0}]}, "degree is 0"),
+    ({"latency": [ENTRY], "degrees": {"dit": [5]}, "num_heads": 12}, "does not divide the 12"),
+    ({"latency": [ENTRY], "degrees": []}, "must map"), ({"latency": [ENTRY], "cross_node": {"decay": "x"}}, "decay")])
+def test_bad_profiles_are_refused_with_one_sentence(change: dict, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        Profile.load(change)
+
+
+def test_malformed_json_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{"latency": [')
+    with pytest.raises(PlanError, match=r"p.json is not valid JSON: .* line 1"):
+        Profile.load(path)
+    with pytest.raises(PlanError, match="does not exist"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> None:
+    big = Item(id="big", batch=1, frames=129, height=1280, width=720)
+    with pytest.raises(PlanError, match=r"'big' \(129f .* on 2 workers: the smallest is 4\. Add 2 workers"):
+        make_plan([[big]], h100, Cluster(nodes=(2,)), PlanOptions())
+    many = Item(id="many", batch=3, frames=129, height=1280, width=720)
+    with pytest.raises(PlanError, match="Use batch 1"):
+        make_plan([[many]], h100, Cluster(nodes=(8,)), PlanOptions(split=False))
+    with pytest.raises(PlanError, match="The profile lists"):
+        make_plan([[Item(id="odd", batch=1, frames=130, height=1280, width=720)]], h100, Cluster(nodes=(8,)),
+                  PlanOptions())
+
+
+def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
+    profile = Profile.load({"latency": [ENTRY], "degrees": {"dit": [1]}, "extrapolate": True, "num_heads": 8,
+                            "memory": {"states_gib": 10, "gib_per_token": 1}, "limits": {"gpu_memory_gib": 40}})
+    with pytest.raises(PlanError, match="It fits at degree 4"):
+        make_plan([[Item(id="x", batch=1, frames=17, height=64, width=64)]], profile, Cluster(nodes=(8,)),
+                  PlanOptions())
+
+
+def test_degrees_must_divide_the_heads() -> None:
+    with pytest.raises(PlanError, match="degree 5 does not divide the 4"):
+        make_plan([[Item(id="x", batch=1, frames=17, height=64, width=64)]], Profile.from_flops(DiTConfig(num_heads=4)),
+                  Cluster(nodes=(8,)), PlanOptions(degrees=(5,)))
+
+
+def test_profiles_are_json(h100: Profile) -> None:
+    profile = Profile.from_flops(DiTConfig())
+    profile.observe("dit", 1, 17, 64, 64, 1, 0.1)
+    assert json.loads(json.dumps(profile.to_json()))["latency"][0]["seconds"] == 0.1
