@@ -1,0 +1,143 @@
+"""Metrics of a finished step, from the reports of its workers. Pure.
+
+idle_ratio  1 - busy / (workers * step time), busy: inside a cascade     Arachne sec. 2; the gradient sum is idle
+cv_step     (len_max - len_min) / len_max of tokens per worker         AdaptiveLoad sec. 4.1
+cv_compute  standard deviation / mean of B S^2 per worker              AdaptiveLoad sec. 4.1
+wir         largest / smallest DiT seconds per worker                  KnapFormer sec. 4 (workload imbalance ratio)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.messages import Span, StepReport
+from actors.plan.types import StepPlan
+from ops.geometry import Geometry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFacts:
+    """What the controller knows of a step besides the workers' reports."""
+
+    step: int
+    generation: int
+    plan: StepPlan
+    plan_s: float
+    step_s: float  # from the end of the previous step to the end of this one
+    data_wait_s: float  # the workers had no step because the next one's clips were not decoded yet
+    finished_at: float  # unix seconds
+    num_samples: int
+    num_tokens: int
+    dispatch_s: float  # the controller's time to submit the step's calls
+    num_calls: int
+
+
+def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geometry) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    first = reports[0]
+    spans = {r.worker: r.spans for r in reports}
+    busy = [
+        sum(s.end - s.start for s in of)
+        for of in ([s for s in spans_ if s.module != "finish"] for spans_ in spans.values())
+    ]
+    tokens = [_tokens(of, geometry) for of in spans.values()]
+    compute = [_pressure(of, geometry) for of in spans.values()]
+    dit = [sum(s.end - s.start for s in of if s.module == "dit") for of in spans.values()]
+    step_s = max(facts.step_s, 1e-9)
+    finish = [s for of in spans.values() for s in of if s.module == "finish"]
+    return {
+        "step": facts.step,
+        "time": facts.finished_at,
+        "loss": first.loss,
+        "grad_norm": first.grad_norm,
+        "lr": first.lr,
+        "workers": len(reports),
+        "generation": facts.generation,
+        "step_s": round(facts.step_s, 6),
+        "data_wait_s": round(facts.data_wait_s, 6),
+        "idle_ratio": round(max(0.0, 1 - sum(busy) / (len(reports) * step_s)), 4),
+        "cv_step": round((max(tokens) - min(tokens)) / max(tokens), 4) if max(tokens) else 0.0,
+        "cv_compute": round(statistics.pstdev(compute) / statistics.fmean(compute), 4) if any(compute) else 0.0,
+        "wir": round(max(dit) / min(dit), 4) if min(dit) > 0 else None,
+        "tokens_per_s": round(facts.num_tokens / step_s, 1),
+        "videos_per_s": round(facts.num_samples / step_s, 3),
+        "planned_s": round(facts.plan.makespan_s, 6),
+        "plan_s": round(facts.plan_s, 6),
+        "sync_s": round(max((s.end - s.start for s in finish), default=0.0), 6),
+        "snapshot_s": round(max((r.snapshot_s for r in reports), default=0.0), 6),
+        "handoff_bytes": sum(s.handoff_bytes for of in spans.values() for s in of),
+        "handoff_s": round(handoff_seconds([s for of in spans.values() for s in of]), 6),
+        "peak_memory_gib": round(max(r.peak_memory_gib for r in reports), 3),
+        "rss_gib": round(max(r.rss_gib for r in reports), 3),
+        "dispatch_s": round(facts.dispatch_s, 6),
+        "calls": facts.num_calls,
+        "applied": first.applied,
+        "good_weight": round(first.weight, 6),
+        "loss_by_bucket": loss_by_bucket(reports),
+    }
+
+
+def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Mean loss of each bucket's samples in this step. Every rank of a bag reports its share, so shares are summed."""
+    weighted: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    buckets: dict[str, str] = {}
+    for report in reports:
+        for span in report.spans:
+            if span.module == "dit" and span.bucket is not None:
+                buckets[span.item] = "x".join(map(str, span.bucket))
+    for report in reports:
+        for item, loss, weight in report.bag_losses:
+            bucket = buckets.get(item)
+            if bucket is not None:
+                weighted[bucket] = weighted.get(bucket, 0.0) + loss
+                weights[bucket] = weights.get(bucket, 0.0) + weight
+    return {b: round(weighted[b] / weights[b], 6) for b in sorted(weighted) if weights[b] > 0}
+
+
+def handoff_seconds(spans: Sequence[Span]) -> float:
+    """Seconds that cascades spent on getting encode results; of a bag the quickest rank, the others wait for peers."""
+    quickest: dict[str, float] = {}
+    for span in spans:
+        if span.handoff_bytes:
+            quickest[span.cascade] = min(quickest.get(span.cascade, span.handoff_s), span.handoff_s)
+    return sum(quickest.values())
+
+
+def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start: float) -> list[Mapping[str, Any]]:
+    """Lines of timeline.jsonl for one worker."""
+    return [
+        {
+            "step": s.step,
+            "worker": report.worker,
+            "node": node,
+            "name": s.name,
+            "module": s.module,
+            "cascade": s.cascade,
+            "item": s.item,
+            "bucket": list(s.bucket) if s.bucket else None,
+            "batch": s.batch,
+            "degree": s.degree,
+            "start": s.start,
+            "end": s.end,
+            "planned_start_s": s.planned_start_s,
+            "planned_end_s": s.planned_end_s,
+            "step_start": step_start,
+            "generation": facts.generation,
+            "phases": {k: round(v, 6) for k, v in s.phases.items()},
+            "handoff_bytes": s.handoff_bytes,
+            "handoff_s": round(s.handoff_s, 6),
+        }
+        for s in report.spans
+    ]
+
+
+def _tokens(spans: Sequence[Span], geometry: Geometry) -> float:
+    return sum(s.batch * geometry.tokens(*s.bucket) / s.degree for s in spans if s.module == "dit" and s.bucket)
+
+
+def _pressure(spans: Sequence[Span], geometry: Geometry) -> float:
+    return sum(s.batch * geometry.tokens(*s.bucket) ** 2 / s.degree for s in spans if s.module == "dit" and s.bucket)

@@ -1,0 +1,305 @@
+"""Training state on durable storage: one safetensors file per shard, and a COMPLETE marker that is written last.
+
+    begin(folder)                                   # controller: clear what a torn attempt left
+    write_shard(folder, sync.export_shard())        # every worker, in parallel
+    seal(folder, meta, bounds)                      # controller: checks coverage, then COMPLETE
+    folder = latest(root)                           # a torn checkpoint is never chosen
+    meta, shards = load(folder)                     # memory-mapped; ops.shards.cut(shards, lo, hi) reads only the range
+
+A checkpoint written by N workers is read by any other number. No pickle anywhere. Every file appears under its name
+only when its bytes are on disk (write aside, fsync, rename, fsync of the folder).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.config import ModelConfig
+from ops.shards import ShardState, cut, missing
+
+log = logging.getLogger(__name__)
+
+COMPLETE = "COMPLETE"
+META = "meta.json"
+_DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+_HEADER_BYTES = 1024  # of a shard file, at most: four entries and four numbers
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. The message names the file and the remedy."""
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint taken after step `step` lies."""
+    return root / f"step-{step}"
+
+
+def begin(folder: Path) -> bool:
+    """Make an empty folder for a checkpoint. False when a complete one is already there: nothing is to be written."""
+    if is_complete(folder):
+        return False
+    if folder.exists():
+        log.warning("%s: removing an incomplete checkpoint", folder)
+        _remove(folder)
+    folder.mkdir(parents=True)
+    _sync_folder(folder.parent)
+    return True
+
+
+def write_shard(folder: Path, shard: ShardState) -> Path:
+    """Write one worker's shard. Safe to call from several workers at once; returns the file."""
+    numbers = {"step": shard.step, "lo": shard.lo, "hi": shard.hi, "total": shard.total}
+    header: dict[str, Any] = {"__metadata__": {name: str(value) for name, value in numbers.items()}}
+    at = 0
+    for name, array in shard.arrays.items():
+        header[name] = {
+            "dtype": "F64" if array.dtype == np.float64 else "F32",
+            "shape": [array.size],
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format asks for aligned data
+    parts: list[bytes | memoryview] = [
+        len(text).to_bytes(8, "little"),
+        text,
+        *(_bytes_of(array) for array in shard.arrays.values()),
+    ]
+    return _write(folder / _shard_name(shard.lo, shard.hi), parts)
+
+
+def seal(folder: Path, meta: dict[str, Any], bounds: Sequence[tuple[int, int]] | None = None) -> None:
+    """Make the checkpoint valid: write `meta`, check that the shards cover the vector, write COMPLETE last.
+
+    `bounds` are the shards that belong to it, by default all that are there. `meta` is JSON; "step" is required and
+    "parameters" (names and shapes in flat order, see `parameters_meta`) is needed to read weights by name.
+    """
+    if "step" not in meta:
+        raise CheckpointError(f"{folder}: meta has no 'step'; it is needed to find the latest checkpoint.")
+    names = [_shard_name(a, b) for a, b in bounds] if bounds is not None else _shard_names(folder)
+    shards = [_open_shard(folder / name) for name in names]
+    if not shards:
+        raise CheckpointError(f"{folder}: no shard was written; call write_shard before seal.")
+    total = shards[0].total
+    ranges = [(shard.lo, shard.hi) for shard in shards]
+    gaps = missing(ranges, 0, total)
+    overlap = sum(b - a for a, b in ranges) != total
+    if gaps or overlap or len({(shard.step, shard.total) for shard in shards}) > 1:
+        raise CheckpointError(
+            f"{folder}: shards {ranges} of {total} elements "
+            + (f"leave {gaps} uncovered" if gaps else "overlap or belong to different states")
+            + "; begin the checkpoint again."
+        )
+    _write(folder / META, [json.dumps(meta, indent=1).encode()])
+    files = {name: (folder / name).stat().st_size for name in [*names, META]}
+    _write(folder / COMPLETE, [json.dumps({"files": files}).encode()])
+
+
+def parameters_meta(layout: Sequence[Any]) -> list[dict[str, Any]]:
+    """`sync.layout` as JSON for `meta["parameters"]`."""
+    return [{"name": slot.name, "shape": list(slot.shape)} for slot in layout]
+
+
+def trained_parameters(model: ModelConfig) -> list[dict[str, Any]]:
+    """`meta["parameters"]` of a run with this (resolved) model, without building its weights."""
+    from ops.models.load import dit_skeleton
+    from ops.sync import slots, trainable
+
+    return parameters_meta(slots(trainable(dit_skeleton(model.dit))))
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def is_complete(folder: Path) -> bool:
+    """COMPLETE is there and every file it lists has its full size."""
+    try:
+        files = json.loads((folder / COMPLETE).read_bytes())["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def latest(root: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None."""
+    found = complete(root)
+    return found[-1] if found else None
+
+
+def complete(root: Path) -> list[Path]:
+    """All complete checkpoints below `root`, oldest first."""
+    return [folder for folder in _step_folders(root) if is_complete(folder)]
+
+
+def load(folder: Path) -> tuple[dict[str, Any], list[ShardState]]:
+    """Meta and shards of a checkpoint. The arrays are memory-mapped and read-only: bytes are read when touched."""
+    if not is_complete(folder):
+        raise CheckpointError(f"{folder} is not a complete checkpoint; choose one that has a {COMPLETE} file.")
+    files = json.loads((folder / COMPLETE).read_bytes())["files"]
+    meta = json.loads((folder / META).read_bytes())
+    return meta, [_open_shard(folder / name) for name in files if name != META]
+
+
+def model_state(folder: Path, ema: bool = True) -> dict[str, Tensor]:
+    """Trained weights by name, fp32: the EMA, or the weights themselves (`ema=False`, or the run kept no EMA)."""
+    meta, shards = load(folder)
+    if "parameters" not in meta:
+        raise CheckpointError(f"{folder}: meta.json has no 'parameters'; this checkpoint has no names for its weights.")
+    which = "ema" if ema and "ema" in shards[0].arrays else "master"
+    if ema and which == "master":
+        log.info("%s keeps no EMA; using the weights themselves", folder)
+    only = [_select(shard, which) for shard in shards]
+    state, at = {}, 0
+    for entry in meta["parameters"]:
+        shape = tuple(entry["shape"])
+        end = at + int(np.prod(shape, dtype=np.int64))
+        array = cut(only, at, end).arrays[which].astype(np.float32, copy=False)
+        state[entry["name"]] = torch.from_numpy(array).view(shape)
+        at = end
+    if at != shards[0].total:
+        raise CheckpointError(
+            f"{folder}: names cover {at} of {shards[0].total} elements; meta.json is of another model."
+        )
+    return state
+
+
+# Housekeeping -------------------------------------------------------------------------------------------------------
+
+
+def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
+    """Remove old checkpoints; returns what was removed.
+
+    Kept are the `keep_last` newest complete ones, those whose step is a multiple of `keep_every`, and whatever is
+    newer than the newest complete one (it may be in the making).
+    """
+    found = complete(root)
+    if not found:
+        return []
+    keep = set(found[-max(1, keep_last) :])
+    keep |= {folder for folder in found if keep_every and _step_of(folder) % keep_every == 0}
+    newest = _step_of(found[-1])
+    removed = [folder for folder in _step_folders(root) if folder not in keep and _step_of(folder) <= newest]
+    for folder in removed:
+        _remove(folder)
+    return removed
+
+
+def forecast_bytes(total: int, *, ema: bool, num_shards: int = 1, num_parameters: int = 0) -> int:
+    """Size of one checkpoint of `total` trained elements: fp32 master, two moments and the EMA, plus headers."""
+    return total * 4 * (4 if ema else 3) + num_shards * _HEADER_BYTES // 2 + num_parameters * 80 + 1024
+
+
+def check_free_space(root: Path, needed: int) -> None:
+    """Raise CheckpointError when the file system of `root` has less than `needed` bytes free."""
+    place = root
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs {needed / 2**30:.2f} GiB and {place} has {free / 2**30:.2f} GiB free; make room, "
+            f"choose another run.dir, or keep fewer with checkpoint.keep_last."
+        )
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def _shard_name(lo: int, hi: int) -> str:
+    return f"shard-{lo}-{hi}.safetensors"
+
+
+def _shard_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("shard-*.safetensors"))
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _step_folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    found = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=_step_of)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return little.view(np.uint8).data
+
+
+def _select(shard: ShardState, name: str) -> ShardState:
+    return ShardState(step=shard.step, lo=shard.lo, hi=shard.hi, total=shard.total, arrays={name: shard.arrays[name]})
+
+
+def _open_shard(path: Path) -> ShardState:
+    """A shard with memory-mapped arrays. Raises CheckpointError when the file is missing, torn or something else."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, _HEADER_BYTES):
+                raise CheckpointError(f"{path} is not a shard: its header claims {length} bytes.")
+            header = json.loads(file.read(length))
+        numbers = header.pop("__metadata__")
+        arrays = {name: _map(path, entry, 8 + length, size) for name, entry in header.items()}
+        return ShardState(
+            step=int(numbers["step"]),
+            lo=int(numbers["lo"]),
+            hi=int(numbers["hi"]),
+            total=int(numbers["total"]),
+            arrays=arrays,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read as a shard ({error}); use another checkpoint.") from error
+
+
+def _map(path: Path, entry: dict[str, Any], start: int, size: int) -> np.ndarray:
+    begin_at, end_at = entry["data_offsets"]
+    dtype = _DTYPES[entry["dtype"]]
+    if start + end_at > size or (end_at - begin_at) != entry["shape"][0] * dtype.itemsize:
+        raise ValueError(f"data {begin_at}..{end_at} does not fit a file of {size} bytes")
+    if begin_at == end_at:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=start + begin_at, shape=(entry["shape"][0],))
+
+
+def _write(path: Path, parts: Sequence[bytes | memoryview]) -> Path:
+    """All of the file or none of it, also after a power cut."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with aside.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    _sync_folder(path.parent)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    # COMPLETE goes first: a removal that is cut short must not leave something that looks whole.
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder)

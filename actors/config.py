@@ -1,0 +1,114 @@
+"""Settings of the runtime: workers, planner, snapshots, checkpoints. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data.config import DataConfig
+from ops.config import FlowConfig, ModelConfig, OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersConfig:
+    """The elastic pool: one worker per GPU (or per CPU slot)."""
+
+    min: int = 1
+    max: int = 4
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
+    torch_threads: int = 1
+    wait_s: float = 300.0  # below `min` for longer than this: checkpoint and stop with exit code 75
+    heartbeat_s: float = 0.5
+    suspect_s: float = 20.0  # silent for this long: suspected, then replaced
+    collective_timeout_s: float = 120.0
+    stall_factor: float = 10.0  # a cascade this many times over its prediction is reported with its stack
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"workers.min {self.min} and workers.max {self.max} must satisfy 1 <= min <= max.")
+        for name in ("cpus_per_worker", "heartbeat_s", "suspect_s", "collective_timeout_s", "stall_factor"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"workers.{name} is {getattr(self, name)}; it must be larger than 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerConfig:
+    """Who decides degrees, workers and order of the cascades."""
+
+    strategy: Literal["static", "longest_first", "flexsp", "knapsack", "cascade", "genetic", "exact"] = "cascade"
+    budget_s: float = 0.2  # planning time per step; spent while the previous step runs
+    lookahead: int = 1  # steps whose encode cascades may fill gaps of this one
+    degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: all that divide the heads
+    profile: str | None = None  # measured latencies (JSON); without it costs come from FLOPs and live measurements
+    topology: str = ""  # knapsack only, e.g. g1n16+g2n4+g8n1; empty: chosen by itself
+    static_degree: int = 1  # static only
+    split: bool = True  # a batch may run as several cascades
+
+    def __post_init__(self) -> None:
+        if self.budget_s < 0 or self.lookahead < 0:
+            raise ValueError(
+                f"planner.budget_s {self.budget_s:g} and planner.lookahead {self.lookahead} must be 0 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotConfig:
+    """State of committed steps in host memory of other nodes."""
+
+    enabled: bool = True
+    every: int = 1
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.copies < 1:
+            raise ValueError(
+                f"snapshot.every {self.every} and snapshot.copies {self.copies} must be at least 1; "
+                f"snapshot.enabled: false switches snapshots off."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """State on durable storage."""
+
+    every: int = 100  # checkpointing_steps; 0: only at the end
+    keep_last: int = 3
+    keep_every: int = 0  # besides, keep every checkpoint whose step is a multiple of this
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep_every < 0 or self.keep_last < 1:
+            raise ValueError(
+                f"checkpoint.every {self.every} and checkpoint.keep_every {self.keep_every} must be 0 or more, "
+                f"checkpoint.keep_last {self.keep_last} at least 1: a run resumes from the last one."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """What is optimized, for how long."""
+
+    steps: int = 1000
+    seed: int = 0
+    sync: Literal["flat", "deepspeed"] = "flat"
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    autocast: Literal["none", "bfloat16"] = "none"
+    loss_weight: Literal["sample", "token"] = "sample"
+    max_skipped_steps: int = 10  # steps with a NaN or infinite gradient norm that are skipped before the run stops
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    flow: FlowConfig = field(default_factory=FlowConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """What the controller needs to know: the run's settings without those of the command line."""
+
+    run_dir: str
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    workers: WorkersConfig
+    planner: PlannerConfig
+    snapshot: SnapshotConfig
+    checkpoint: CheckpointConfig
+    config_yaml: str = ""  # the resolved config, stored with every checkpoint

@@ -1,0 +1,218 @@
+"""Turns planned cascades into calls on workers. Pure: no Ray, no clock.
+
+Example: a VAE cascade on worker 2 feeds a DiT cascade on workers (2, 3). Worker 2 keeps the latents, nothing is
+published; the DiT call on both ranks says that rank 0 of the bag holds them, and the bag's group carries the chunk of
+worker 3. Had the DiT run on (0, 1), worker 2 would publish and both calls would name its result as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from actors.messages import CascadeTask, Sample, SumStart
+from actors.plan.types import Cascade, Module
+from ops.geometry import Geometry
+
+STORE = -1
+SampleId = tuple[int, str, int]
+ENCODERS: tuple[Module, ...] = ("text", "vae")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSamples:
+    """Every sample of a step, by item."""
+
+    step: int
+    samples: Mapping[str, tuple[Sample, ...]]
+    buckets: Mapping[str, tuple[int, int, int]]
+
+    def cached(self, item: str, latent_keys: Sequence[str], text_keys: Sequence[str]) -> StepSamples:
+        """The same with the names of an item's encode results in the cache."""
+        named = tuple(
+            replace(s, latent_key=latent, text_key=text)
+            for s, latent, text in zip(self.samples[item], latent_keys, text_keys, strict=True)
+        )
+        return replace(self, samples={**self.samples, item: named})
+
+    @staticmethod
+    def of(
+        step: int,
+        items: Iterable[tuple[str, tuple[int, int, int], Sequence[str]]],
+        geometry: Geometry,
+        loss_weight: str,
+    ) -> StepSamples:
+        """`items`: (id, (frames, height, width), keys of its samples). Weights of a step's samples add up to one."""
+        listed = list(items)
+        share = {item: geometry.tokens(*bucket) if loss_weight == "token" else 1 for item, bucket, _ in listed}
+        total = sum(share[item] * len(keys) for item, _, keys in listed)
+        return StepSamples(
+            step=step,
+            buckets={item: bucket for item, bucket, _ in listed},
+            samples={
+                item: tuple(
+                    Sample(
+                        step=step,
+                        item=item,
+                        index=i,
+                        key=key,
+                        grid=geometry.token_grid(*bucket),
+                        weight=share[item] / total,
+                    )
+                    for i, key in enumerate(keys)
+                )
+                for item, bucket, keys in listed
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One actor call: `needs` are cascades whose published results are passed, `items` those whose batch is passed."""
+
+    rank: int
+    task: CascadeTask
+    needs: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Holdings:
+    """Where encode results of coming DiT cascades are: ranks that keep them, and the cascade that published them."""
+
+    kept: dict[tuple[Module, SampleId], tuple[int, ...]] = field(default_factory=dict)
+    published: dict[tuple[Module, SampleId], str] = field(default_factory=dict)
+
+    def drop_before(self, step: int) -> None:
+        self.kept = {key: value for key, value in self.kept.items() if key[1][0] >= step}
+        self.published = {key: value for key, value in self.published.items() if key[1][0] >= step}
+
+
+def calls_of(
+    cascades: Sequence[Cascade], steps: Mapping[int, StepSamples], generation: int, current: int, holdings: Holdings
+) -> list[Call]:
+    """Calls of one dispatch, in plan order; updates `holdings`. `current` is the step of its DiT cascades."""
+    consumer = {s.id: tuple(sorted(c.workers)) for c in cascades if c.module == "dit" for s in _samples(c, steps)}
+    calls: list[Call] = []
+    for cascade in cascades:
+        calls.extend(
+            _dit_calls(cascade, steps, generation, holdings)
+            if cascade.module == "dit"
+            else _encode_calls(cascade, steps, generation, consumer, holdings)
+        )
+    return _with_sum_starts(calls)
+
+
+def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
+    """The calls with the place where each worker starts its gradient sum: as early as it adds nothing more to it.
+
+    A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
+    the end of the step: all its bag collectives are launched before its buckets, on every worker (see
+    ops.gradient_sum). Workers without a call start at the end of the step, which is at once.
+    """
+    starts: dict[int, tuple[int, SumStart]] = {}
+    for position, call in enumerate(calls):
+        starts.setdefault(call.rank, (position, "before"))
+        if len(call.task.bag) > 1:
+            starts[call.rank] = (position, "behind")
+        elif call.task.module == "dit":
+            starts[call.rank] = (position, "during")
+    marked = list(calls)
+    for position, start in starts.values():
+        marked[position] = replace(marked[position], task=replace(marked[position].task, start_sum=start))
+    return marked
+
+
+def _samples(cascade: Cascade, steps: Mapping[int, StepSamples]) -> tuple[Sample, ...]:
+    of_item = steps[cascade.step].samples
+    return tuple(s for part in cascade.parts for s in of_item[part.item][part.first : part.first + part.count])
+
+
+def _encode_calls(
+    cascade: Cascade,
+    steps: Mapping[int, StepSamples],
+    generation: int,
+    consumer: Mapping[SampleId, tuple[int, ...]],
+    holdings: Holdings,
+) -> list[Call]:
+    bag, samples, module = tuple(sorted(cascade.workers)), _samples(cascade, steps), cascade.module
+    publish: list[int] = []
+    keeps: dict[int, list[int]] = {rank: [] for rank in bag}
+    for i, sample in enumerate(samples):
+        users = consumer.get(sample.id)  # unknown when its DiT cascade is planned later: keep everywhere and publish
+        overlap = bag if users is None else tuple(rank for rank in bag if rank in users)[:1]
+        for rank in overlap:
+            keeps[rank].append(i)
+        if overlap:
+            holdings.kept[module, sample.id] = overlap
+        if users is None or not overlap:
+            publish.append(i)
+            holdings.published[module, sample.id] = cascade.id
+    items = tuple(dict.fromkeys(s.item for s in samples))
+    return [
+        Call(
+            rank=rank,
+            items=items,
+            task=_task(
+                cascade,
+                steps,
+                generation,
+                samples,
+                bag,
+                keep=tuple(keeps[rank]),
+                publish=tuple(publish) if rank == bag[0] else (),
+            ),
+        )
+        for rank in bag
+    ]
+
+
+def _dit_calls(cascade: Cascade, steps: Mapping[int, StepSamples], generation: int, holdings: Holdings) -> list[Call]:
+    bag, samples = tuple(sorted(cascade.workers)), _samples(cascade, steps)
+    sources: dict[str, tuple[int, ...]] = {}
+    needs: dict[str, None] = {}
+    for module in ENCODERS:
+        found = []
+        for sample in samples:
+            inside = [rank for rank in holdings.kept.get((module, sample.id), ()) if rank in bag]
+            if inside:
+                found.append(bag.index(inside[0]))
+            else:
+                needs[holdings.published[module, sample.id]] = None
+                found.append(STORE)
+        sources[module] = tuple(found)
+    return [
+        Call(rank=rank, needs=tuple(needs), task=_task(cascade, steps, generation, samples, bag, sources=sources))
+        for rank in bag
+    ]
+
+
+def _task(
+    cascade: Cascade,
+    steps: Mapping[int, StepSamples],
+    generation: int,
+    samples: tuple[Sample, ...],
+    bag: tuple[int, ...],
+    *,
+    sources: dict[str, tuple[int, ...]] | None = None,
+    keep: tuple[int, ...] = (),
+    publish: tuple[int, ...] = (),
+) -> CascadeTask:
+    frames, height, width = bucket = steps[cascade.step].buckets[samples[0].item]
+    packed = "" if len({s.item for s in samples}) == 1 else "+"
+    name = f"{cascade.module} {frames}f{packed} {height}x{width} b{len(samples)} sp{len(bag)} s{cascade.step}"
+    return CascadeTask(
+        generation=generation,
+        step=cascade.step,
+        cascade=cascade.id,
+        name=name,
+        module=cascade.module,
+        bag=bag,
+        samples=samples,
+        bucket=bucket,
+        planned_start_s=cascade.start_s,
+        planned_end_s=cascade.end_s,
+        sources=sources or {},
+        keep=keep,
+        publish=publish,
+    )

@@ -1,0 +1,247 @@
+"""Words of the worker pool: events in, decisions out, and the view between them. Plain data; no torch, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from actors.config import WorkersConfig
+
+Phase = Literal["starting", "ready", "active", "recovering"]
+State = Literal["waiting", "running", "recovering", "failed"]
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Sizes and patience of the pool, in workers and seconds."""
+
+    min: int
+    max: int
+    wait_s: float = 300.0  # below min for longer: stop, resumable
+    gather_s: float = 15.0  # before the first generation, wait this long for workers that are still starting
+    recover_s: float = 15.0  # a survivor must leave its broken groups and answer within this
+    confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
+    start_s: float = 600.0  # a worker that takes longer to load is replaced
+    request_s: float = 60.0  # a request that brought no worker is made again after this
+    max_breaks: int = 3  # generations that break in a row without a death and without a finished step
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"workers.min {self.min} and workers.max {self.max} must satisfy 1 <= min <= max.")
+
+    @staticmethod
+    def of(config: WorkersConfig) -> Limits:
+        return Limits(min=config.min, max=config.max, wait_s=config.wait_s)
+
+
+# Events -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """The process of a requested worker is up; it loads its modules now. Numbers are never used twice."""
+
+    worker: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """A starting worker has loaded, or a recovering one has left its old groups: it can join a generation."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alive:
+    """A suspected worker was heard of again."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaving:
+    """Preemption notice or drain command: it goes at the next step boundary."""
+
+    worker: int
+    reason: str = "leaving"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """Silent, or far behind its plan."""
+
+    worker: int
+    reason: str = "silent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dead:
+    """The process is gone."""
+
+    worker: int
+    reason: str = "died"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDead:
+    """The node is gone with all its workers."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """The cluster could start this many further workers right now."""
+
+    available: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """This many requested workers will not come; they may be asked for again."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boundary:
+    """A step has ended on all workers and the next has not begun: the generation may change."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """A collective or a formation of this generation failed, with or without a known death."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resize:
+    """The user changed the size of the pool."""
+
+    min: int
+    max: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Time passed; send one every second or so."""
+
+
+Event = (
+    Joined
+    | Ready
+    | Alive
+    | Leaving
+    | Suspect
+    | Dead
+    | NodeDead
+    | Resources
+    | Refused
+    | Boundary
+    | Broken
+    | Resize
+    | Tick
+)
+
+
+# Decisions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """Build the process groups of this generation on these workers (node by node) and go on from the last commit.
+
+    `clean`: the previous generation ended at a step boundary and its workers hold the state of that step.
+    """
+
+    generation: int
+    workers: tuple[int, ...]
+    reason: str
+    clean: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The generation is over: cancel what waits in it. Survivors close their groups, then report Ready if not clean."""
+
+    generation: int
+    reason: str
+    clean: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain:
+    """Let this worker hand over and go. It is in no generation any more."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replace:
+    """Kill this worker: it does not answer. It is forgotten here; a Request for another follows."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Start this many workers. More than the cluster has free right now only as far as `min` needs them."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """Too few workers to go on. Said once per change; `until` is when patience ends."""
+
+    have: int
+    need: int
+    until: float
+
+    def __str__(self) -> str:
+        return f"waiting for workers: {self.have} of at least {self.need} are ready"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fail:
+    """Write what there is to a checkpoint and end with this exit code."""
+
+    code: int
+    reason: str
+
+
+Decision = Form | End | Drain | Replace | Request | Wait | Fail
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A live worker as the state machine sees it."""
+
+    worker: int
+    node: str
+    phase: Phase
+    since: float  # when the phase began
+    leaving: str = ""  # why it leaves
+    suspected_at: float | None = None
+    suspicion: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """The pool after an event."""
+
+    state: State
+    generation: int  # of the running one, or the last that ran; 0 before the first
+    workers: tuple[int, ...]  # of the running generation, node by node; empty when none runs
+    members: tuple[Member, ...]
+    requested: int
+    limits: Limits
+    changed: bool  # state, generation or workers differ from the view before

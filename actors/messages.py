@@ -1,0 +1,166 @@
+"""What the controller and the workers say to each other. Plain data; no torch, no Ray.
+
+The controller turns every cascade of a plan into one `CascadeTask` per worker of its bag and ends each step with one
+`FinishTask` per worker. Every task carries its generation: a worker refuses tasks of another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from actors.plan.types import Module
+
+# When a worker starts its part of the step's gradient sum: before this cascade, during its backward, behind it, or not
+# in this cascade. From then on it adds no gradient and joins no bag in this step.
+SumStart = Literal["", "before", "during", "behind"]
+
+IO = "io"  # the concurrency group in which a CUDA worker hands out results while its task thread goes on
+
+
+class StaleGeneration(RuntimeError):
+    """The task belongs to a generation that has ended, or an earlier task of this generation failed on this worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One clip inside a cascade: where it stands in its item, and the key of its random draws."""
+
+    step: int
+    item: str
+    index: int
+    key: str  # source/epoch/row: the same on every run, worker and plan
+    grid: tuple[int, int, int]  # token (t, h, w)
+    weight: float  # share of the step's loss if the clip decodes
+    latent_key: str = ""  # names in the cache; empty without one
+    text_key: str = ""
+
+    @property
+    def id(self) -> tuple[int, str, int]:
+        return self.step, self.item, self.index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CascadeTask:
+    """One cascade as one worker of its bag sees it.
+
+    `sources[module][i]` says who holds the encode result of sample i: ranks inside the bag, or -1 for the object
+    store, in which case the results arrive as further arguments of the call. `publish` lists the samples (positions)
+    whose result the worker returns for consumers outside, `keep` those that stay here for a later cascade.
+    """
+
+    generation: int
+    step: int  # step of the samples
+    cascade: str
+    name: str
+    module: Module
+    bag: tuple[int, ...]  # worker ranks, in rank order of the bag
+    samples: tuple[Sample, ...]
+    bucket: tuple[int, int, int]
+    planned_start_s: float
+    planned_end_s: float
+    sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    publish: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
+    start_sum: SumStart = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """One sample's encode result on its way to another worker. Made by the producer (or read from the cache)."""
+
+    module: str
+    id: tuple[int, str, int]
+    rows: Any  # NumPy [rows, width]: travels through the object store without a copy, which a tensor would not
+    ok: bool
+    at: float = 0.0  # unix seconds when it was there; 0: long ago
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishTask:
+    """End of a step: gradient sum, update, snapshot."""
+
+    generation: int
+    step: int
+    export: bool  # copy this worker's shard of the training state, for keepers and checkpoints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo:
+    """Where a worker lives; sent once when it is ready."""
+
+    worker: str
+    node: str
+    host: str
+    pid: int
+    device: str
+    gpu_memory_gib: float
+    publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A measured stretch of work on one worker (unix seconds)."""
+
+    name: str
+    module: str  # text | vae | dit | finish
+    cascade: str
+    step: int
+    start: float
+    end: float
+    batch: int = 0
+    degree: int = 1
+    bucket: tuple[int, int, int] | None = None
+    item: str = ""
+    planned_start_s: float = 0.0
+    planned_end_s: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)  # seconds inside: handoff, forward, backward, reduce, ...
+    handoff_bytes: int = 0  # encode results that came from other workers, by the bag's group or the object store
+    handoff_s: float = 0.0  # gathering them inside the cascade, and waiting idle for the object store before it
+    fetched_bytes: int = 0  # of it by the object store
+    fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one worker says about a finished step."""
+
+    worker: str
+    step: int
+    loss: float
+    weight: float  # share of the step's samples that were good
+    grad_norm: float
+    lr: float
+    applied: bool
+    spans: tuple[Span, ...]
+    peak_memory_gib: float
+    rss_gib: float
+    snapshot_s: float = 0.0  # copying the shard and handing it to the keepers
+    bad_samples: tuple[str, ...] = ()
+    bag_losses: tuple[
+        tuple[str, float, float], ...
+    ] = ()  # (item, its share of the loss here, weight of its good samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Sent with every heartbeat: what the worker is doing and since when."""
+
+    worker: str
+    generation: int
+    step: int
+    activity: str  # name of the running cascade, or idle
+    phase: str
+    since: float  # unix seconds
+    predicted_s: float
+    collectives: int  # collectives finished so far in this generation; the lowest count is the late worker
+    waiting_in: str  # name of the collective it waits in, or ""
+    leaving: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """The monitor's answer to a heartbeat."""
+
+    generation: int  # tasks and collectives of older generations must end now
+    dump_stack: bool = False

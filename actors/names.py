@@ -1,0 +1,52 @@
+"""Names of a run's actors, so that the command line and a restarted controller find them.
+
+`run_id` is the content of RUN_DIR/run_id: a new run in an old folder never finds the actors of its predecessor.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+NAMESPACE = "heddle"
+
+
+def run_id(run_dir: Path) -> str:
+    """Read, or on the first call make, the id of the run in this folder."""
+    path = run_dir / "run_id"
+    if not path.exists():
+        path.write_text(f"{run_dir.name}-{uuid.uuid4().hex[:8]}\n")
+    return path.read_text().strip()
+
+
+def monitor_name(run: str) -> str:
+    return f"{run}/monitor"
+
+
+def keeper_name(run: str, node: str) -> str:
+    return f"{run}/keeper/{node[:12]}"
+
+
+def find_monitor(run_dir: Path) -> Any:
+    """Handle of the monitor of a live run. Raises LookupError when the run is not alive on this cluster."""
+    import ray
+
+    try:
+        return ray.get_actor(monitor_name(run_id(run_dir)), namespace=NAMESPACE)
+    except ValueError:
+        raise LookupError(
+            f"run {run_dir} is not alive on this cluster. Start it with `heddle train`, "
+            f"or connect to its cluster with RAY_ADDRESS."
+        ) from None
+
+
+def beside_me() -> Any:
+    """Scheduling strategy: on the caller's node. The controller's helpers share its fate, not a worker's.
+
+    Hard, since Ray places an actor without resources on any node when the wish is a soft one.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

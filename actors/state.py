@@ -1,0 +1,199 @@
+"""The training state of a run outside its workers: shards in keepers, checkpoints on disk, and which of it is newest.
+
+A generation starts from `choose`, a controller from `first`, and a run that ends early leaves its last committed step
+on disk (`keep_last`) and nothing in the cluster's memory (`let_go`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors import checkpoints, keeper
+from actors.checkpoint import load, trained_parameters
+from actors.commits import CommitLog
+from actors.config import RuntimeConfig
+from actors.keepers import Keepers
+from actors.snapshots import Origin, Snapshot, origin_of
+from actors.steps import CollectedStep, Seat
+from ops.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+_EXPORT_S = 30.0  # a worker between two steps answers at once
+
+
+class RunState:
+    """Where a run's training state is held. `tell` gets what belongs into events.jsonl."""
+
+    def __init__(
+        self,
+        run: str,
+        config: RuntimeConfig,
+        model: ModelConfig,
+        commits: CommitLog,
+        token: Callable[[int], dict[str, Any]],
+        sealed: Callable[[Path, int], None],
+        tell: Callable[..., None],
+    ) -> None:
+        """`token(step)` is the data position after it, `sealed(folder, step)` is told of whole checkpoints."""
+        self._config, self._model, self._commits, self._token, self._tell = config, model, commits, token, tell
+        self._run_dir = Path(config.run_dir)
+        self.keepers = Keepers(run, config.snapshot)
+        last = config.train.steps - 1
+        self.writer = checkpoints.Writer(self._run_dir, config.checkpoint, last, self._meta, sealed, self._not_written)
+        # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
+        self.standing = self.keepers.standing(timeout_s=_EXPORT_S)
+        self.origin: Origin | None = None
+        self.survivors: list[Snapshot] = []  # held by workers that have left a failed generation
+        self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
+        self._from_first = False  # `first` found something that no generation has used yet
+        self._forecast_told = False
+
+    def first(self) -> Origin | None:
+        """What this controller continues from; None: a new run."""
+        newest = self.standing.committed
+        self.origin = origin_of(self.keepers, [], self.on_disk(), timeout_s=_EXPORT_S, newest=newest)
+        self._from_first = self.origin is not None
+        return self.origin
+
+    def choose(self, generation: int, world: Sequence[Seat]) -> Origin | None:
+        """The newest whole state for a generation; `world` are workers of a cleanly ended one, which still hold it."""
+        if self._from_first:
+            self._from_first = False
+            return self.origin
+        newest = self._commits.newest
+        exports = [*self.survivors, *exports_of(world, newest)]
+        self.origin = origin_of(self.keepers, exports, self.on_disk(), timeout_s=10, newest=newest)
+        step = self.origin.step if self.origin is not None else -1
+        if (lost := self._commits.committed - step) > 0:
+            where = self.origin.checkpoint if self.origin is not None else "the start"
+            self._tell("fallback", to_step=step, lost_steps=lost)
+            log.warning("no snapshot is whole; %d steps are computed again from %s", lost, where)
+        self._commits.keep_until(step)
+        self.keepers.rollback(step, generation)
+        return self.origin
+
+    def data_token(self) -> Mapping[str, Any] | None:
+        """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
+        position = self.keepers.standing(timeout_s=_EXPORT_S).position
+        if position is not None and position[0] <= self._commits.committed:
+            return position[1]
+        found = self.on_disk()
+        return load(found[1])[0].get("data_token") if found is not None else None
+
+    def on_disk(self) -> tuple[int, Path] | None:
+        return checkpoints.latest(self._run_dir)
+
+    # -- during the run ------------------------------------------------------------------------------------------------
+
+    def is_exported(self, step: int) -> bool:
+        """Whether workers copy their state after this step, for keepers or for a checkpoint."""
+        snapshot = self._config.snapshot
+        return (snapshot.enabled and step % snapshot.every == 0) or self.writer.due(step)
+
+    def finished(self, done: CollectedStep) -> None:
+        """All workers have finished a step; it is committed when its shards are held."""
+        if not self._forecast_told:
+            self._forecast_told = True
+            self._forecast(done.snapshots)
+        self._commits.add(done)
+        if self.writer.due(done.running.step):
+            self.writer.save(done.running.step, done.snapshots)
+
+    def committed(self, done: CollectedStep, position: Any) -> None:
+        """The step is safe: older ones may go. `position` refers to the data's position behind it.
+
+        Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
+        """
+        if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
+            self.keepers.commit(done.running.step)
+        self.writer.poll()
+        self._positions[position] = done.running.step
+        known, _ = ray.wait(list(self._positions), num_returns=len(self._positions), timeout=0)
+        steps = {self._positions.pop(reference): reference for reference in known}
+        if steps:
+            self._note(max(steps), steps[max(steps)])
+
+    def _note(self, step: int, position: Any) -> None:
+        try:
+            self.keepers.note(step, ray.get(position, timeout=_EXPORT_S))
+        except ray.exceptions.RayError as error:
+            log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
+
+    def repair_keepers(self, world: Sequence[Seat]) -> None:
+        """A keeper is gone: start another and give it the newest shards of the workers it served."""
+        self._tell("keeper_lost")
+        self.keepers.repair([seat.node for seat in world])
+        asked = [seat.handle.set_keepers.remote(self.keepers.of(rank)) for rank, seat in enumerate(world)]
+        try:
+            self._commits.replace_acknowledgements([s for s in ray.get(asked, timeout=60) if s is not None])
+        except ray.exceptions.RayError as error:
+            log.warning("workers could not be given new keepers yet: %s", error)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def keep_last(self, world: Sequence[Seat]) -> None:
+        """The run ends before its last step: the last committed one goes from memory to disk. `world` are workers that
+        wait between two steps."""
+        newest = self._commits.committed
+        exports = [*self.survivors, *exports_of(world, newest)]
+        found = origin_of(self.keepers, exports, self.on_disk(), timeout_s=10, newest=newest)
+        if found is not None and found.checkpoint is None:
+            self.writer.save_origin(found)
+        self.writer.wait()
+
+    def let_go(self) -> bool:
+        """Free the cluster's memory. False when a step is held nowhere else: then the keepers stay."""
+        on_disk = self.on_disk()
+        if (on_disk[0] if on_disk is not None else -1) < self._commits.committed:
+            log.error("step %d is not on disk; the keepers stay, and --resume on this cluster continues from them",
+                      self._commits.committed)
+            return False
+        self.keepers.close()
+        return True
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _parameters(self) -> list[dict[str, Any]]:
+        """Names and shapes of what is trained. Needs no worker and no memory."""
+        return trained_parameters(self._model)
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says about itself."""
+        return {
+            "step": step,
+            "parameters": self._parameters,
+            "config": self._config.config_yaml,
+            "seed": self._config.train.seed,
+            "data_token": self._token(step + 1),
+        }
+
+    def _not_written(self, step: int, why: str) -> None:
+        self._tell("checkpoint_failed", step=step, why=why)
+
+    def _forecast(self, snapshots: Sequence[Snapshot]) -> None:
+        """Say what snapshots take of the nodes' memory."""
+        total, keepers = max((s.total for s in snapshots), default=0), len(self.keepers.find())
+        if total and keepers:
+            ema = self._config.train.optimizer.ema_decay > 0
+            held = keeper.forecast_bytes(total, ema=ema, copies=self._config.snapshot.copies, num_keepers=keepers)
+            self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
+
+
+def exports_of(world: Sequence[Seat], step: int) -> list[Snapshot]:
+    """The state after `step` as these workers hold it between two steps; they leave their groups."""
+    answers: list[Snapshot] = []
+    asked = [(seat.name, seat.handle.hand_over.remote(step)) for seat in world]
+    for name, reference in asked:
+        try:
+            answers.extend(ray.get(reference, timeout=_EXPORT_S).exports)
+        except ray.exceptions.RayError as error:
+            log.warning("%s did not hand over its state: %s", name, error)
+    return answers
