@@ -1,0 +1,257 @@
+"""Executors in threads as workers of a generation, without Ray: what the exactness tests run their plans on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+
+from actors.config import TrainConfig
+from actors.dispatch import Call, Holdings, StepSamples, calls_of
+from actors.executor import Executor, Modules
+from actors.messages import FinishTask
+from actors.plan.types import Cascade, Item, Part
+from ops import sync as ops_sync
+from ops.comm import CancelToken, Groups
+from ops.config import DiTConfig, FlowConfig, ModelConfig, OptimizerConfig, TextConfig, VAEConfig
+from ops.models.load import build_dit, build_text, build_vae, resolve
+from ops.sync import FlatSync
+
+MODEL = ModelConfig(
+    dit=DiTConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
+    vae=VAEConfig(kind="haar", temporal=4, spatial=8, channels=8),
+    text=TextConfig(max_length=40, d_model=16, num_layers=1, num_heads=2),
+)
+ops_sync._SUM_CPU = 4000  # the model's gradient is summed in several buckets
+CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
+
+
+@dataclass
+class Host:
+    """One executor and what its loss was."""
+
+    executor: Executor
+    error: BaseException | None = None
+
+
+def train_config(**changes: object) -> TrainConfig:
+    optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=1.0, ema_decay=0.9)
+    return TrainConfig(**{"steps": 100, "seed": 3, "optimizer": optimizer, "flow": FlowConfig(), **changes})
+
+
+_MADE: list[Host] = []
+
+
+def close_hosts() -> None:
+    """Give back the connections of every executor made since the last call."""
+    while _MADE:
+        _MADE.pop().executor.leave()
+
+
+def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: int = 1) -> list[Host]:
+    """Executors that have formed one generation."""
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+    model, geometry = resolve(MODEL)
+    hosts = []
+    for _ in range(world):
+        dit = build_dit(model.dit, train.seed).to(dtype)
+        # A DiT starts with zero gates; random ones let every parameter receive a gradient.
+        torch.manual_seed(0)
+        for parameter in dit.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        modules = Modules(
+            config=model,
+            geometry=geometry,
+            dit=dit,
+            vae=build_vae(model.vae, "cpu"),
+            text=build_text(model.text, "cpu"),
+        )
+        hosts.append(Host(Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, torch.device("cpu"))))
+    everyone = tuple(range(world))
+
+    def form(rank: int) -> None:
+        groups = Groups(store, rank, everyone, "gloo", generation, 30.0, CancelToken(), address="127.0.0.1")
+        hosts[rank].executor.form(generation, groups, everyone, None)
+
+    on_all(hosts, form)
+    _MADE.extend(hosts)
+    return hosts
+
+
+def on_all(hosts: Sequence[Host], run: Callable[[int], None]) -> None:
+    """Run on every host in a thread of its own; raise the first error."""
+
+    def guarded(rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            hosts[rank].error = error
+            for host in hosts:  # a failed peer must not leave the others waiting
+                if host.executor.groups is not None:
+                    host.executor.groups.abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a worker hangs"
+    errors = [host.error for host in hosts if host.error is not None]
+    if errors:
+        raise errors[0]
+
+
+def items_of(rng: np.random.Generator, count: int, step: int = 0) -> list[Item]:
+    shapes = [(1, 32, 32), (5, 32, 48), (5, 48, 32), (9, 32, 32)]
+    chosen = rng.integers(0, len(shapes), count)
+    return [
+        Item(
+            id=f"s{step}.{i}",
+            batch=int(rng.integers(1, 4)),
+            frames=shapes[c][0],
+            height=shapes[c][1],
+            width=shapes[c][2],
+            text_tokens=12,
+        )
+        for i, c in enumerate(chosen)
+    ]
+
+
+def run_step(
+    hosts: Sequence[Host],
+    items: Sequence[Item],
+    cascades: Sequence[Cascade],
+    step: int = 0,
+    *,
+    finish: bool = True,
+    bad: frozenset[tuple[str, int]] = frozenset(),
+    loss_weight: str = "sample",
+    generation: int = 1,
+) -> float:
+    """Execute one planned step as the controller and the workers would. Returns the loss after `finish`."""
+    geometry = hosts[0].executor.modules.geometry
+    samples = StepSamples.of(
+        step,
+        [(i.id, (i.frames, i.height, i.width), [f"0/0/{i.id}/{n}" for n in range(i.batch)]) for i in items],
+        geometry,
+        loss_weight,
+    )
+    calls = calls_of(cascades, {step: samples}, generation, step, Holdings())
+    if not finish:  # the caller looks at partial gradients, or runs more cascades before the end
+        calls = [replace(call, task=replace(call.task, start_sum="")) for call in calls]
+    published: dict[str, list] = {}
+    ready = {call.task.cascade: threading.Event() for call in calls}
+    losses: dict[int, float] = {}
+
+    def run(rank: int) -> None:
+        executor = hosts[rank].executor
+        for call in [c for c in calls if c.rank == rank]:
+            for needed in call.needs:
+                assert ready[needed].wait(timeout=30), f"{needed} was never published"
+            results = execute(executor, call, published, bad)
+            if call.task.publish:
+                published[call.task.cascade] = results or []
+                ready[call.task.cascade].set()
+        if finish:
+            done = executor.finish(FinishTask(generation=generation, step=step, export=False))
+            losses[rank] = done.result.loss
+
+    on_all(hosts, run)
+    assert len(set(losses.values())) <= 1, "all workers must report the same loss"
+    return next(iter(losses.values()), float("nan"))
+
+
+def execute(executor: Executor, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
+    task = call.task
+    if task.module == "text":
+        return executor.text(task, [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples])
+    if task.module == "vae":
+        frames, height, width = task.bucket
+        clips = [
+            np.random.default_rng(list(s.key.encode())).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+            for s in task.samples
+        ]
+        return executor.vae(task, np.stack(clips), [(s.item, s.index) not in bad for s in task.samples])
+    fetched = {("text" if "/text/" in needed else "vae", e.id): e for needed in call.needs for e in published[needed]}
+    executor.dit(task, fetched)
+    return None
+
+
+def random_cascades(rng: np.random.Generator, items: Sequence[Item], world: int, step: int = 0) -> list[Cascade]:
+    """A random legal plan: any split, any degree that divides 12 heads, any workers, any order that respects needs."""
+    plan: list[Cascade] = []
+    clock = 0.0
+    pieces = [Part(item=i.id, first=a, count=b - a) for i in items for a, b in _cuts(rng, i.batch)]
+    rng.shuffle(pieces)
+    groups = []
+    while pieces:
+        take = int(rng.integers(1, 3)) if rng.random() < 0.4 else 1
+        groups.append([pieces.pop() for _ in range(min(take, len(pieces)))])
+    for number, parts in enumerate(groups):
+        for part in parts:
+            for module in ("text", "vae"):
+                degree = int(rng.choice([d for d in (1, 2, 3, 4) if d <= world]))
+                workers = tuple(int(w) for w in rng.choice(world, degree, replace=False))
+                plan.append(
+                    Cascade(
+                        id=f"{part.item}/{module}/{number}/{part.first}",
+                        module=module,
+                        step=step,
+                        parts=(part,),
+                        degree=degree,
+                        workers=workers,
+                        start_s=clock,
+                        end_s=clock + 1,
+                    )
+                )
+                clock += 1
+        degree = int(rng.choice([d for d in (1, 2, 3, 4) if d <= world]))
+        workers = tuple(int(w) for w in rng.choice(world, degree, replace=False))
+        plan.append(
+            Cascade(
+                id=f"d/dit/{number}",
+                module="dit",
+                step=step,
+                parts=tuple(parts),
+                degree=degree,
+                workers=workers,
+                start_s=clock,
+                end_s=clock + 1,
+            )
+        )
+        clock += 1
+    return plan
+
+
+def _cuts(rng: np.random.Generator, batch: int) -> list[tuple[int, int]]:
+    if batch == 1 or rng.random() < 0.5:
+        return [(0, batch)]
+    at = int(rng.integers(1, batch))
+    return [(0, at), (at, batch)]
+
+
+def one_worker(items: Sequence[Item], step: int = 0) -> list[Cascade]:
+    """The reference: every item whole, one after the other, on worker 0."""
+    plan, clock = [], 0.0
+    for item in items:
+        for module in ("text", "vae", "dit"):
+            plan.append(
+                Cascade(
+                    id=f"{item.id}/{module}/0",
+                    module=module,
+                    step=step,
+                    parts=(Part(item=item.id, first=0, count=item.batch),),
+                    degree=1,
+                    workers=(0,),
+                    start_s=clock,
+                    end_s=clock + 1,
+                )
+            )
+            clock += 1
+    return plan

@@ -1,0 +1,250 @@
+"""Workers come, go and die; the run goes on and trains the same. Real Ray nodes, processes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from app.bench.lab import Lab, LabRun
+from app.bench.soak import soak
+from tests.actors import chaos
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+FP32 = 1e-5
+STEPS = 120
+MODEL = {"dit": {"num_heads": 6}}  # legal degrees 1, 2, 3
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("lab")
+    os.environ[chaos.FOLDER] = str(folder)
+    with Lab(folder) as made:
+        made.add_node(workers=2)
+        made.add_node(workers=2)
+        made.add_node(workers=1)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> list[float]:
+    """Losses of one worker that nobody disturbs."""
+    run = lab.start(lab.config("undisturbed", model=MODEL, train={"steps": STEPS}, workers={"max": 1}))
+    assert run.join().code == 0
+    return run.losses()
+
+
+def assert_same_training(run: LabRun, expected: Sequence[float]) -> None:
+    steps = run.steps()
+    assert len(steps) >= 5 and steps == list(range(len(steps))), "a step is missing or comes twice"
+    assert run.losses() == pytest.approx(expected[: len(steps)], rel=FP32)
+
+
+def test_the_pool_follows_its_target_up_and_down(lab: Lab, undisturbed: list[float]) -> None:
+    run = lab.start(lab.config("resize", model=MODEL, train={"steps": STEPS}, workers={"min": 1, "max": 5}))
+    for target in (3, 4, 2, 5):
+        run.scale(target)
+        run.wait_for_workers(target)
+    run.stop()
+    assert_same_training(run, undisturbed)
+    assert not [e for e in run.events if e["event"] == "dead"]
+
+
+def test_a_clean_change_and_a_clean_end_need_no_snapshot(lab: Lab, undisturbed: list[float]) -> None:
+    """The workers hold the last step themselves: nothing is computed again, and it is on disk when the run is ended."""
+    config = lab.config(
+        "clean", model=MODEL, train={"steps": STEPS}, workers={"max": 3}, snapshot={"enabled": False}
+    )
+    run = lab.start(config)
+    for target in (2, 3):
+        run.scale(target)
+        run.wait_for_workers(target)
+        run.wait_for_more_steps(3)
+    run.stop()
+    assert_same_training(run, undisturbed)
+    assert not [e for e in run.events if e["event"] == "fallback"]
+    assert (run.run_dir / "checkpoints" / f"step-{run.steps()[-1]}" / "COMPLETE").exists()
+
+
+PHASES = ("encode", "forward", "backward", "reduce", "update", "gather", "snapshot")
+
+
+@pytest.mark.faults
+def test_sigkill_in_every_phase_of_a_step_loses_no_step(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
+    """Static plans on bags of three, so that forward and backward die inside a bag."""
+    folder = Path(os.environ[chaos.FOLDER])
+    (folder / "order").write_text("\n".join(PHASES))
+    run = lab.start(
+        lab.config(
+            "phases",
+            model=MODEL,
+            train={"steps": STEPS},
+            workers={"min": 3, "max": 3},
+            planner={"strategy": "static", "static_degree": 3},
+        ),
+        chaos.ChaosWorker,
+    )
+    run.wait_for(lambda: all((folder / f"fired-{name}").exists() for name in PHASES), "a death in every phase", 400)
+    run.wait_for_step(8)
+    run.wait_for_more_steps(2)
+    run.stop()
+    assert_same_training(run, undisturbed)
+    started = [e["worker"] for e in run.events if e["event"] == "ready"]
+    assert len(started) >= 3 + len(PHASES), "each of the dead is replaced"
+
+
+@pytest.mark.faults
+def test_deaths_freezes_and_lost_helpers_in_one_run(lab: Lab, undisturbed: list[float]) -> None:
+    run = lab.start(lab.config("storm", model=MODEL, train={"steps": STEPS}, workers={"min": 1, "max": 4}))
+    run.wait_for_workers(4)
+    run.signal_worker(0)
+    run.signal_worker(1)  # two at once
+    run.wait_for_recoveries(1)
+    run.kill_actor("planner")
+    run.wait_for_more_steps(2)
+    run.kill_actor("keeper")
+    run.wait_for_more_steps(2)
+    run.kill_actor("feeder")
+    run.wait_for_more_steps(2)
+    run.kill_actor("monitor")
+    run.wait_for_more_steps(2)
+    run.wait_for(lambda: len(run.active()) >= 2, "replacements")
+    run.signal_worker(-1, signal.SIGSTOP)
+    run.wait_for_recoveries(2)
+    run.wait_for_more_steps(3)
+    run.stop()
+    assert_same_training(run, undisturbed)
+    assert {"dead", "replace", "keeper_lost", "feeder_lost", "monitor_restarted"} <= {e["event"] for e in run.events}
+
+
+def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, undisturbed: list[float]) -> None:
+    run = lab.start(lab.config("notice", model=MODEL, train={"steps": STEPS}, workers={"min": 1, "max": 2}))
+    run.wait_for_workers(2)
+    name = run.signal_worker(0, signal.SIGTERM)
+    run.wait_for(lambda: any(e["event"] == "drain" and e["worker"] == name for e in run.events), f"{name} to leave")
+    run.wait_for_more_steps(3)
+    run.stop()
+    assert_same_training(run, undisturbed)
+    assert not [e for e in run.events if e["event"] in ("dead", "fallback")]
+
+
+@pytest.mark.faults
+def test_the_loss_of_a_node_and_a_run_that_waits_for_capacity(lab: Lab, undisturbed: list[float]) -> None:
+    """A node dies with worker and keeper, then another: too few are left, exit code 75; a resumed run goes on."""
+    config = lab.config("node", model=MODEL, train={"steps": STEPS}, workers={"min": 3, "max": 5, "wait_s": 60})
+    run = lab.start(config)
+    run.wait_for_workers(5)
+    run.wait_for_step(4)
+    lab.kill_node(lab.nodes[2])
+    run.wait_for_recoveries(1)
+    run.wait_for_more_steps(2)
+    lab.kill_node(lab.nodes[1])
+    outcome = run.join()
+    assert outcome.code == 75, outcome
+    assert "workers.min" in outcome.reason
+    assert_same_training(run, undisturbed)
+    reached = outcome.last_step
+    assert (run.run_dir / "checkpoints" / f"step-{reached}" / "COMPLETE").exists()
+    lab.add_node(workers=2)
+    resumed = lab.start(config)
+    resumed.wait_for_more_steps(5)
+    resumed.stop()
+    assert resumed.steps()[0] == reached + 1
+    assert resumed.losses() == pytest.approx(undisturbed[reached + 1 : reached + 1 + len(resumed.steps())], rel=FP32)
+
+
+def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undisturbed: list[float]) -> None:
+    config = lab.config(
+        "keepers",
+        model=MODEL,
+        train={"steps": STEPS},
+        workers={"min": 1, "max": 2},
+        checkpoint={"every": 4},
+    )
+    run = lab.start(config)
+    run.wait_for_workers(2)
+    run.wait_for_step(6)
+    run.wait_for(lambda: run.steps()[-1] % 4 == 1, "steps that only the keepers hold")
+    run.kill_actor("keepers")
+    run.signal_worker(0)
+    run.wait_for(lambda: any(e["event"] == "fallback" for e in run.events), "the return to a checkpoint")
+    fallback = next(e for e in run.events if e["event"] == "fallback")
+    assert fallback["to_step"] % 4 == 3 and fallback["lost_steps"] >= 1
+    run.wait_for_recoveries(1)
+    run.wait_for_step(fallback["to_step"] + fallback["lost_steps"] + 2)
+    run.stop()
+    steps = run.steps()
+    again = steps.index(fallback["to_step"] + 1, steps.index(fallback["to_step"] + 1) + 1)
+    assert steps[again:] == list(range(steps[again], steps[-1] + 1)), "from the checkpoint on every step comes again"
+    assert run.losses() == pytest.approx([undisturbed[step] for step in steps], rel=FP32)
+
+
+def test_the_controller_is_killed_and_the_run_ends_all_the_same(lab: Lab, undisturbed: list[float]) -> None:
+    """Ray Train starts it again; it finds the keepers and the last committed step."""
+    config = lab.config("controller", model=MODEL, train={"steps": 60}, workers={"min": 1, "max": 2})
+    path = lab.folder / "controller.yaml"
+    path.write_text(config.to_yaml())
+    run_dir = Path(config.run.dir) / config.run.name
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.train", "--config", str(path)],
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": lab.cluster.address, "RAY_TRAIN_V2_ENABLED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        _wait(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 8, process)
+        starts = [e for e in _events(run_dir) if e["event"] == "start"]
+        os.kill(starts[-1]["pid"], signal.SIGKILL)
+        output, _ = process.communicate(timeout=480)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-3000:]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(60))
+    assert [line["loss"] for line in lines] == pytest.approx(undisturbed[:60], rel=FP32)
+    starts = [e for e in _events(run_dir) if e["event"] == "start"]
+    assert len(starts) == 2 and starts[1]["origin"] == "keepers" and starts[1]["from_step"] >= 7
+
+
+def _events(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def _wait(condition, process: subprocess.Popen, timeout_s: float = 360) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.05)
+
+
+def test_deepspeed_takes_the_same_steps_and_survives_a_death(lab: Lab, undisturbed: list[float]) -> None:
+    run = lab.start(
+        lab.config("deepspeed", model=MODEL, train={"steps": STEPS, "sync": "deepspeed"}, workers={"min": 1, "max": 2})
+    )
+    run.wait_for_workers(2)
+    run.wait_for_more_steps(4)
+    run.signal_worker(1)
+    run.wait_for_recoveries(1)
+    run.wait_for_more_steps(3)
+    run.stop()
+    steps = run.steps()
+    assert steps == list(range(len(steps)))
+    assert run.losses() == pytest.approx(undisturbed[: len(steps)], rel=FP32)
+
+
+def test_a_short_soak_ends_with_equal_parameters_and_the_undisturbed_losses(lab: Lab) -> None:
+    result = soak(lab, steps=40, faults=5, seed=1)
+    assert result.loss_difference <= FP32 and result.equal_parameters
+    assert sum(result.faults.values()) == 5
+    assert result.rss_last_gib < 1.3 * result.rss_first_gib

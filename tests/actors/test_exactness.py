@@ -1,0 +1,134 @@
+"""Any legal plan gives the gradient of one worker: design.md section 4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from actors.messages import StaleGeneration
+from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+
+FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
+_CACHE: dict[tuple[int, torch.dtype], list[Host]] = {}
+
+
+def hosts_of(world: int, dtype: torch.dtype) -> list[Host]:
+    """Workers are kept between examples; each example ends with a clean gradient."""
+    if (world, dtype) not in _CACHE:
+        _CACHE[world, dtype] = make_hosts(world, dtype, train_config())
+    for host in _CACHE[world, dtype]:
+        host.executor.sync.begin_step()
+        host.executor._losses.clear()
+        host.executor._weights.clear()
+    return _CACHE[world, dtype]
+
+
+def gradient(hosts: list[Host]) -> torch.Tensor:
+    return torch.stack([host.executor.sync.gradient() for host in hosts]).sum(0)
+
+
+def loss(hosts: list[Host]) -> float:
+    return sum(float(value) for host in hosts for value in host.executor._losses.values())
+
+
+def compare(seed: int, world: int, dtype: torch.dtype, limit: float) -> None:
+    rng = np.random.default_rng(seed)
+    items = items_of(rng, int(rng.integers(1, 4)))
+    reference = hosts_of(1, dtype)
+    run_step(reference, items, one_worker(items), finish=False)
+    expected, expected_loss = gradient(reference).clone(), loss(reference)
+    hosts = hosts_of(world, dtype)
+    run_step(hosts, items, random_cascades(rng, items, world), finish=False)
+    assert loss(hosts) == pytest.approx(expected_loss, rel=limit)
+    difference = (gradient(hosts) - expected).norm() / expected.norm()
+    assert difference < limit, f"gradient differs by {difference:.2e} on {world} workers"
+    layout = hosts[0].executor.sync.layout
+    largest = expected.abs().max()
+    for slot in layout:
+        part = (gradient(hosts)[slot.lo : slot.hi] - expected[slot.lo : slot.hi]).abs().max() / largest
+        assert part < limit, f"{slot.name} differs by {part:.2e}"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 6))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp64(seed: int, world: int) -> None:
+    compare(seed, world, torch.float64, FP64)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), world=st.sampled_from([2, 3, 4]))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp32(seed: int, world: int) -> None:
+    compare(seed, world, torch.float32, FP32)
+
+
+def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
+    """The comparison above can fail: leaving out one cascade changes the gradient by far more than its limit."""
+    rng = np.random.default_rng(1)
+    items = items_of(rng, 3)
+    reference, hosts = hosts_of(1, torch.float64), hosts_of(2, torch.float64)
+    run_step(reference, items, one_worker(items), finish=False)
+    plan = one_worker(items)
+    run_step(hosts, items, [c for c in plan if c.item != items[0].id], finish=False)
+    assert (gradient(hosts) - gradient(reference)).norm() / gradient(reference).norm() > 1e-3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(world: int) -> None:
+    hosts, reference = make_hosts(world, torch.float32, train_config()), make_hosts(1, torch.float32, train_config())
+    rng = np.random.default_rng(0)
+    for step in range(20):
+        items = items_of(rng, 2, step)
+        run_step(reference, items, one_worker(items, step), step)
+        run_step(hosts, items, random_cascades(rng, items, world, step), step)
+    expected = torch.cat([p.detach().flatten() for p in reference[0].executor.modules.dit.parameters()])
+    for host in hosts:
+        found = torch.cat([p.detach().flatten() for p in host.executor.modules.dit.parameters()])
+        assert (found - expected).norm() / expected.norm() < 1e-5
+
+
+def test_a_clip_that_did_not_decode_counts_for_nothing() -> None:
+    """The loss is the mean over the good samples: a bad last sample is as if it had never been there."""
+    rng = np.random.default_rng(5)
+    items = [item for item in items_of(rng, 6) if item.batch > 1][:1]
+    assert items
+    bad = frozenset({(items[0].id, items[0].batch - 1)})
+    with_bad = make_hosts(2, torch.float64, train_config())
+    without = make_hosts(1, torch.float64, train_config())
+    losses = (
+        run_step(with_bad, items, random_cascades(rng, items, 2), bad=bad),
+        run_step(
+            without,
+            [replace(items[0], batch=items[0].batch - 1)],
+            one_worker([replace(items[0], batch=items[0].batch - 1)]),
+        ),
+    )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    found, expected = (
+        torch.cat([p.detach().flatten() for p in hosts[0].executor.modules.dit.parameters()])
+        for hosts in (with_bad, without)
+    )
+    # AdamW's first step divides by sqrt(v): rounding of tiny gradients is amplified, hence not FP64
+    assert (found - expected).norm() / expected.norm() < 1e-7
+
+
+class BrokenVAE:
+    channels = 8
+
+    def encode(self, video: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_a_failed_cascade_refuses_the_rest_of_its_generation() -> None:
+    hosts = make_hosts(1, torch.float32, train_config())
+    executor, items = hosts[0].executor, items_of(np.random.default_rng(2), 1)
+    working, executor.modules.vae = executor.modules.vae, BrokenVAE()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_step(hosts, items, one_worker(items))
+    executor.modules.vae, hosts[0].error = working, None
+    with pytest.raises(StaleGeneration, match="an earlier task of generation 1 failed here"):
+        run_step(hosts, items, one_worker(items))

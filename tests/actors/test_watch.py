@@ -1,0 +1,117 @@
+"""Heartbeats tell who is silent, who leaves and who is late."""
+
+from __future__ import annotations
+
+from actors.config import WorkersConfig
+from actors.messages import Progress
+from actors.monitor import Monitor, Report, Seen, Wishes
+from actors.watch import Watch
+
+CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
+
+
+def progress(
+    worker: str,
+    since: float,
+    predicted_s: float = 1.0,
+    collectives: int = 0,
+    waiting_in: str = "",
+    leaving: bool = False,
+) -> Progress:
+    return Progress(
+        worker=worker,
+        generation=1,
+        step=7,
+        activity=f"dit of {worker}",
+        phase="forward",
+        since=since,
+        predicted_s=predicted_s,
+        collectives=collectives,
+        waiting_in=waiting_in,
+        leaving=leaving,
+    )
+
+
+def report(now: float, *beats: tuple[Progress, float], wishes: Wishes | None = None) -> Report:
+    return Report(seen={p.worker: Seen(progress=p, at=at) for p, at in beats}, wishes=wishes or Wishes(), now=now)
+
+
+def test_a_silent_worker_is_found_once_and_its_return_too() -> None:
+    watch = Watch(CONFIG)
+    assert watch.look(report(30, (progress("w0", 29), 9), (progress("w1", 29), 29)), ["w0", "w1"]).silent == ("w0",)
+    assert watch.look(report(31, (progress("w0", 29), 9)), ["w0"]).silent == ()
+    assert watch.look(report(32, (progress("w0", 31), 32)), ["w0"]).heard == ("w0",)
+
+
+def test_the_late_worker_is_the_one_the_others_wait_for() -> None:
+    beats = [
+        (progress("w0", 0, waiting_in="all_to_all", collectives=9), 100),
+        (progress("w1", 0, collectives=7), 100),
+        (progress("w2", 0, waiting_in="all_to_all", collectives=8), 100),
+    ]
+    stall = Watch(CONFIG).look(report(100, *beats), ["w0", "w1", "w2"]).stall
+    assert stall is not None and stall.first_late.worker == "w1" and stall.waiting == ("w0", "w2")
+    assert "dit of w1" in str(stall) and "planned 1.0 s" in str(stall)
+
+
+def test_among_waiting_workers_the_one_with_the_fewest_collectives_is_late() -> None:
+    beats = [
+        (progress(f"w{n}", 0, waiting_in="all_reduce", collectives=count), 100) for n, count in enumerate((5, 3, 5))
+    ]
+    stall = Watch(CONFIG).look(report(100, *beats), ["w0", "w1", "w2"]).stall
+    assert stall is not None and stall.first_late.worker == "w1"
+
+
+def test_a_cascade_within_its_prediction_is_no_stall_and_a_stall_is_told_once() -> None:
+    watch = Watch(CONFIG)
+    assert watch.look(report(100, (progress("w0", 60, predicted_s=5), 100)), ["w0"]).stall is None
+    late = report(200, (progress("w0", 60, predicted_s=5), 200))
+    assert watch.look(late, ["w0"]).stall is not None
+    assert watch.look(late, ["w0"]).stall is None
+
+
+def test_notices_and_wishes_are_told_once() -> None:
+    watch = Watch(CONFIG)
+    seen = report(5, (progress("w0", 5, leaving=True), 5), (progress("w1", 5), 5), wishes=Wishes(drain=("w1", "gone")))
+    assert watch.look(seen, ["w0", "w1"]).leaving == ("w0", "w1")
+    assert watch.look(seen, ["w0", "w1"]).leaving == ()
+
+
+def test_the_monitor_orders_older_generations_to_end_and_never_goes_back() -> None:
+    monitor = Monitor()
+    monitor.announce(4)
+    monitor.announce(3)
+    assert monitor.beat(progress("w0", 0)).generation == 4
+    monitor.ask_stacks(("w0",))
+    assert monitor.beat(progress("w0", 0)).dump_stack
+    assert not monitor.beat(progress("w0", 0)).dump_stack
+
+
+def test_the_monitor_forgets_a_worker_and_the_wish_that_it_leaves() -> None:
+    monitor = Monitor()
+    monitor.beat(progress("w0", 0))
+    monitor.drain(("w0", "w1"))
+    monitor.scale(3)
+    monitor.forget("w0")
+    seen = monitor.collect()
+    assert seen.seen == {} and seen.wishes == Wishes(target=3, drain=("w1",))
+
+
+def test_a_worker_that_a_new_monitor_never_hears_is_silent_too() -> None:
+    watch = Watch(CONFIG)
+    assert watch.look(report(100), ["w0"]).silent == ()
+    assert watch.look(report(119), ["w0"]).silent == ()
+    assert watch.look(report(121), ["w0"]).silent == ("w0",)
+
+
+def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
+    old, new = Monitor(), Monitor()
+    old.announce(5)
+    old.scale(3)
+    old.drain(("w1",))
+    known = old.report()
+    new.drain(("w2",))
+    new.restore(known.generation, known.wishes)
+    assert new.report().life != known.life
+    assert new.report().generation == 5
+    assert new.report().wishes == Wishes(target=3, drain=("w1", "w2"))
