@@ -1,0 +1,24 @@
+"""`heddle data synth DIR`: make the demo dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def synth(folder: Path, clips: int | None = None, images: int | None = None, shards: int | None = None,
+          seed: int = 0, koala: bool = True) -> dict[str, object]:
+    """Write WebDataset shards and a Koala-36M style table of synthetic clips, say what was made, return the summary.
+
+    Raises ValueError when `folder` already holds shards.
+    """
+    from data.synthetic import SynthConfig, synthesize
+
+    base = SynthConfig()
+    config = SynthConfig(clips=base.clips if clips is None else clips, images=base.images if images is None else images,
+                         shards=shards or base.shards, seed=seed, koala=koala)
+    summary = synthesize(folder, config)
+    print(f"{summary['clips']} clips and {summary['images']} still images in {config.shards} shards: "
+          f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB in all)")
+    if summary["koala"]:
+        print(f"the clips as a Koala-36M table: {summary['koala']}")
+    return summary

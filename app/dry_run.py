@@ -1,0 +1,91 @@
+"""`heddle train --dry-run`: everything that can be known before a worker starts, and the exit code a run would get.
+
+Resolves the config and the model folders, opens the data (index, ledger, batch sizes), forms the items of the first
+steps and plans them on `workers.max` workers. Starts neither Ray nor a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actors.plan.check import check
+from actors.plan.planner import make_plan
+from actors.plan.profile import Profile
+from actors.plan.types import Cluster, Plan
+from app.config import RunConfig, run_dir
+from app.data_account import print_account
+from app.plan import options_of, step_figures
+from app.plan_inputs import items_from_data, profile_of
+from data.dataset import Dataset
+from ops.config import ModelConfig
+from ops.folders import resolve
+
+STEPS = 8  # planned as one rolling sequence
+
+
+def dry_run(path: Path, overrides: Sequence[str]) -> None:
+    """Print the preview. Raises what a run would: ConfigError, DataError, PlanError."""
+    config = RunConfig.load(path, overrides)
+    model, geometry = resolve(config.model)
+    print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
+    _print_model(config, model)
+    dataset = Dataset.open(config.data, geometry, config.train.seed)
+    print_account(dataset.account(), config.data.min_coverage)
+    count = min(STEPS, config.train.steps)
+    steps = [items_from_data(dataset, step, config, model) for step in range(count)]
+    profile = profile_of(config, model, geometry)
+    cluster = Cluster(nodes=(config.workers.max,))
+    plan = make_plan(steps, profile, cluster, options_of(config))
+    check(plan, steps, profile, cluster)
+    _print_plan(config, plan, profile)
+
+
+def _print_model(config: RunConfig, model: ModelConfig) -> None:
+    dit = model.dit
+    count = parameters(model)
+    per_weight = 16 if config.train.optimizer.ema_decay else 12  # fp32 master, two moments, EMA
+    layers = f"{dit.num_layers}+{dit.num_single_layers}" if dit.num_single_layers else f"{dit.num_layers}"
+    print(f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
+          f"{count / 1e6:,.1f} M weights")
+    size, free = count * per_weight, free_bytes(run_dir(config))
+    kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
+    print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
+    if size * (kept + 1) > free:
+        print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
+
+
+def parameters(model: ModelConfig) -> int:
+    """Trainable weights of the transformer; built without memory."""
+    import torch
+
+    from ops.models.load import build_dit
+
+    with torch.device("meta"):
+        module = build_dit(replace(model.dit, path=None), 0)
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` will be made."""
+    existing = folder.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(os.fspath(existing)).free
+
+
+def _print_plan(config: RunConfig, plan: Plan, profile: Profile) -> None:
+    balance = step_figures(plan, config.workers.max)
+    seconds = statistics.fmean(step.makespan_s for step in plan.steps)
+    bound = statistics.fmean(step.lower_bound_s for step in plan.steps)
+    idle = statistics.fmean(figure.idle_ratio for figure in balance)
+    print(f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
+          f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
+          f"{1000 * statistics.fmean(step.plan_s for step in plan.steps):.1f} ms per step")
+    print(f"          {config.train.steps} steps take about {seconds * config.train.steps / 60:.1f} minutes")
+    if not profile.measured:
+        print("          times come from FLOPs alone; `heddle profile` measures this device")

@@ -1,0 +1,80 @@
+"""A written transformer folder, loaded by Diffusers' own class, against our model: weights identical, outputs equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.checkpoint import CheckpointError
+from ops.comm import Group
+from ops.config import DiTConfig
+from ops.folders import TRANSFORMER_CLASSES
+from ops.models.load import build_dit
+from ops.packing import Layout, Sequence, patchify, unpatchify
+
+# fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
+TOLERANCE = 1e-4
+_SIGMA = 0.6
+_TEXT_TOKENS = 7
+
+
+def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless Diffusers loads exactly the names and bits of `state` from `folder`."""
+    model, report = _load(folder, class_name, next(iter(state.values())).dtype)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if report.get(problem):
+            raise CheckpointError(f"{folder.name}: Diffusers' {class_name} reports {problem.replace('_', ' ')} "
+                                  f"{list(report[problem])[:3]}; the export is not valid.")
+    for name, tensor in model.state_dict().items():
+        if name in state and not torch.equal(tensor.to(state[name].dtype), state[name]):
+            raise CheckpointError(f"{folder.name}: {name} differs after loading it back; the export is not valid.")
+
+
+def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> float:
+    """Largest difference between our forward and Diffusers', over the largest output. Raises above TOLERANCE."""
+    reference, _ = _load(folder, TRANSFORMER_CLASSES[config.architecture], torch.float32)
+    module = build_dit(config, 0)
+    module.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    generator = torch.Generator().manual_seed(0)
+    grid = (2, 2, 3)
+    size = [length * patch for length, patch in zip(grid, config.patch, strict=True)]
+    latent = torch.randn(config.in_channels, *size, generator=generator)
+    text = torch.randn(_TEXT_TOKENS, config.text_dim, generator=generator)
+    with torch.no_grad():
+        ours = _ours(module.eval(), latent, text, grid, config)
+        theirs = _theirs(reference.eval(), latent, text, config)
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not difference <= TOLERANCE:
+        raise CheckpointError(f"{folder.name}: Diffusers' forward pass differs from ours by {difference:.1e} of its "
+                              f"largest value (allowed {TOLERANCE:.0e}); the export is not valid.")
+    return difference
+
+
+def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    import diffusers
+
+    return getattr(diffusers, class_name).from_pretrained(folder, torch_dtype=dtype, local_files_only=True,
+                                                          output_loading_info=True)
+
+
+def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
+    layout = Layout([Sequence(grid, len(text))])
+    tokens = module(patchify(latent, config.patch), torch.tensor([1000 * _SIGMA]), text, layout, Group.solo())
+    return unpatchify(tokens, grid, config.patch, config.out_channels)
+
+
+def _theirs(reference: Any, latent: Tensor, text: Tensor, config: DiTConfig) -> Tensor:
+    inputs: dict[str, Any] = {"hidden_states": latent[None], "timestep": torch.tensor([1000 * _SIGMA]),
+                              "encoder_hidden_states": text[None]}
+    if config.architecture == "hunyuan":
+        same = (config.pooled_dim or config.text_dim) == config.text_dim
+        inputs["pooled_projections"] = text.mean(0)[None] if same else torch.zeros(1, config.pooled_dim)
+        inputs["encoder_attention_mask"] = torch.ones(1, len(text), dtype=torch.bool)
+        inputs["timestep"] = inputs["timestep"].long()
+        if config.guidance_embeds:
+            inputs["guidance"] = torch.tensor([1000.0])
+    return reference(**inputs).sample[0]

@@ -1,0 +1,108 @@
+"""Writes a run's folder: metrics.jsonl, TensorBoard, timeline.jsonl, events.jsonl and plans/, while it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from app.live_samples import LiveSamples
+from app.rundir import OLDER_TIMELINE, TIMELINE
+
+_TIMELINE_BYTES = 128 * 2**20  # then it becomes OLDER_TIMELINE, in place of the one before
+_PLANS = 1000  # the newest ones that stay
+
+
+class Recorder:
+    """The controller's listener. Plans and timeline are bounded, metrics.jsonl and events.jsonl are whole."""
+
+    def __init__(self, run_dir: Path, samples: LiveSamples | None = None) -> None:
+        """With `samples` it runs inside Ray Train: checkpoints are reported there, and pictures made from them."""
+        from app.metrics import Metrics
+
+        self._run_dir, self._samples = run_dir, samples
+        self._metrics = Metrics(run_dir)
+        self._timeline = _appending(run_dir / TIMELINE)
+        self._events = _appending(run_dir / "events.jsonl")
+        (run_dir / "plans").mkdir(exist_ok=True)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._samples is not None:
+            self._samples.close()
+        self._metrics.close()
+        self._timeline.close()
+        self._events.close()
+
+    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
+        self._metrics.step(metrics)
+        for span in timeline:
+            self._timeline.write(json.dumps(span) + "\n")
+        self._timeline.flush()
+        if self._timeline.tell() > _TIMELINE_BYTES:
+            self._timeline.close()
+            os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
+            self._timeline = _appending(self._run_dir / TIMELINE)
+        self._write_plan(metrics["step"], plan)
+
+    def _write_plan(self, step: int, plan: Any) -> None:
+        """The newest plans stay, and one of every so many older ones: a run takes millions of steps."""
+        folder = self._run_dir / "plans"
+        (folder / f"step-{step}.json").write_text(json.dumps(plan_json(plan)), encoding="utf-8")
+        if (old := step - _PLANS) % _PLANS:
+            (folder / f"step-{old}.json").unlink(missing_ok=True)
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        self._events.write(json.dumps(event, default=str) + "\n")
+        self._events.flush()
+
+    def on_checkpoint(self, folder: Path, step: int) -> None:
+        if self._samples is None:
+            return
+        import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
+
+        ray.train.report(
+            {"step": step},
+            checkpoint=Checkpoint.from_directory(str(folder)),
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
+        self._samples.on_checkpoint(step)
+
+
+def _appending(path: Path) -> IO[str]:
+    """Open a JSON-lines file behind its last whole line: a killed writer may have left half of one."""
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def plan_json(assignment: Any) -> dict[str, Any]:
+    """The executed plan of a step in the format of `heddle plan --json`, early encodes of later steps included."""
+    step = assignment.step
+    cascades = [
+        {
+            "id": c.id,
+            "item": c.item,
+            "module": c.module,
+            "step": c.step,
+            "batch": c.batch,
+            "degree": c.degree,
+            "workers": list(c.workers),
+            "start_s": c.start_s,
+            "end_s": c.end_s,
+        }
+        for c in assignment.cascades
+    ]
+    return {
+        "makespan_s": step.makespan_s,
+        "lower_bound_s": step.lower_bound_s,
+        "plan_s": assignment.plan_s,
+        "idle_ratio": step.idle_ratio,
+        "cascades": cascades,
+    }

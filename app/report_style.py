@@ -1,0 +1,59 @@
+"""The look of the report: one stylesheet, light and dark, no external assets."""
+
+CSS = """
+:root { color-scheme: light dark;
+  --bg: #f7f7f5; --card: #ffffff; --ink: #1d2025; --soft: #666c75; --rule: #e3e4e1; --accent: #3f5bd8;
+  --text: #d9962b; --vae: #1f9e8b; --dit: #4c63d2; --finish: #8d93a0; --bad: #c8433a; --good: #2e8b57; --plan: .45; }
+@media (prefers-color-scheme: dark) { :root {
+  --bg: #14161a; --card: #1d2026; --ink: #e8e9ec; --soft: #9aa1ac; --rule: #31353d; --accent: #8ea2ff;
+  --text: #e0a84f; --vae: #43bfab; --dit: #7f93f5; --finish: #6d7482; --bad: #ef7a70; --good: #63c08a; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--bg); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; margin: 0 0 2px; letter-spacing: -.01em; }
+h2 { font-size: 17px; margin: 0 0 10px; }
+h3 { font-size: 14px; margin: 18px 0 6px; color: var(--soft); font-weight: 600; }
+p, ul { margin: 0 0 8px; } ul { padding-left: 20px; }
+.soft { color: var(--soft); }
+section { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 18px 20px;
+  margin-top: 16px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 10px; margin-top: 16px; }
+.figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 10px 14px; }
+.figure b { display: block; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.figure span { color: var(--soft); font-size: 12.5px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13.5px; }
+th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid var(--rule);
+  padding: 4px 10px; }
+td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th:first-child, td:first-child, td.words, th.words { text-align: left; white-space: normal; }
+table.narrow { width: auto; }
+tr:last-child td { border-bottom: 0; }
+.share { display: inline-block; height: 8px; border-radius: 2px; background: var(--dit); vertical-align: middle; }
+.legend { display: flex; flex-wrap: wrap; gap: 14px; font-size: 12.5px; color: var(--soft); margin-bottom: 6px; }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px;
+  vertical-align: -1px; }
+.over { color: var(--bad); } .under { color: var(--good); }
+.clips { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 14px; }
+.clips figure { margin: 0; } .clips figure.sheet { grid-column: 1 / -1; }
+.clips img, .clips video { width: 100%; border-radius: 6px; background: #000;
+  image-rendering: auto; }
+.clips figcaption { font-size: 12.5px; color: var(--soft); margin-top: 3px; overflow-wrap: anywhere; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
+svg text.lane { fill: var(--ink); } svg text.in { fill: #fff; font-size: 10.5px; pointer-events: none; }
+svg .grid { stroke: var(--rule); stroke-width: 1; }
+svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+svg .c1 { stroke: var(--accent); } svg .c2 { stroke: var(--text); } svg .c3 { stroke: var(--vae); }
+svg .c4 { stroke: var(--bad); }
+svg .faint { stroke: var(--soft); stroke-opacity: .35; stroke-width: 1.2; }
+svg circle.hover { fill: transparent; stroke: none; } svg circle.hover:hover { fill: var(--accent);
+  fill-opacity: .5; }
+svg .mark line { stroke: var(--bad); stroke-dasharray: 3 3; stroke-width: 1.4; }
+svg rect.text { fill: var(--text); } svg rect.vae { fill: var(--vae); } svg rect.dit { fill: var(--dit); }
+svg rect.finish { fill: var(--finish); } svg rect.plan { fill-opacity: var(--plan); }
+svg rect.other { fill: var(--soft); }
+svg .bar:hover rect { stroke: var(--ink); stroke-width: 1.5; }
+pre { overflow-x: auto; font-size: 12.5px; margin: 0; } summary { cursor: pointer; color: var(--soft); }
+"""

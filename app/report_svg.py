@@ -1,0 +1,192 @@
+"""Inline SVG for the report: line charts and timelines. Colours are CSS classes of the page, so both themes work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+WIDTH = 960
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 24
+MAX_POINTS = 800  # longer curves are averaged into this many bins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One curve. `css` is the class of its line: c1 ... c4, faint."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    css: str = "c1"
+    hover: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A vertical line at x with a hover title."""
+
+    x: float
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """One slice of a timeline lane, in seconds from the start of the picture."""
+
+    start_s: float
+    end_s: float
+    css: str
+    title: str
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """One row of a timeline."""
+
+    name: str
+    bars: Sequence[Bar]
+    thin: bool = False
+
+
+def line_chart(series: Sequence[Series], marks: Sequence[Mark] = (), height: int = 220, zero: bool = False,
+               x_name: str = "step") -> str:
+    """Curves over a common x axis; an empty string when there is nothing to draw."""
+    drawn = [thin_out(s) for s in series]
+    points = [(x, y) for s in drawn for x, y in zip(s.xs, s.ys, strict=True) if math.isfinite(y)]
+    if not points:
+        return ""
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    y_low = min(0.0, y_low) if zero else y_low
+    y_ticks = ticks(y_low, y_high)
+    y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
+
+    def to_x(x: float) -> float:
+        return LEFT + (x - x_low) / ((x_high - x_low) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def to_y(y: float) -> float:
+        return TOP + (y_high - y) / ((y_high - y_low) or 1) * (height - TOP - BOTTOM)
+
+    parts = [_open(height)]
+    for tick in y_ticks:
+        y = to_y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+                     f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+    for tick in ticks(x_low, x_high, whole=x_name == "step"):
+        if x_low <= tick <= x_high:
+            parts.append(f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 6}" text-anchor="middle">'
+                         f'{number(tick)}</text>')
+    for mark in marks:
+        if x_low <= mark.x <= x_high:
+            parts.append(f'<g class="mark"><line x1="{to_x(mark.x):.1f}" x2="{to_x(mark.x):.1f}" y1="{TOP}" '
+                         f'y2="{height - BOTTOM}"/><title>{escape(mark.title)}</title></g>')
+    for s in drawn:
+        path = _path([(to_x(x), to_y(y)) if math.isfinite(y) else None for x, y in zip(s.xs, s.ys, strict=True)])
+        parts.append(f'<path class="line {s.css}" d="{path}"><title>{escape(s.name)}</title></path>')
+        if s.hover and len(s.xs) <= 400:
+            parts += [f'<circle class="hover {s.css}" cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="5">'
+                      f'<title>{escape(x_name)} {number(x)}: {escape(s.name)} {number(y)}</title></circle>'
+                      for x, y in zip(s.xs, s.ys, strict=True) if math.isfinite(y)]
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def _open(height: float) -> str:
+    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img" '
+            f'preserveAspectRatio="xMinYMin meet">')
+
+
+def _path(points: Sequence[tuple[float, float] | None]) -> str:
+    commands, pen_down = [], False
+    for point in points:
+        if point is None:
+            pen_down = False
+            continue
+        commands.append(f"{'L' if pen_down else 'M'}{point[0]:.1f} {point[1]:.1f}")
+        pen_down = True
+    return "".join(commands)
+
+
+def thin_out(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most `limit` points, each the mean of its bin."""
+    count = len(series.xs)
+    if count <= limit:
+        return series
+    bounds = [round(i * count / limit) for i in range(limit + 1)]
+    xs = [mean(series.xs[a:b]) for a, b in pairwise(bounds)]
+    ys = [mean([y for y in series.ys[a:b] if math.isfinite(y)] or [math.nan])
+          for a, b in pairwise(bounds)]
+    return Series(name=series.name, xs=xs, ys=ys, css=series.css)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers that cover low..high."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    size = 10 ** math.floor(math.log10(raw))
+    step = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= raw * 0.999)
+    if whole:
+        step = max(1.0, round(step))
+    first = math.floor(low / step)
+    return [i * step for i in range(first, math.ceil(high / step - 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """Short decimal for axes and titles."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def timeline(lanes: Sequence[Lane], lines: Sequence[Mark] = ()) -> str:
+    """Lanes of bars over seconds, planned ones (thin) under the measured ones they belong to."""
+    end = max((bar.end_s for lane in lanes for bar in lane.bars), default=0.0)
+    if end <= 0:
+        return ""
+    left, tops, y = 90, [], 6.0
+    for lane in lanes:
+        tops.append(y)
+        y += 16 if lane.thin else 26
+    height = y + 26
+
+    def to_x(seconds: float) -> float:
+        return left + max(seconds, 0) / end * (WIDTH - left - RIGHT)
+
+    parts = [_open(height)]
+    for tick in ticks(0, end, count=8):
+        if tick <= end:
+            parts.append(f'<line class="grid" x1="{to_x(tick):.1f}" x2="{to_x(tick):.1f}" y1="0" y2="{y:.0f}"/>'
+                         f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 8:.0f}" text-anchor="middle">'
+                         f'{number(tick)} s</text>')
+    for lane, top in zip(lanes, tops, strict=True):
+        depth = 10 if lane.thin else 22
+        parts.append(f'<text class="{"tick" if lane.thin else "lane"}" x="{left - 8}" y="{top + depth / 2 + 4:.1f}" '
+                     f'text-anchor="end">{escape(lane.name)}</text>')
+        parts += [_bar(bar, to_x, top, depth) for bar in lane.bars]
+    for line in lines:
+        parts.append(f'<g class="mark"><line x1="{to_x(line.x):.1f}" x2="{to_x(line.x):.1f}" y1="0" y2="{y:.0f}"/>'
+                     f'<title>{escape(line.title)}</title></g>')
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def _bar(bar: Bar, to_x: Callable[[float], float], top: float, depth: float) -> str:
+    x, width = to_x(bar.start_s), max(to_x(bar.end_s) - to_x(bar.start_s), 0.8)
+    label = ""
+    room = int(width / 6.2)
+    if bar.label and depth > 12 and room >= 3:
+        text = bar.label if len(bar.label) <= room else bar.label[:room - 1] + "…"
+        label = f'<text class="in" x="{x + 4:.1f}" y="{top + depth / 2 + 4:.1f}">{escape(text)}</text>'
+    return (f'<g class="bar"><rect class="{bar.css}" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{depth}" '
+            f'rx="2"/>{label}<title>{escape(bar.title)}</title></g>')

@@ -1,0 +1,85 @@
+"""What a run left in its folder, read tolerantly: a run may be alive, or may have died in the middle of a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.settings import ConfigError
+
+Record = dict[str, Any]
+TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Readers of one run folder. A file that does not exist reads as empty."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """Raises ConfigError when `path` is not the folder of a run."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"run directory {folder} does not exist.")
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError(f"{folder} is not a run directory: it has no config.yaml.")
+        return cls(folder)
+
+    def config(self) -> Record:
+        """The resolved config as plain dicts."""
+        return yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {}
+
+    def metrics(self) -> list[Record]:
+        """One record per step, in step order."""
+        return sorted(read_jsonl(self.path / "metrics.jsonl"), key=lambda record: record["step"])
+
+    def events(self) -> list[Record]:
+        return list(read_jsonl(self.path / "events.jsonl"))
+
+    def spans(self) -> list[Record]:
+        """Executed spans of the timeline, in the order they were written."""
+        return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_jsonl(self.path / name)]
+
+    def plans(self) -> dict[int, Record]:
+        """Executed plans of the newest steps, and of some older ones."""
+        plans = {}
+        for path in (self.path / "plans").glob("step-*.json"):
+            step = path.stem.removeprefix("step-")
+            if step.isdigit():
+                plans[int(step)] = json.loads(path.read_text(encoding="utf-8"))
+        return dict(sorted(plans.items()))
+
+    def samples(self) -> list[Path]:
+        """Pictures and clips of samples/, newest step first, prompts in order."""
+        files = [path for path in (self.path / "samples").rglob("*") if path.suffix in (".mp4", ".png")]
+        return sorted(files, key=lambda path: (-_step_of(path), path.name))
+
+
+def _step_of(path: Path) -> int:
+    """N of step-N-01.mp4; -1 for other names."""
+    match = re.match(r"step-(\d+)", path.name)
+    return int(match[1]) if match else -1
+
+
+def read_jsonl(path: Path) -> Iterator[Record]:
+    """Objects of a JSON-lines file; a torn last line (the writer died) is left out, a torn line before it raises."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise ConfigError(f"{path} line {number} is not JSON: {error.msg}.") from None

@@ -1,0 +1,85 @@
+"""Clips as files a person can look at: H.264 MP4 and PNG contact sheets. Videos are uint8 [T, H, W, 3]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+from av.video.stream import VideoStream
+from PIL import Image, ImageDraw
+
+_SHEET_FRAMES = 6  # frames of a clip on a contact sheet, evenly spaced from the first to the last
+_MIN_HEIGHT = 96  # small clips are enlarged by a whole factor, so that their pixels stay sharp
+_GAP = 4
+_LINE = 16
+_PAPER, _INK = (250, 250, 250), (30, 30, 30)
+
+
+def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
+    """H.264, yuv420p, which every player opens. An odd side loses its last row or column (4:2:0 needs even ones)."""
+    _check(video)
+    frames, height, width, _ = video.shape
+    height, width = height - height % 2, width - width % 2
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = cast(VideoStream, container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={
+            "crf": "16", "preset": "medium", "x264-params": "log-level=none"}))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.thread_count = 1
+        for index in range(frames):
+            picture = np.ascontiguousarray(video[index, :height, :width])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str], columns: int = 1) -> None:
+    """One PNG: each clip a strip of frames under its title, `columns` clips side by side."""
+    cells = [_cell(video, title) for video, title in zip(videos, titles, strict=True)]
+    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    width = max(cell.width for cell in cells)
+    heights = [max(cell.height for cell in row) for row in rows]
+    sheet = Image.new("RGB", (columns * (width + _GAP) + _GAP, sum(heights) + _GAP * (len(rows) + 1)), _PAPER)
+    top = _GAP
+    for row, height in zip(rows, heights, strict=True):
+        for column, cell in enumerate(row):
+            sheet.paste(cell, (_GAP + column * (width + _GAP), top))
+        top += height + _GAP
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+
+
+def _cell(video: np.ndarray, title: str) -> Image.Image:
+    _check(video)
+    shown = sorted({round(position) for position in np.linspace(0, len(video) - 1, _SHEET_FRAMES)})
+    scale = max(1, -(-_MIN_HEIGHT // video.shape[1]))
+    frames = [np.repeat(np.repeat(video[index], scale, axis=0), scale, axis=1) for index in shown]
+    height, width, _ = frames[0].shape
+    total = len(frames) * (width + _GAP) - _GAP
+    lines = _wrap(title, total)
+    cell = Image.new("RGB", (total, height + _LINE * len(lines)), _PAPER)
+    draw = ImageDraw.Draw(cell)
+    for number, line in enumerate(lines):
+        draw.text((2, 2 + _LINE * number), line, fill=_INK)
+    for index, frame in enumerate(frames):
+        cell.paste(Image.fromarray(frame), (index * (width + _GAP), _LINE * len(lines)))
+    return cell
+
+
+def _wrap(title: str, width: int) -> list[str]:
+    """The title in lines of the cell's width; the default font is about 6 pixels per letter."""
+    limit = max(10, width // 6)
+    lines = [""]
+    for word in title.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > limit:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
+def _check(video: np.ndarray) -> None:
+    if video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3 or 0 in video.shape:
+        raise ValueError(f"a clip must be uint8 [T, H, W, 3]; this one is {video.dtype} {list(video.shape)}.")
