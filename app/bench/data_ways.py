@@ -1,0 +1,340 @@
+"""What `heddle bench data` compares, one way per process: python -m app.bench.data_ways WAY ROOT BUCKET BATCH CLIPS"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from app.bench.data import Cost, timed
+from app.bench.tree import Tree
+from data.blocks import as_batch
+from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
+from data.dataset import Dataset
+from data.decode import decode_job, decode_video
+from data.types import Job
+from ops.geometry import Geometry
+
+WORKERS = 2
+ITEMS = 2  # per step
+WARM_STEPS = 1
+ENGINE_EPOCHS = 2
+SETTLED_SHARE = 0.25  # of a core: less than this over a second, and nothing is decoded any more
+MEASURES = 10  # of the memory, over the course of many clips
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one way is to load."""
+
+    root: Path
+    bucket: str
+    batch: int
+    clips: int  # 0: each once
+
+
+def config(setting: Setting) -> DataConfig:
+    source = SourceConfig(path=str(setting.root / "shards"), index=str(setting.root / "index"))
+    engine = EngineConfig(decode_workers=WORKERS, decode_cpus=0.5, object_store_mb=512)
+    return DataConfig(sources=(source,), buckets=BucketsConfig(table=(setting.bucket,)), items_per_step=ITEMS,
+                      engine=engine, batch=BatchConfig(memory_tokens=1e9, max_batch=setting.batch),
+                      caption_dropout=0.0, fps=16.0, start_frame="fixed")
+
+
+def dataset(setting: Setting) -> Dataset:
+    return Dataset.open(config(setting), Geometry(), seed=0)
+
+
+def steps_of(data: Dataset) -> int:
+    """As many as draw each clip about once, without what waits."""
+    return data.ledger.planned // (next(iter(data.batch_sizes().values())) * ITEMS)
+
+
+def jobs(data: Dataset) -> Iterator[Job]:
+    for step in range(WARM_STEPS, WARM_STEPS + steps_of(data)):
+        for item in data.step(step).items:
+            yield data.job(item)
+
+
+def plain(setting: Setting) -> Cost:
+    return _spread(list(jobs(dataset(setting))), decode_all)
+
+
+def everything(setting: Setting) -> Cost:
+    """Every frame at full size as RGB, then the wanted ones resized: how Open-Sora reads a video."""
+    work = list(jobs(dataset(setting)))
+    return _spread(work[:max(len(work) // 4, WORKERS)], decode_everything)
+
+
+def _spread(work: list[Job], decode: Callable[[list[Job]], int]) -> Cost:
+    """The cost of decoding jobs in WORKERS processes that are up and warm."""
+    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(decode, [work[:1]] * WORKERS))
+        return timed(lambda: sum(pool.map(decode, [work[number::WORKERS] for number in range(WORKERS)])))
+
+
+def decode_all(work: list[Job]) -> int:
+    return sum(len(decode_job(job).ok) for job in work)
+
+
+def decode_everything(work: list[Job]) -> int:
+    for job in work:
+        for clip in job.clips:
+            with open(clip.media, "rb") as shard:
+                shard.seek(clip.offset)
+                content = io.BytesIO(shard.read(clip.size))
+            container: Any = av.open(content)
+            with container:
+                stream = container.streams.video[0]
+                stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
+                frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+            _resize(np.stack(frames), clip.start_frame, clip.fps / job.fps, job)
+    return sum(len(job.clips) for job in work)
+
+
+def _resize(frames: np.ndarray, start: int, stride: float, job: Job) -> np.ndarray:
+    import torch
+
+    torch.set_num_threads(1)
+    chosen = [min(start + int(k * stride), len(frames) - 1) for k in range(job.bucket.frames)]
+    video = torch.from_numpy(frames[chosen]).permute(0, 3, 1, 2).float()
+    size = (job.bucket.height, job.bucket.width)
+    return torch.nn.functional.interpolate(video, size=size, mode="bilinear", antialias=True).byte().numpy()
+
+
+def webdataset_loader(setting: Setting) -> Cost:
+    """WebLoader over the shards with the same decoder on each sample's bytes, in shard order (it has no plan)."""
+    import webdataset
+
+    data = dataset(setting)
+    job = data.job(data.step(0).items[0])
+    decode = WebDecode(job)
+    shards = sorted(str(path) for path in (setting.root / "shards").glob("*.tar"))
+    source = webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=None, empty_check=False).map(decode)
+    loader = webdataset.WebLoader(source, batch_size=None, num_workers=WORKERS)
+    return timed(lambda: sum(1 for _ in loader))
+
+
+class WebDecode:
+    """Decodes the bytes of a sample as the first clip of a job: its frames, its size."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __call__(self, sample: dict[str, Any]) -> tuple[np.ndarray, str]:
+        text = sample["txt"]  # bytes from webdataset, text from Ray
+        return decode_video(io.BytesIO(sample["mp4"]), self.job.clips[0], self.job), str(text)
+
+
+class PlanDataset:
+    """The plan's jobs as a map-style dataset."""
+
+    def __init__(self, work: list[Job]) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return decode_job(self.work[index]).video
+
+
+def torch_loader(setting: Setting) -> Cost:
+    import torch
+
+    torch.set_num_threads(1)
+    work = list(jobs(dataset(setting)))
+    loader: Any = torch.utils.data.DataLoader(PlanDataset(work), batch_size=None, num_workers=WORKERS)  # type: ignore[arg-type]
+    return timed(lambda: sum(len(video) for video in loader))
+
+
+def pool(setting: Setting) -> Cost:
+    from data.pool import PoolEngine
+
+    data = dataset(setting)
+    return _engine(PoolEngine(data), data)
+
+
+def ray_data(setting: Setting) -> Cost:
+    import ray
+
+    from data.stream import RayEngine
+
+    _init_ray()
+    data = dataset(setting)
+    cost = _engine(RayEngine(data), data)
+    ray.shutdown()
+    return cost
+
+
+def _engine(engine: Any, data: Dataset) -> Cost:
+    """From full look-ahead to full look-ahead, so that what is decoded ahead is neither given nor taken."""
+    engine.start(0)
+    engine.batches(0)
+    _settle()
+
+    def drain() -> int:
+        clips = 0
+        for step in range(WARM_STEPS, WARM_STEPS + ENGINE_EPOCHS * steps_of(data)):
+            engine.batches(step)
+            engine.release(step)
+            clips += data.step(step).num_samples
+        _settle()
+        return clips
+
+    cost = timed(drain)
+    engine.stop()
+    return replace(cost, wall_s=cost.wall_s - 1.0)  # the second in which it was settled
+
+
+def _settle() -> None:
+    """Wait until the processes of this one have nothing to do."""
+    while True:
+        with Tree() as tree:
+            time.sleep(1.0)
+        if tree.cpu_s < SETTLED_SHARE:
+            return
+
+
+def _init_ray(warm: bool = False) -> None:
+    """A cluster of this machine; a warm one has run a dataset before: Ray Data's actors are up, modules imported."""
+    import ray
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.init(address="local", num_cpus=WORKERS, include_dashboard=False, object_store_memory=2 << 30,
+             logging_level=logging.ERROR, log_to_driver=False)
+    if warm:
+        ray.data.range(WORKERS, override_num_blocks=WORKERS).map_batches(import_decoder).take_all()
+
+
+def import_decoder(rows: Any) -> Any:
+    assert decode_video is not None
+    return rows
+
+
+def index(setting: Setting) -> Cost:
+    from data.index import build_index
+    from data.ledger import Ledger
+
+    source = config(setting).sources[0]
+
+    def build() -> int:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as fresh:
+            return len(build_index(source, Path(fresh), Ledger(LimitsConfig()), limits=LimitsConfig()))
+
+    build()
+    return timed(lambda: sum(build() for _ in range(3)))
+
+
+def probe(setting: Setting) -> Cost:
+    data = dataset(setting)
+    rows = [data.indexes[0].row(row) for row in range(min(len(data.indexes[0]), 200))]
+
+    def look() -> int:
+        for row in rows:
+            with open(row.path, "rb") as shard:
+                shard.seek(row.offset)
+                content = io.BytesIO(shard.read(row.size))
+            with av.open(content) as container:
+                assert container.streams.video[0].width == row.width
+        return len(rows)
+
+    return timed(look)
+
+
+def first_batch(setting: Setting) -> Cost:
+    """From shards without an index."""
+    import tempfile
+
+    import ray
+
+    from data.stream import RayEngine
+
+    _init_ray(warm=True)
+    engines = []
+
+    def first() -> int:
+        with tempfile.TemporaryDirectory() as fresh:
+            usual = config(setting)
+            cold = replace(usual, sources=(replace(usual.sources[0], index=fresh),), items_per_step=1)
+            engine = RayEngine(Dataset.open(cold, Geometry(), seed=0))
+            engines.append(engine)
+            engine.start(0)
+            return len(as_batch(ray.get(engine.batches(0)[0])).ok)
+
+    cost = timed(first)
+    engines[0].stop()
+    ray.shutdown()
+    return cost
+
+
+def first_batch_of_read_webdataset(setting: Setting) -> Cost:
+    import ray
+
+    data = dataset(setting)
+    decode = WebDecode(data.job(data.step(0).items[0]))
+    shards = sorted(str(path) for path in (setting.root / "shards").glob("*.tar"))
+    _init_ray(warm=True)
+
+    def first() -> int:
+        rows = ray.data.read_webdataset(shards, decoder=False).map(lambda row: {"video": decode(row)[0]})
+        return len(next(iter(rows.iter_batches(batch_size=setting.batch)))["video"])
+
+    cost = timed(first)
+    ray.shutdown()
+    return cost
+
+
+def memory(setting: Setting) -> Cost:
+    """The largest private memory of any process of the Ray engine, as the clips go by."""
+    import ray
+
+    from data.stream import RayEngine
+
+    _init_ray()
+    data = dataset(setting)
+    engine, course, clips, step = RayEngine(data), [], 0, 0
+    engine.start(0)
+    start = time.perf_counter()
+    for part in range(1, MEASURES + 1):
+        with Tree() as tree:
+            while clips < part * setting.clips // MEASURES:
+                engine.batches(step)
+                engine.release(step)
+                clips += data.step(step).num_samples
+                step += 1
+        course.append(tree.memory_mib)
+    engine.stop()
+    ray.shutdown()
+    return Cost(way="", clips=clips, wall_s=time.perf_counter() - start, cpu_s=0.0, memory_mib=max(course),
+                course_mib=tuple(course))
+
+
+WAYS: dict[str, Callable[[Setting], Cost]] = {
+    "plain PyAV loop": plain, "decode everything": everything, "webdataset loader": webdataset_loader,
+    "torch DataLoader, same plan": torch_loader, "Heddle, process pool": pool, "Heddle, Ray Data": ray_data,
+    "index, headers only": index, "av.open probe": probe, "first batch, Heddle on Ray": first_batch,
+    "first batch, ray.data.read_webdataset": first_batch_of_read_webdataset, "memory over many clips": memory}
+
+
+def main() -> None:
+    way, root, bucket, batch, clips = sys.argv[1:]
+    cost = WAYS[way](Setting(Path(root), bucket, int(batch), int(clips)))
+    print(json.dumps({**asdict(cost), "way": way}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""A laboratory for elasticity: several Ray nodes on this machine, a small data set, and runs of a tiny model.
+
+    with Lab(folder) as lab:
+        lab.add_node(workers=2); lab.add_node(workers=1)
+        run = lab.start(lab.config("calm", steps=20))
+        run.wait_for_step(5); run.kill_worker()
+        print(run.join().code, run.losses())
+
+The nodes are real raylets (ray.cluster_utils.Cluster), the workers real processes, the signals real signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.config import RunConfig
+
+TINY = {
+    "model": {
+        "dit": {"num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_dim": 128, "freq_dim": 32},
+        "vae": {"kind": "haar", "channels": 24},
+        "text": {"max_length": 64, "d_model": 32, "num_layers": 1, "num_heads": 2},
+    },
+    "train": {"optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9}, "flow": {"flow_shift": 1.0}},
+    "planner": {"strategy": "cascade", "budget_s": 0.02},
+    "snapshot": {"enabled": True},
+    "checkpoint": {"every": 0, "keep_last": 2},
+}
+
+
+_PACE_S = 0.5  # between steps while something is awaited of a run
+
+
+class Timeout(RuntimeError):
+    """A run did not get where it was awaited."""
+
+
+class Lab:
+    """Owns the cluster of this process; `close` ends everything it started."""
+
+    def __init__(self, folder: Path, clips: int = 60) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        from data.synthetic import SynthConfig, synthesize
+
+        self.folder = folder
+        self.data = folder / "data"
+        if not self.data.exists():
+            synthesize(self.data, SynthConfig(clips=clips, images=12, shards=2, koala=False))
+        root = str(Path(__file__).resolve().parents[2])
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        os.environ.setdefault("RAY_maximum_startup_concurrency", "32")
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
+        # The head has room for decoding only: a worker takes two (logical) CPUs.
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20},
+        )
+        ray.init(address=self.cluster.address, namespace="heddle", log_to_driver=False, logging_level=logging.ERROR)
+        self.nodes: list[Any] = []
+        self.runs: list[LabRun] = []
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        import ray
+
+        for run in self.runs:
+            run.stop()
+        ray.shutdown()
+        self.cluster.shutdown()
+
+    def add_node(self, workers: int) -> Any:
+        """A node with room for this many workers."""
+        node = self.cluster.add_node(num_cpus=2 * workers, object_store_memory=150 * 2**20)
+        self.nodes.append(node)
+        return node
+
+    def kill_node(self, node: Any) -> None:
+        """The node is gone without a word, with all its processes."""
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def config(self, name: str, **sections: Mapping[str, Any]) -> RunConfig:
+        """Settings of a tiny run; `sections` are merged over TINY, e.g. train={"steps": 20}."""
+        shards = sorted(str(path) for path in (self.data / "shards").glob("*.tar"))
+        tree: dict[str, Any] = {
+            "run": {"name": name, "dir": str(self.folder / "runs")},
+            **TINY,
+            "data": {
+                "sources": [{"path": "::".join(shards)}],
+                "items_per_step": 4,
+                "buckets": {"table": ["1x64x96", "9x64x96", "17x64x96", "9x96x64"], "short_videos": "image"},
+                "batch": {"memory_tokens": 300, "text_tokens": 40, "max_batch": 3},
+                "engine": {"decode_workers": 1, "decode_cpus": 0.2},
+            },
+            "workers": {
+                "min": 1,
+                "max": 3,
+                "cpus_per_worker": 2.0,
+                "heartbeat_s": 0.2,
+                "suspect_s": 6.0,
+                "collective_timeout_s": 60.0,
+                "device": "cpu",
+            },
+        }
+        for section, values in sections.items():
+            tree[section] = _merge(tree.get(section, {}), values)
+        return RunConfig.from_yaml(yaml.safe_dump(tree))
+
+    def start(self, config: RunConfig, worker_class: Any = None, **replacements: Any) -> LabRun:
+        """Begin a run in a thread of this process; `replacements` go to the Controller."""
+        run = LabRun(config, worker_class, replacements)
+        self.runs.append(run)
+        return run
+
+
+class LabRun:
+    """A controller in a thread, what it has said so far, and ways to hurt it."""
+
+    def __init__(self, config: RunConfig, worker_class: Any, replacements: Mapping[str, Any]) -> None:
+        from actors.worker import Worker
+
+        self.config = config
+        self.run_dir = Path(config.run.dir) / config.run.name
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.metrics: list[Mapping[str, Any]] = []
+        self.events: list[Mapping[str, Any]] = []
+        self.outcome: Any = None
+        self.error: BaseException | None = None
+        self.controller: Any = None
+        self._awaited: list[float] = []  # extra seconds per step, one entry for everybody who waits
+        self._hold = threading.Event()
+        self._hold.set()
+        self._replacements = replacements
+        self._worker_class = worker_class or Worker
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float = 300.0) -> Any:
+        """Outcome of the run. Raises what the controller raised, or Timeout."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise Timeout(
+                f"run {self.run_dir.name} is at step {len(self.metrics)} after {timeout_s:g} s; "
+                f"last events: {[e['event'] for e in self.events[-8:]]}"
+            )
+        if self.error is not None:
+            raise self.error
+        return self.outcome
+
+    def stop(self) -> None:
+        """End a run that is still going, at a committed step. Raises what the controller raised."""
+        if self._thread.is_alive() and self.controller is not None:
+            self.controller.monitor.stop.remote("stopped by the laboratory")
+            self._thread.join(60)
+        if self.error is not None:
+            raise self.error
+
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, timeout_s: float = 240.0, pace_s: float = _PACE_S
+    ) -> None:
+        """Returns when it holds; meanwhile a step takes `pace_s` longer, so that the run does not end before."""
+        deadline = time.monotonic() + timeout_s
+        self._awaited.append(pace_s)
+        try:
+            while not condition():
+                if time.monotonic() > deadline or not self._thread.is_alive():
+                    last = [(e["event"], e.get("why")) for e in self.events[-8:]]
+                    raise Timeout(f"waited for {what}; error {self.error!r}, last events: {last}")
+                time.sleep(0.02)
+        finally:
+            self._awaited.remove(pace_s)
+
+    def wait_for_step(self, step: int, timeout_s: float = 240.0) -> None:
+        self.wait_for(lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s)
+
+    def wait_for_workers(self, count: int, timeout_s: float = 240.0) -> None:
+        self.wait_for(
+            lambda: bool(self.metrics) and self.metrics[-1]["workers"] == count, f"{count} workers", timeout_s
+        )
+
+    def wait_for_more_steps(self, count: int, timeout_s: float = 240.0) -> None:
+        self.wait_for_step((self.metrics[-1]["step"] if self.metrics else -1) + count, timeout_s)
+
+    def wait_for_recoveries(self, count: int, timeout_s: float = 240.0) -> None:
+        self.wait_for(lambda: len(self.seconds_to_recover()) >= count, f"recovery {count}", timeout_s)
+
+    def losses(self) -> list[float]:
+        return [m["loss"] for m in self.metrics]
+
+    def steps(self) -> list[int]:
+        return [m["step"] for m in self.metrics]
+
+    def seconds_to_recover(self) -> list[float]:
+        return [e["seconds"] for e in self.events if e["event"] == "recovered"]
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def active(self) -> list[tuple[str, int]]:
+        """(name, pid) of the workers of the running generation."""
+        pids = {e["worker"]: e["pid"] for e in self.events if e["event"] == "ready"}
+        generations = [e for e in self.events if e["event"] == "generation"]
+        names: list[str] = generations[-1]["workers"] if generations else []
+        return [(name, pids[name]) for name in names]
+
+    def generations(self) -> int:
+        return sum(e["event"] == "generation" for e in self.events)
+
+    def nodes_of_active(self) -> list[str]:
+        """Node ids of the workers of the running generation."""
+        nodes = {e["worker"]: e["node"] for e in self.events if e["event"] == "ready"}
+        return [nodes[name] for name, _ in self.active()]
+
+    def pause_before_last(self) -> None:
+        """Hold the run back from its last step until `go_on`."""
+        self._hold.clear()
+        self.wait_for_step(self.config.train.steps - 3, 900)
+
+    def go_on(self) -> None:
+        self._hold.set()
+
+    def parameter_digests(self) -> list[str]:
+        """SHA-256 of the parameters of every worker of the running generation, all after the same step."""
+        import ray
+
+        handles = [self.controller.pool.handle(name) for name, _ in self.active()]
+        return ray.get([handle.parameters_digest.remote() for handle in handles], timeout=120)
+
+    def signal_worker(self, index: int = 0, number: int = signal.SIGKILL) -> str:
+        name, pid = self.active()[index]
+        os.kill(pid, number)
+        return name
+
+    def scale(self, target: int) -> None:
+        """What `heddle workers scale` does."""
+        import ray
+
+        self.wait_for(lambda: self.controller is not None, "the controller")
+        ray.get(self.controller.monitor.scale.remote(target))
+
+    def kill_actor(self, kind: str) -> None:
+        """End the process of the "planner", "feeder", "monitor", of one "keeper" or of all "keepers" without a word."""
+        import ray
+
+        controller = self.controller
+        keepers = controller.state.keepers.find
+        handles: list[Any] = {
+            "planner": lambda: [controller.planner._actor],
+            "feeder": lambda: [controller.source._feeder],
+            "monitor": lambda: [controller.monitor],
+            "keeper": lambda: list(keepers().values())[:1],
+            "keepers": lambda: list(keepers().values()),
+        }[kind]()
+        for handle in handles:
+            ray.kill(handle, no_restart=kind != "monitor")  # Ray itself starts the monitor again
+
+    # -- the controller's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        from actors.controller import Controller
+        from app.train import runtime_config
+
+        try:
+            self.controller = Controller(
+                runtime_config(self.config, self.run_dir),
+                self,
+                worker_class=self._worker_class,
+                **self._replacements,
+            )
+            self.outcome = self.controller.train()
+        except BaseException as error:
+            self.error = error
+
+    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
+        self.metrics.append(metrics)
+        if self._awaited:
+            time.sleep(max(self._awaited, default=0.0))
+        if metrics["step"] >= self.config.train.steps - 3:
+            self._hold.wait()
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+    def on_checkpoint(self, folder: Path, step: int) -> None:
+        return None
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = (
+            _merge(base[key], value) if isinstance(value, Mapping) and isinstance(base.get(key), Mapping) else value
+        )
+    return merged

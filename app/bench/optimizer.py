@@ -1,0 +1,205 @@
+"""What an optimizer step costs: FlatSync against a plain all-reduce plus fused AdamW of the same size.
+
+    python -m app.bench.optimizer --elements 16000000 --workers 2,3
+
+Ranks are processes on this machine that talk over Gloo. Every variant runs once per round, in turn, so that other load
+hits all of them alike; a round counts the slowest rank. The plain variant is what data parallelism without sharding
+does: one all-reduce of the whole gradient and one fused AdamW over all weights on every rank. FlatSync sums the same
+gradient, takes the global norm, clips, updates its shard, keeps an EMA and gathers the weights.
+
+The late worker: one rank is still in its last backward (a sleep, parameter by parameter) when the others have ended
+theirs. What counts is its time from the end of that backward to the end of the step, once with the sum begun there by
+all, once with buckets that start as they are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ops.comm import CancelToken, Group, Groups
+from ops.config import OptimizerConfig
+from ops.sync import FlatSync
+
+BARE = OptimizerConfig(max_grad_norm=0.0, ema_decay=0.0)
+FULL = OptimizerConfig()
+_LAYERS = 40
+_LATE_S = 1.0
+_LATE = "behind the last backward of a worker that is 1 s late:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Seconds per step of one variant: every round, slowest rank."""
+
+    workers: int
+    variant: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return 1e3 * statistics.median(self.seconds)
+
+
+class Weights(nn.Module):
+    """A model of equal layers without a forward: random numbers, the same on every rank."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(elements, generator=generator).to(dtype)
+        self.layers = nn.ParameterList(nn.Parameter(part) for part in values.chunk(_LAYERS))
+
+
+def plain_step(group: Group, elements: int) -> Callable[[], None]:
+    weight = nn.Parameter(torch.randn(elements, generator=torch.Generator().manual_seed(0)))
+    gradient = torch.randn(elements)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def step() -> None:
+        group.all_reduce(gradient)
+        weight.grad = gradient
+        optimizer.step()
+        gradient.mul_(1.0 / group.size)  # not part of the step's idea; keeps the numbers finite
+
+    return step
+
+
+def flat_step(group: Group, elements: int, config: OptimizerConfig, dtype: torch.dtype) -> Callable[[], None]:
+    sync = FlatSync(Weights(elements, dtype), config, total_steps=1000)
+    sync.form(group, None)
+    sync.gradient().normal_()
+
+    def step() -> None:
+        sync.finish_step(0, 1.0, 1.0, float(group.size), lambda phase: None)
+
+    return step
+
+
+def late_step(group: Group, elements: int, early: bool) -> Callable[[], float]:
+    """A step whose last rank ends its backward late; returns the seconds behind that, 0 on the other ranks."""
+    sync = FlatSync(Weights(elements, torch.float32), FULL, total_steps=1000)
+    sync.form(group, None)
+    late = group.rank == group.size - 1
+
+    def step() -> float:
+        sync.gradient().normal_()
+        group.barrier()
+        if early:
+            sync.sum.watch()
+        for index in reversed(range(len(sync.layout))):
+            if late:
+                time.sleep(_LATE_S / len(sync.layout))
+            if early:
+                sync.sum.received(index)
+        begin = time.perf_counter()
+        sync.finish_step(0, 1.0, 1.0, float(group.size), lambda phase: None)
+        return time.perf_counter() - begin if late else 0.0
+
+    return step
+
+
+def variants(group: Group, elements: int) -> dict[str, Callable[[], float | None]]:
+    return {
+        "plain all-reduce + fused AdamW": plain_step(group, elements),
+        "FlatSync, no clip, no EMA": flat_step(group, elements, BARE, torch.float32),
+        "FlatSync, clip and EMA": flat_step(group, elements, FULL, torch.float32),
+        "FlatSync, clip and EMA, bf16 weights": flat_step(group, elements, FULL, torch.bfloat16),
+        f"{_LATE} sum at the end": late_step(group, elements, early=False),
+        f"{_LATE} buckets as they are complete": late_step(group, elements, early=True),
+    }
+
+
+def measure(group: Group, elements: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of this rank per variant and round, after one round that does not count."""
+    steps = variants(group, elements)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            group.barrier()
+            begin = time.perf_counter()
+            counted = step()
+            group.barrier()
+            if repeat:
+                seconds[name].append(time.perf_counter() - begin if counted is None else counted)
+    return seconds
+
+
+def rank_main(rank: int, workers: int, port: int, elements: int, repeats: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+    groups = Groups(store, rank, tuple(range(workers)), "gloo", 0, 300.0, CancelToken(), "127.0.0.1")
+    seconds = measure(groups.world_group(), elements, repeats)
+    groups.close()
+    return seconds
+
+
+def measure_workers(workers: int, elements: int, repeats: int) -> list[StepCost]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "app.bench.optimizer", "--elements", str(elements), "--repeats", str(repeats)]
+    processes = [
+        subprocess.Popen(
+            [*command, "--workers", str(workers), "--rank", str(rank), "--port", str(store.port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(workers)
+    ]
+    ranks = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in processes]
+    return [
+        StepCost(
+            workers=workers, variant=name, seconds=tuple(max(times) for times in zip(*(rank[name] for rank in ranks)))
+        )
+        for name in ranks[0]
+    ]
+
+
+def table(costs: Sequence[StepCost], elements: int) -> str:
+    """Markdown: medians, and the median over rounds of the ratio to the plain variant of the same round."""
+    lines = [f"{elements / 1e6:g} M elements, fp32 gradients", "", "| workers | step | median ms | x plain |"]
+    lines.append("|---|---|---|---|")
+    for cost in costs:
+        plain = next(c for c in costs if c.workers == cost.workers and c.variant.startswith("plain"))
+        ratio = statistics.median(mine / other for mine, other in zip(cost.seconds, plain.seconds))
+        lines.append(f"| {cost.workers} | {cost.variant} | {cost.median_ms:.0f} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+def run(elements: int = 16_000_000, workers: list[int] = [2, 3], repeats: int = 9) -> None:  # noqa: B006 (for Typer)
+    """Measure and print the Markdown table."""
+    costs = [cost for count in workers for cost in measure_workers(count, elements, repeats)]
+    print(table(costs, elements))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=16_000_000)
+    parser.add_argument("--workers", default="2,3", help="numbers of workers, comma separated")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    counts = [int(count) for count in options.workers.split(",")]
+    if options.rank >= 0:
+        print(json.dumps(rank_main(options.rank, counts[0], options.port, options.elements, options.repeats)))
+    else:
+        run(options.elements, counts, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

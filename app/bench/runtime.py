@@ -1,0 +1,276 @@
+"""`heddle bench runtime`: does the runtime keep the plan's promise, and what does a plan gain on a real model?
+
+(a) The controller, 16 worker processes and real process groups execute plans of the published 16-GPU workload, each
+    cascade replaced by a wait of its predicted length (time runs 10x faster): executed against planned makespan,
+    and the controller's cost per dispatched cascade.
+(b) A tiny model on two workers of this machine, mixed buckets: seconds per step and idle share of `cascade` against
+    `static`, taken in turns so that both see the same noise.
+(m) With --memory-steps 500: resident sets and object-store use after 50 and after 500 short steps.
+Part (c), the bookkeeping of sequence parallelism per layer, is `heddle bench ulysses`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from actors.executor import Executor, Modules, _Measure
+from actors.feeder import StepItems
+from actors.handoff import Encoded
+from actors.messages import CascadeTask
+from actors.plan.types import Item
+from actors.worker import Worker
+from app.bench import memory
+from app.bench.lab import Lab
+from data.types import Batch
+from ops.sync import FlatSync
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILE = ROOT / "configs/profiles/hunyuan-13b-720p-h100.json"
+WORKLOAD = ROOT / "configs/bench/A-16gpu.json"
+SPEED = 10.0  # predicted seconds are divided by this
+
+
+class TimedExecutor(Executor):
+    """Waits where the real one computes: members of a bag meet, then wait for the planned length together."""
+
+    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[Encoded]:
+        return self._wait(task)
+
+    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[Encoded]:
+        return self._wait(task)
+
+    def dit(self, task: CascadeTask, fetched: dict[Any, Encoded], fetch_s: float | None = None) -> None:
+        self._wait(task)
+        self._weights[task.step] = 1.0
+
+    def _wait(self, task: CascadeTask) -> list[Encoded]:
+        with _Measure(self, task):
+            self._bag(task).barrier()
+            time.sleep(task.planned_end_s - task.planned_start_s)
+            return self._deliver(task, [Encoded(id=s.id, rows=torch.zeros(1, 1)) for s in task.samples])
+
+
+class TimedWorker(Worker):
+    """A worker whose model is one small layer and whose cascades are waits."""
+
+    def _load(self) -> Executor:
+        layer = torch.nn.Linear(64, 64)
+        modules: Any = Modules(config=self.settings.model, geometry=None, dit=layer, vae=None, text=None)  # type: ignore[arg-type]
+        train = self.settings.train
+        return TimedExecutor(modules, FlatSync(layer, train.optimizer, train.steps), train, self.device, self._phase)
+
+
+class WorkloadFeeder:
+    """Hands out the items of a workload file; the pixels are one byte."""
+
+    def __init__(self, steps: list[list[Item]]) -> None:
+        self._steps = steps
+
+    def start(self, first_step: int, token: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"steps": len(self._steps)}
+
+    def items(self, step: int) -> StepItems:
+        items = tuple(self._steps[step])
+        return StepItems(
+            step=step, items=items, keys=tuple(tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch)) for i in items)
+        )
+
+    def batches(self, step: int) -> list[Any]:
+        import ray
+
+        return [
+            ray.put(
+                Batch(
+                    item=i.id,
+                    video=np.zeros((i.batch, 1, 1, 1, 3), np.uint8),
+                    captions=[""] * i.batch,
+                    ok=[True] * i.batch,
+                    keys=[""] * i.batch,
+                )
+            )
+            for i in self._steps[step]
+        ]
+
+    def release(self, step: int) -> None:
+        return None
+
+    def ledger(self) -> dict[str, Any]:
+        return {}
+
+    def token(self, step: int) -> dict[str, Any]:
+        return {"step": step}
+
+
+def run(
+    workers: Annotated[int, typer.Option(help="Workers of part (a); the workload is made for 16.")] = 16,
+    steps: Annotated[int, typer.Option(help="Steps of part (a); 0 leaves it out.")] = 10,
+    real_steps: Annotated[int, typer.Option(help="Steps of each strategy in part (b); 0 leaves it out.")] = 40,
+    memory_steps: Annotated[int, typer.Option(help="Steps of part (m); 0 leaves it out.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
+) -> None:
+    """Measure and print one table per part."""
+    logging.getLogger("actors").setLevel(logging.ERROR)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab:
+        if steps:
+            figures["timed"] = _timed(lab, workers, steps)
+            print(_timed_table(figures["timed"]), flush=True)
+        if real_steps:
+            figures["real"] = _real(lab, real_steps)
+            print(_real_table(figures["real"]), flush=True)
+        if memory_steps:
+            found = memory.measure(lab, memory_steps)
+            figures["memory"] = [asdict(use) for use in found]
+            print(memory.table(found), flush=True)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1))
+
+
+def _timed(lab: Lab, workers: int, steps: int) -> dict[str, Any]:
+    """Part (a)."""
+    from actors.plan.profile import Profile
+    from actors.source import actor_factory
+
+    nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
+    items = _workload(steps)
+    config = lab.config(
+        "timed",
+        train={"steps": len(items)},
+        workers={"min": workers, "max": workers, "wait_s": 600},
+        snapshot={"enabled": False},
+        planner={"budget_s": 0.2, "lookahead": 1, "split": False},
+        model={"dit": {"num_heads": 24}},
+    )
+    run = lab.start(
+        config,
+        profile=Profile.load(_profile(items)),
+        worker_class=TimedWorker,
+        feeder=actor_factory(WorkloadFeeder, items),
+    )
+    outcome = run.join(900)
+    if outcome.code:
+        raise RuntimeError(f"the timed run ended early: {outcome.reason}")
+    for node in nodes:
+        _remove(lab, node)
+    measured = [m["step_s"] for m in run.metrics[1:]]
+    planned = [m["planned_s"] for m in run.metrics[1:]]
+    return {
+        "workers": workers,
+        "steps": len(measured),
+        "executed_s": statistics.median(measured),
+        "planned_s": statistics.median(planned),
+        "ratio_median": statistics.median(a / b for a, b in zip(measured, planned)),
+        "ratio_total": sum(measured) / sum(planned),
+        "dispatch_ms_per_call": statistics.median(1e3 * m["dispatch_s"] / m["calls"] for m in run.metrics),
+        "calls_per_step": statistics.median(m["calls"] for m in run.metrics),
+        "sync_ms": 1e3 * statistics.median(m["sync_s"] for m in run.metrics[1:]),
+    }
+
+
+def _remove(lab: Lab, node: Any) -> None:
+    lab.cluster.remove_node(node, allow_graceful=True)
+    lab.nodes.remove(node)
+
+
+def _workload(steps: int) -> list[list[Item]]:
+    """Items of the published workload, one list per step, ids unique in the run."""
+    listed = json.loads(WORKLOAD.read_text())["steps"][:steps]
+    fields = ("batch", "frames", "height", "width", "text_tokens")
+    return [[Item(id=f"s{t}.{i['id']}", **{f: i[f] for f in fields}) for i in step] for t, step in enumerate(listed)]
+
+
+def _profile(steps: list[list[Item]]) -> dict[str, Any]:
+    """The H100 profile in faster time, and a short text encode for every item."""
+    profile = json.loads(PROFILE.read_text())
+    for point in profile["latency"]:
+        point["seconds"] /= SPEED
+    shapes = {(i.batch, i.frames, i.height, i.width) for step in steps for i in step}
+    profile["latency"] += [
+        {"module": "text", "batch": b, "frames": f, "height": h, "width": w, "degree": 1, "seconds": 0.02}
+        for b, f, h, w in sorted(shapes)
+    ]
+    profile["degrees"]["text"] = [1]
+    return profile
+
+
+def _real(lab: Lab, steps: int) -> dict[str, Any]:
+    """Part (b): two rounds of each strategy in turn."""
+    node = lab.add_node(workers=2)
+    seconds: dict[str, list[float]] = {"static": [], "cascade": []}
+    idle: dict[str, list[float]] = {"static": [], "cascade": []}
+    for turn in range(2):
+        for strategy in seconds:
+            run = lab.start(
+                lab.config(
+                    f"{strategy}{turn}",
+                    train={"steps": steps},
+                    workers={"min": 2, "max": 2},
+                    planner={"strategy": strategy, "static_degree": 1, "budget_s": 0.05},
+                    data=_MIXED,
+                    model=_LARGER,
+                )
+            )
+            outcome = run.join(900)
+            if outcome.code:
+                raise RuntimeError(f"{strategy} ended early: {outcome.reason}")
+            warm = run.metrics[5:]
+            seconds[strategy] += [m["step_s"] for m in warm]
+            idle[strategy] += [m["idle_ratio"] for m in warm]
+    _remove(lab, node)
+    return {
+        name: {
+            "step_s": statistics.median(seconds[name]),
+            "mean_step_s": statistics.fmean(seconds[name]),
+            "idle": statistics.median(idle[name]),
+        }
+        for name in seconds
+    }
+
+
+_MIXED = {
+    "buckets": {"table": ["1x64x96", "9x64x96", "17x64x96", "33x64x96"], "short_videos": "image"},
+    "batch": {"memory_tokens": 600, "text_tokens": 40, "max_batch": 8},
+    "items_per_step": 5,
+}
+_LARGER = {"dit": {"num_layers": 4, "num_heads": 4, "head_dim": 32, "ffn_dim": 512}}
+
+
+def _timed_table(timed: dict[str, Any]) -> str:
+    rows = [
+        ("executed / planned makespan, median of steps", f"{timed['ratio_median']:.3f}", "<= 1.05"),
+        ("executed / planned, sum of all steps", f"{timed['ratio_total']:.3f}", ""),
+        (
+            f"dispatch per call ({timed['calls_per_step']:.0f} calls a step)",
+            f"{timed['dispatch_ms_per_call']:.2f} ms",
+            "<= 3 ms",
+        ),
+        ("gradient sum and update at the end of a step", f"{timed['sync_ms']:.1f} ms", ""),
+    ]
+    return _markdown(f"{timed['workers']} workers, {timed['steps']} steps of timed waits", rows)
+
+
+def _real_table(real: dict[str, Any]) -> str:
+    static, cascade = real["static"], real["cascade"]
+    seconds = f"{cascade['step_s'] / static['step_s']:.2f} ({cascade['step_s']:.2f} / {static['step_s']:.2f} s)"
+    rows = [
+        ("cascade / static, seconds per step", seconds, "< 1"),
+        ("idle share, cascade / static", f"{cascade['idle']:.0%} / {static['idle']:.0%}", ""),
+    ]
+    return _markdown("tiny model, 2 workers, mixed buckets", rows)
+
+
+def _markdown(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    lines = [f"| {title} | measured | must |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value} | {must} |" for name, value, must in rows)])

@@ -1,0 +1,67 @@
+"""CPU time and memory of a process with all its descendants, also of those that end while it is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import psutil
+
+SAMPLE_SECONDS = 0.05
+RAY_SERVICES = ("gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "log_monitor.py", "dashboard.py")
+
+
+class Tree:
+    """`with Tree() as tree: work()`, then `tree.cpu_s` and `tree.memory_mib` (the largest private memory of one)."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._cpu: dict[int, float] = {}
+        self._before: dict[int, float] = {}
+        self._largest: dict[int, int] = {}
+        self._services: set[int] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Tree:
+        self._look()
+        self._before, self._largest = dict(self._cpu), {}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(seconds - self._before.get(pid, 0.0) for pid, seconds in self._cpu.items())
+
+    @property
+    def services_s(self) -> float:
+        """Of `cpu_s`, what the services of a Ray cluster took, which run whatever it does (raylets not counted)."""
+        return sum(self._cpu[pid] - self._before.get(pid, 0.0) for pid in self._services)
+
+    @property
+    def memory_mib(self) -> float:
+        return max(self._largest.values(), default=0) / 2**20
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        for process in (self._me, *self._me.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                times = process.cpu_times()
+                memory = process.memory_info()
+                if process.pid not in self._cpu and _is_service(process):
+                    self._services.add(process.pid)
+                self._cpu[process.pid] = times.user + times.system
+                private = memory.rss - memory.shared
+                self._largest[process.pid] = max(private, self._largest.get(process.pid, 0))
+
+
+def _is_service(process: psutil.Process) -> bool:
+    return any(word.endswith(RAY_SERVICES) for word in process.cmdline()[:3])
