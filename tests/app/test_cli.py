@@ -1,0 +1,189 @@
+"""The command line: fast help, one sentence per mistake, the documented exit codes, no traceback."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from app.errors import exit_code, is_ours
+from app.settings import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "configs" / "runs" / "demo.yaml"
+
+
+def heddle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+           *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["heddle", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
+    code = ("import sys, time; sys.argv = ['heddle', '--help']\n"
+            "from app.cli import main\n"
+            "try: main()\n"
+            "except SystemExit:\n"
+            "    print(time.process_time())\n"
+            "    print([m for m in ('torch', 'ray', 'diffusers', 'numpy', 'av') if m in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    *_, seconds, heavy = result.stdout.splitlines()
+    for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers"):
+        assert f" {command} " in result.stdout
+    assert heavy == "[]"
+    assert float(seconds) < 1.0  # the answer comes in under a second on a machine that is free
+
+
+MISTAKES = [
+    (("train", "--config", "nowhere.yaml"), 2, "error: config nowhere.yaml does not exist; the shipped ones are under "
+                                               "configs/runs/."),
+    (("train", "--config", str(DEMO), "--set", "train.max_train_steps=3"), 2,
+     "error: unknown key train.max_train_steps (--set); did you mean train.steps?"),
+    (("train", "--config", str(DEMO), "--set", "train.steps=many"), 2,
+     "error: train.steps is 'many' (--set); expected a whole number."),
+    (("report", "runs/nowhere"), 2, "error: run directory runs/nowhere does not exist."),
+    (("sample", "--checkpoint", "runs/nowhere"), 2, "error: checkpoint runs/nowhere does not exist."),
+    (("workers", "list", "runs/nowhere"), 2, "error: runs/nowhere is not the folder of a run that was started."),
+    (("profile", "--config", str(DEMO), "--device", "tpu"), 2, "error: --device 'tpu' is not one of auto, cpu, cuda."),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "sentence"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_ends_with_one_sentence_and_its_code(arguments: tuple[str, ...], code: int, sentence: str,
+                                                       monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert heddle(monkeypatch, capsys, *arguments) == (code, "", sentence + "\n")
+
+
+def test_usage_errors_have_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert heddle(monkeypatch, capsys, "trian")[0] == 2
+    assert heddle(monkeypatch, capsys, "train")[0] == 2
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = heddle(monkeypatch, capsys, "train", "--config", "nowhere.yaml", "--debug")
+    assert code == 2
+    assert "Traceback" in err and "ConfigError" in err
+
+
+def test_an_existing_run_directory_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("run: {name: demo}\n")
+    code, _, err = heddle(monkeypatch, capsys, "train", "--config", str(DEMO), "--set", f"run.dir={tmp_path / 'runs'}")
+    assert code == 2
+    assert "already exists; continue it with --resume" in err
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from data.synthetic import SynthConfig, synthesize
+
+    folder = tmp_path_factory.mktemp("data")
+    synthesize(folder, SynthConfig(clips=24, images=6, shards=1, koala=False))
+    return folder
+
+
+Dry = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dry_run(small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
+    """`heddle train --dry-run` on the small data, with overrides."""
+    def run(*overrides: str) -> tuple[int, str, str]:
+        sets = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={small_data}/runs", *overrides]
+        options = [part for assignment in sets for part in ("--set", assignment)]
+        return heddle(monkeypatch, capsys, "train", "--config", str(DEMO), "--dry-run", *options)
+
+    return run
+
+
+def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, small_data: Path) -> None:
+    code, printed, err = dry_run()
+    assert code == 0, err
+    left, right = re.search(r"data +(\d+) indexed = (.*)", printed).groups()  # type: ignore[union-attr]
+    assert int(left) == 30 == sum(int(number) for number in re.findall(r"\d+", right))
+    assert "17x32x48" in printed
+    assert "plan      cascade on 3 workers" in printed
+    assert not (small_data / "runs").exists()
+
+
+def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
+    code, _, err = dry_run("data.buckets.table=[17x640x640]")
+    assert code == 4 and "Nearest bucket" in err and "640px: 17x640x640" in err
+    code, _, err = dry_run("data.buckets.table=[17x64x96]", "data.min_coverage=0.9")
+    assert code == 4 and "data.min_coverage asks for 90%" in err
+    code, _, err = dry_run("data.sources.0.path=/nowhere/{00000..00003}.tar")
+    assert code in (2, 4)
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_report_writes_page_and_timeline(run_folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["heddle", "report", str(run_folder)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    assert (run_folder / "report.html").stat().st_size > 10_000
+    assert (run_folder / "timeline.json").exists()
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_every_benchmark_of_the_command_line_exists() -> None:
+    import ast
+
+    from app.cli_bench import BENCHMARKS
+
+    for name, (module, _) in BENCHMARKS.items():
+        path = (ROOT / Path(*module.split("."))).with_suffix(".py")
+        functions = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert "run" in functions, f"heddle bench {name}: {path.relative_to(ROOT)} has no run()"
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def test_exit_codes_follow_the_table() -> None:
+    from actors.plan.types import PlanError
+    from data.errors import DataError, DataIOError
+
+    codes = {ConfigError("x"): 2, PlanError("x"): 3, DataError("x"): 4, DataIOError("x"): 1, KeyError("x"): 1,
+             RuntimeError("x"): 1}
+    for error, code in codes.items():
+        assert exit_code(raised(error)) == code, type(error)
+
+
+def test_a_defect_keeps_its_traceback_and_our_errors_do_not() -> None:
+    from data.errors import DataError
+
+    assert is_ours(raised(DataError("x")))
+    assert not is_ours(raised(KeyError("x")))
+    assert not is_ours(raised(ValueError("from a library")))  # this frame is a test, not one of our packages
+
+
+def test_the_cause_of_a_failed_ray_task_decides() -> None:
+    from data.errors import DataError
+
+    class TaskError(RuntimeError):
+        def __init__(self, cause: Exception) -> None:
+            super().__init__("a long remote traceback")
+            self.cause = cause
+
+    wrapped = raised(TaskError(DataError("shard 3 is cut")))
+    assert is_ours(wrapped)
+    assert exit_code(wrapped) == 4

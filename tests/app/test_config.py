@@ -1,0 +1,148 @@
+"""Settings: shipped files load, mistakes are answered with one sentence that names key, place and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.config import ELSEWHERE, RunConfig, names, prepare_run_dir, run_dir
+from app.settings import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
+
+MINIMAL = """
+run: {name: t}
+
+"""
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    return RunConfig.load(write(folder, MINIMAL + text), overrides)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_shipped_run_loads_and_survives_a_round_trip(path: Path) -> None:
+    config = RunConfig.load(path)
+    assert RunConfig.from_yaml(config.to_yaml()) == config
+
+
+def test_there_are_shipped_runs() -> None:
+    assert "demo" in [path.stem for path in RUNS]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.yaml"))
+                         + sorted((ROOT / "configs" / "data").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_part_loads_as_a_base(path: Path, tmp_path: Path) -> None:
+    base = f"base: [{path}]\nrun: {{name: t}}\n"
+    RunConfig.load(write(tmp_path, base))
+
+
+def test_overrides_win_over_the_file_which_wins_over_its_base(tmp_path: Path) -> None:
+    write(tmp_path, "train: {steps: 1, seed: 1, optimizer: {weight_decay: 0.5}}", "base.yaml")
+    config = load(tmp_path, "base: base.yaml\ntrain: {steps: 2, seed: 2}", "train.steps=3",
+                  "train.optimizer.ema_decay=0")
+    assert (config.train.steps, config.train.seed) == (3, 2)
+    assert config.train.optimizer.weight_decay == 0.5
+    assert config.train.optimizer.ema_decay == 0.0
+
+
+def test_numbers_written_as_1e_4_are_numbers(tmp_path: Path) -> None:
+    config = load(tmp_path, "train: {optimizer: {learning_rate: 3e-4}}", "train.optimizer.weight_decay=1e-2")
+    assert config.train.optimizer.learning_rate == 3e-4
+    assert config.train.optimizer.weight_decay == 1e-2
+
+
+def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
+    config = load(tmp_path, "data: {sources: [{path: a}, {path: b}]}", "data.sources.1.path=c")
+    assert [source.path for source in config.data.sources] == ["a", "c"]
+
+
+MISTAKES = {
+    "train: {stpes: 3}": "unknown key train.stpes (run.yaml:4); did you mean train.steps?",
+    "trian: {steps: 3}": "unknown key trian (run.yaml:4); did you mean train?",
+    "train: {max_train_steps: 3}": "did you mean train.steps?",
+    "train: {lr: 3}": "did you mean train.optimizer.learning_rate?",
+    "train: {keep_last: 3}": "did you mean checkpoint.keep_last?",
+    "train: {steps: many}": "train.steps is 'many' (run.yaml:4); expected a whole number.",
+    "train: {steps: 2.5}": "train.steps is 2.5 (run.yaml:4); expected a whole number.",
+    "train: {optimizer: {betas: [0.9]}}": "expected a list of 2: a number, a number.",
+    "train: {sync: deepsped}": "expected one of flat, deepspeed; did you mean deepspeed?",
+    "train: 3": "train must be a mapping of settings, not 3 (run.yaml:4).",
+    "train: {steps: true}": "train.steps is True (run.yaml:4); expected a whole number.",
+    "snapshot: {enabled: maybe}": "snapshot.enabled is 'maybe' (run.yaml:4); expected true or false.",
+    "train: {steps: 3}\ntrain: {seed: 1}": "key 'train' appears twice",
+    "train: {steps: 3": "run.yaml:4 is not valid YAML",
+    "workers: {min: 3, max: 2}": "workers.min 3 and workers.max 2 must satisfy 1 <= min <= max",
+    "data: {sources: [{kind: webdataset}]}": "data.sources.0.path is missing",
+    "planner: {degrees: [1, 3]}": "planner.degrees has 3, which does not divide the 4 attention heads",
+    "planner: {strategy: static, static_degree: 4}\nworkers: {max: 2}": "needs as many workers; workers.max is 2",
+    "train: {steps: 5, optimizer: {lr_warmup_steps: 9}}": "longer than the run of train.steps 5",
+    "data: {buckets: {table: [16x64x64]}}": "data.buckets.table 16x64x64: 16 frames",
+    "sample: {prompts: [a], frames: 16}": "sample.frames/height/width cannot be generated: 16 frames",
+    "sample: {every: 5, prompts: [a]}\ncheckpoint: {every: 2}": "must be a multiple of checkpoint.every 2",
+    "sample: {every: 5}": "sample.every is 5 but sample.prompts is empty",
+    "model: {vae: {channels: 0}}": "model.vae.channels 0 is outside 1..768",
+    "base: missing.yaml": "missing.yaml does not exist",
+    "base: run.yaml": "lists itself",
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), MISTAKES.items(), ids=list(MISTAKES))
+def test_a_mistake_is_answered_with_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not key=value"):
+        load(tmp_path, "", "train.steps")
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        RunConfig.load(tmp_path / "nowhere.yaml")
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    known = set(names().known)
+    for foreign, ours in ELSEWHERE.items():
+        assert ours in known or ours.startswith("the command line option"), f"{foreign} -> {ours}"
+
+
+def test_a_run_directory_is_made_once(tmp_path: Path) -> None:
+    config = load(tmp_path, "", f"run.dir={tmp_path / 'runs'}")
+    folder = prepare_run_dir(config)
+    assert folder == run_dir(config)
+    assert RunConfig.load(folder / "config.yaml") == config
+    with pytest.raises(ConfigError, match=r"already exists; continue it with --resume"):
+        prepare_run_dir(config)
+
+
+def test_resume_keeps_and_overwrite_empties_the_run_directory(tmp_path: Path) -> None:
+    config = load(tmp_path, "", f"run.dir={tmp_path / 'runs'}")
+    kept = prepare_run_dir(config) / "metrics.jsonl"
+    kept.write_text("{}\n")
+    prepare_run_dir(config, resume=True)
+    assert kept.exists()
+    prepare_run_dir(config, overwrite=True)
+    assert not kept.exists()
+
+
+def test_overwrite_refuses_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
+    config = load(tmp_path, "", f"run.dir={tmp_path / 'runs'}")
+    run_dir(config).mkdir(parents=True)
+    precious = run_dir(config) / "thesis.txt"
+    precious.write_text("years of work")
+    with pytest.raises(ConfigError, match="is not a run"):
+        prepare_run_dir(config, overwrite=True)
+    assert precious.exists()

@@ -1,0 +1,115 @@
+"""`heddle data ...` as a person runs it: what is printed, which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from app.data import app
+from data.errors import DataError
+from tests.data.making import clip, good, sample, shard
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "shards"
+    path.mkdir()
+    (path / "00000.tar").write_bytes(shard(good(6)))
+    (path / "00001.tar").write_bytes(shard([*good(5), *sample(5, mp4=None)]))
+    return path
+
+
+def spoil(folder: Path) -> None:
+    data = bytearray(clip(frames=33))
+    for at in range(data.index(b"mdat") + 4, data.index(b"moov") - 8):
+        data[at] ^= 0xA5
+    (folder / "00002.tar").write_bytes(shard([*good(5), *sample(5, mp4=bytes(data)), *sample(6, txt=b"\xff")])[:-1])
+
+
+def run(*arguments: object) -> str:
+    result = RUNNER.invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_index_says_how_much_is_usable(folder):
+    text = run("index", folder)
+    assert "11 of 12 samples usable in 2 shards, media of 91.7% found" in text
+    assert "indexed 12 = usable 11 + rejected 1 (1 no_media)" in text
+    facts = json.loads(run("index", folder / "00000.tar", folder / "00001.tar", "--json"))
+    assert facts["ledger"]["planned"] == 11 and facts["sources"][0]["shards"] == 2
+
+
+def test_lint_lists_what_training_would_reject(folder):
+    text = run("lint", folder)
+    assert "checked 11 = good 11 + bad 0" in text
+    assert [json.loads(line)["reason"] for line in Path("bad.jsonl").read_text().splitlines()] == ["no_media"]
+    spoil(folder)
+    with pytest.raises(DataError, match=r"bad data: 1 shards with faults > max_bad_shards 0.*Full list: bad\.jsonl"):
+        run("lint", folder)
+    reasons = [json.loads(line)["reason"] for line in Path("bad.jsonl").read_text().splitlines()]
+    assert sorted(reasons) == ["caption_not_utf8", "decode_error", "no_media", "truncated_tar"]
+
+
+def test_lint_of_a_set_without_a_usable_sample_still_lists_why(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = b"<!DOCTYPE html><html></html>"
+    Path("bad.tar").write_bytes(shard([*sample(0, mp4=page), *sample(1, txt=None, json=None)]))
+    with pytest.raises(DataError, match=r"none of 2 samples can be used; bad\.jsonl lists why"):
+        run("lint", "bad.tar")
+    reasons = [json.loads(line)["reason"] for line in Path("bad.jsonl").read_text().splitlines()]
+    assert sorted(reasons) == ["no_caption", "not_mp4"]
+
+
+def test_lint_of_a_run_counts_what_its_filters_and_buckets_refuse(folder):
+    config = Path("run.yaml")
+    config.write_text(f"""
+run: {{name: x}}
+data:
+  sources: [{{path: {folder}, filters: ["aesthetic_score >= 4.2"]}}]
+  buckets: {{table: [1x32x48, 9x48x64]}}
+""")
+    text = run("lint", "--config", config)
+    assert "  4 filtered(aesthetic_score >= 4.2)" in text
+    assert "indexed 12 = usable 7 + rejected 5 (4 filtered, 1 no_media)" in text
+    assert "checked 7 = good 7 + bad 0" in text
+
+
+def test_lint_of_headers_does_not_decode(folder):
+    spoil(folder)
+    with pytest.raises(DataError):
+        run("lint", folder, "--headers-only")
+    reasons = [json.loads(line)["reason"] for line in Path("bad.jsonl").read_text().splitlines()]
+    assert "decode_error" not in reasons and "caption_not_utf8" in reasons
+
+
+def test_stats_and_convert(folder, tmp_path):
+    facts, = json.loads(run("stats", folder, "--json"))
+    assert facts["usable"] == 11 and facts["shapes"] == [{"width": 64, "height": 48, "count": 11}]
+    assert "aesthetic" in run("stats", folder)
+    assert "11 samples in 3 shards" in run("convert", folder, tmp_path / "out", "--shard-samples", 5)
+    assert "11 of 11 samples usable in 3 shards" in run("index", tmp_path / "out")
+
+
+def test_path_and_config_exclude_each_other(folder):
+    assert RUNNER.invoke(app, ["index"]).exit_code == 2
+    assert RUNNER.invoke(app, ["index", str(folder), "--config", "x.yaml"]).exit_code == 2
+    assert RUNNER.invoke(app, ["index", str(folder), "--kind", "tar"]).exit_code == 2
+
+
+def test_exit_code_and_one_sentence_for_refused_data(tmp_path):
+    answer = subprocess.run([sys.executable, "-m", "app.cli", "data", "index", f"pipe:touch {tmp_path}/executed"],
+                            capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 4 and not (tmp_path / "executed").exists()
+    assert answer.stderr.startswith("error: ") and "pipe: runs a shell command" in answer.stderr
+    assert answer.stderr.count("\n") == 1

@@ -1,0 +1,203 @@
+"""`heddle export`: a folder that Diffusers loads, with the trained weights; nothing is left when it is not equal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from safetensors.torch import load_file
+from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from actors import checkpoint
+from app import export, parity, sample
+from app.config import RunConfig, RunSection
+from app.settings import ConfigError
+from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.folders import dit_json
+from ops.models.load import build_dit, resolve
+from ops.models.lora import lora_scale, merged
+from ops.sampling import Request, SamplerConfig, initial_noise, sample_latents
+from ops.shards import ShardState
+
+DIT = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4,
+                out_channels=4)
+
+
+def haar_run(**dit: Any) -> RunConfig:
+    modules = ModelConfig(dit=replace(DIT, **dit), vae=VAEConfig(channels=4), text=TextConfig(d_model=16, num_layers=1))
+    return RunConfig(run=RunSection(name="tiny"), model=modules)
+
+
+def pipeline_run(base: Path, **dit: Any) -> RunConfig:
+    """A run that fine-tunes a published pipeline."""
+    path = str(base)
+    return RunConfig(run=RunSection(name="tiny"), model=ModelConfig(
+        dit=DiTConfig(path=path, **dit), vae=VAEConfig(kind="diffusers", path=path), text=TextConfig(path=path)))
+
+
+def publish(base: Path) -> Path:
+    """A small pipeline as Diffusers itself saves it."""
+    torch.manual_seed(0)
+    fields = {key: value for key, value in dit_json(DIT).items() if not key.startswith("_")}
+    vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
+                           latents_std=[1.0] * 4)
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    WanPipeline(tokenizer=ByT5Tokenizer(), text_encoder=encoder, vae=vae, transformer=WanTransformer3DModel(**fields),
+                scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0)).save_pretrained(base)
+    return base
+
+
+def trained(config: RunConfig, seed: int) -> torch.nn.Module:
+    """The model of a run after some training: its trainable parameters moved by draws of `seed`."""
+    resolved, _ = resolve(config.model)
+    module = build_dit(resolved.dit, config.train.seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def write_checkpoint(run: Path, config: RunConfig) -> Path:
+    folder = checkpoint.step_folder(run / "checkpoints", 7)
+    checkpoint.begin(folder)
+    arrays, module = {}, None
+    for name, seed in [("master", 1), ("ema", 2)]:
+        module = trained(config, seed)
+        arrays[name] = torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad]).numpy()
+    assert module is not None
+    total = len(arrays["ema"])
+    checkpoint.write_shard(folder, ShardState(step=7, lo=0, hi=total, total=total, arrays=arrays))
+    parameters = [{"name": n, "shape": list(p.shape)} for n, p in module.named_parameters() if p.requires_grad]
+    checkpoint.seal(folder, {"step": 7, "parameters": parameters, "config": config.to_yaml()})
+    return run
+
+
+def assert_loads(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    model = WanTransformer3DModel.from_pretrained(folder)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_demo_run_exports_trained_and_ema_weights(tmp_path: Path) -> None:
+    config = haar_run()
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.run(run, tmp_path / "out")
+    assert_loads(tmp_path / "out" / "transformer", trained(config, 1).state_dict())
+    assert_loads(tmp_path / "out" / "transformer_ema", trained(config, 2).state_dict())
+    assert any("haar codec" in note for note in exported.notes)
+    assert 0 <= exported.largest_difference < parity.TOLERANCE
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_demo_pipeline_loads_without_a_vae_and_makes_latents(tmp_path: Path) -> None:
+    export.export(write_checkpoint(tmp_path / "run", haar_run()), tmp_path / "out", ema_only=True)
+    assert_loads(tmp_path / "out" / "transformer", trained(haar_run(), 2).state_dict())
+    assert not (tmp_path / "out" / "transformer_ema").exists()
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
+    latents = pipeline(prompt="a red disc", height=32, width=32, num_frames=5, num_inference_steps=1,
+                       max_sequence_length=16, output_type="latent").frames
+    assert latents.shape == (1, 4, 2, 4, 4)
+    assert torch.isfinite(latents).all()
+
+
+def test_fine_tuned_pipeline_is_complete_and_shares_frozen_files(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    config = pipeline_run(base)
+    exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
+    assert [note for note in exported.notes if "max_sequence_length" not in note] == []
+    weights = Path("vae", "diffusion_pytorch_model.safetensors")
+    assert (tmp_path / "out" / weights).samefile(base / weights)
+    pipeline = WanPipeline.from_pretrained(tmp_path / "out")
+    frames = pipeline(prompt="a red disc", height=16, width=16, num_frames=5, num_inference_steps=1,
+                      max_sequence_length=16, output_type="np").frames
+    assert frames.shape == (1, 5, 16, 16, 3)
+    assert_loads(tmp_path / "out" / "transformer", trained(config, 1).state_dict())
+
+
+def test_exported_pipeline_makes_the_latents_of_our_sampler(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    config = pipeline_run(base)
+    config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=16)))
+    run = write_checkpoint(tmp_path / "run", config)
+    export.export(run, tmp_path / "out", ema_only=True)
+    model = sample.load_model(run)
+    requests = [Request(text=model.text.encode(["a red disc"])[0], frames=5, height=32, width=48, seed=3)]
+    # one step: with more, Diffusers' scheduler ends at sigma 0.001 before 0 and ours in even steps
+    settings = SamplerConfig(steps=1, guidance_scale=2.0, flow_shift=5.0)
+    ours, = sample_latents(model.dit, requests, model.text.encode([""])[0], model.geometry, settings)
+    pipeline = WanPipeline.from_pretrained(tmp_path / "out")
+    theirs = pipeline(prompt="a red disc", negative_prompt="", height=32, width=48, num_frames=5, guidance_scale=2.0,
+                      num_inference_steps=1, max_sequence_length=16, output_type="latent",
+                      latents=initial_noise(3, (4, 2, 4, 6))[None]).frames[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_base_gives_the_rest_of_the_pipeline(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", pipeline_run(base))
+    export.export(run, tmp_path / "out", base=base, dtype="bfloat16")
+    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+    assert index == json.loads((base / "model_index.json").read_text())
+    assert json.loads((tmp_path / "out" / "scheduler" / "scheduler_config.json").read_text())["shift"] == 5.0
+    stored = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+
+
+def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    config = pipeline_run(base, lora_rank=2, lora_alpha=4.0)
+    export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
+    module = trained(config, 1)
+    assert_loads(tmp_path / "out" / "transformer", merged(module.state_dict(), lora_scale(config.model.dit)))
+    factors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+    name = "blocks.0.attn1.to_q.lora_A.weight"
+    assert torch.equal(factors[f"transformer.{name}"], module.state_dict()[name])
+    assert (tmp_path / "out" / "transformer_ema" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> None:
+    config = haar_run(architecture="hunyuan", num_layers=1, num_single_layers=1, num_refiner_layers=1, head_dim=32,
+                      ffn_dim=4 * 64, rope_theta=256.0)
+    exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out", ema_only=True)
+    assert any("two text encoders" in note for note in exported.notes)
+    assert 0 < exported.largest_difference < parity.TOLERANCE
+
+
+def test_failed_comparison_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_checkpoint(tmp_path / "run", haar_run())
+    monkeypatch.setattr(parity, "TOLERANCE", -1.0)
+    with pytest.raises(checkpoint.CheckpointError, match="forward pass differs from ours"):
+        export.export(run, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_weights_that_changed_on_the_way_are_found(tmp_path: Path) -> None:
+    state = build_dit(DIT, 0).state_dict()
+    export.write_folder(tmp_path / "t", state, dit_json(DIT))
+    changed = {**state, "proj_out.bias": state["proj_out.bias"] + 1}
+    with pytest.raises(checkpoint.CheckpointError, match=r"proj_out\.bias differs after loading it back"):
+        parity.compare_weights(tmp_path / "t", "WanTransformer3DModel", changed)
+
+
+def test_wrong_requests_are_one_sentence(tmp_path: Path) -> None:
+    run = write_checkpoint(tmp_path / "run", haar_run())
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        export.export(run, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"has no model_index\.json"):
+        export.export(run, tmp_path / "out", base=tmp_path)
+    with pytest.raises(ConfigError, match="--dtype float8 is not known"):
+        export.export(run, tmp_path / "out", dtype="float8")
+    with pytest.raises(ConfigError, match="has a VAE of 4 channels, the run trained on latents of haar"):
+        export.export(run, tmp_path / "out", base=publish(tmp_path / "base"))

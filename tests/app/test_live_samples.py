@@ -1,0 +1,53 @@
+"""Samples during training come from checkpoints, one batch at a time, and their failure never ends the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app import live_samples
+from app.config import RunConfig
+from app.live_samples import LiveSamples
+
+DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def samples(folder: Path, every: int) -> LiveSamples:
+    return LiveSamples(RunConfig.load(DEMO, [f"sample.every={every}", f"checkpoint.every={every}"]), folder)
+
+
+def test_samples_are_made_at_multiples_of_every_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touch(run_dir: str) -> list[str]:
+        """Stands for the sampler: leaves a file for each call."""
+        path = Path(run_dir) / f"{len(list(Path(run_dir).iterdir()))}.txt"
+        path.touch()
+        return [str(path)]
+
+    monkeypatch.setattr(live_samples, "make", touch)
+    live = samples(tmp_path, every=40)
+    for step in (19, 39, 59):
+        live.on_checkpoint(step)
+    live.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failure_is_logged_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live = samples(tmp_path, every=40)
+    with caplog.at_level(logging.WARNING):
+        live.on_checkpoint(39)  # there is no checkpoint in this folder
+        live.close()
+    assert "sampling failed" in caplog.text and "no complete checkpoint" in caplog.text

@@ -1,0 +1,124 @@
+"""metrics.jsonl holds every step once; TensorBoard and the progress line follow it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+from app.metrics import Metrics, Progress, clock, figures, scalars
+
+
+def written(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in written(folder)]
+
+
+def write(folder: Path, *numbers: int, **figures_: float) -> None:
+    with Metrics(folder, tensorboard=False) as metrics:
+        for number in numbers:
+            metrics.step({"step": number, **figures_})
+
+
+def test_steps_are_lines_with_a_time(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, loss=0.5)
+    assert steps(tmp_path) == [0, 1]
+    assert all(line["loss"] == 0.5 and line["time"] > 0 for line in written(tmp_path))
+
+
+def test_a_resumed_run_replaces_the_steps_it_computes_again(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2, 3, 4, loss=1.0)
+    write(tmp_path, 3, 4, 5, loss=2.0)
+    assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]
+    assert [line["loss"] for line in written(tmp_path)] == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    assert [line["step"] for line in written(tmp_path) if line.get("recomputed")] == [3, 4]
+
+
+def test_a_recovery_inside_a_run_marks_its_recomputed_steps(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2, 1, 2, 3)
+    assert [(line["step"], line.get("recomputed", False)) for line in written(tmp_path)] == [
+        (0, False), (1, True), (2, True), (3, False)]
+
+
+def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    write(tmp_path, 2)
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+def test_nan_is_written_as_null(tmp_path: Path) -> None:
+    write(tmp_path, 0, loss=math.nan)
+    assert written(tmp_path)[0]["loss"] is None
+
+
+def test_tensorboard_holds_the_documented_tags_and_forgets_replaced_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, loss in ((0, 1.0), (2, 3.0)):
+        with Metrics(tmp_path) as metrics:
+            for step in range(first, first + 3):
+                metrics.step({"step": step, "loss": loss, "step_s": 2.0, "data_wait_s": 0.5, "workers": 2,
+                              "tokens_per_s": 100.0, "idle_ratio": 0.1, "loss_by_bucket": {"1x64x96": 0.3}})
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert {"train/loss", "perf/step_time_s", "perf/data_wait_pct", "perf/tokens_per_s_per_gpu", "balance/idle_ratio",
+            "train/loss_by_bucket/1x64x96"} <= set(events.Tags()["scalars"])
+    losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert losses == [(0, 1.0), (1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0)]
+
+
+def test_ratios_are_derived_from_the_line() -> None:
+    tags = dict(scalars({"step": 3, "step_s": 2.0, "data_wait_s": 0.5, "planned_s": 1.5, "tokens_per_s": 90.0,
+                         "workers": 3}))
+    assert tags["perf/data_wait_pct"] == 25.0
+    assert tags["balance/pred_vs_actual_err"] == -0.25
+    assert tags["perf/tokens_per_s_per_gpu"] == 30.0
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    progress = Progress(3, stream, interval_s=0)
+    for step in range(3):
+        progress.show({"step": step, "loss": 0.5, "step_s": 1.25, "tokens_per_s": 1234.5, "idle_ratio": 0.04,
+                       "workers": 2})
+    assert stream.getvalue().splitlines()[0] == "step 1/3  loss 0.5000  1.25 s/step  1,234 tokens/s  idle 4%  2 workers"
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_plain_lines_are_rare_but_the_last_one_always_comes() -> None:
+    stream = io.StringIO()
+    progress = Progress(100, stream, interval_s=1000)
+    for step in range(100):
+        progress.show({"step": step})
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "100/100"]
+
+
+def test_a_terminal_gets_one_line_that_moves() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = Progress(3, stream)
+    for step in range(3):
+        progress.show({"step": step, "loss": 0.5, "step_s": 1.25, "workers": 2})
+    progress.say("worker w1: dead")
+    progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "step 3/3" in text and "loss 0.5000  1.25 s/step  2 workers" in text
+    assert "worker w1: dead" in text
+
+
+def test_figures_say_when_a_loss_is_not_finite() -> None:
+    assert figures({"step": 1, "loss": math.nan}) == "loss not finite"
+    assert figures({"step": 1, "loss": None, "recomputed": True}) == "loss not finite  recomputed"
+
+
+def test_clock_reads_like_a_clock() -> None:
+    assert (clock(75), clock(3700), clock(0)) == ("1:15", "1:01:40", "0:00")

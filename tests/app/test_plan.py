@@ -1,0 +1,205 @@
+"""`heddle plan`: the table, the JSON other programs read, the pictures, and a sentence for every bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.plan.types import Cluster, PlanError
+from app.cli import main
+from app.plan_inputs import bucket_shares, read_cluster, read_workload
+from app.settings import ConfigError
+
+DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
+
+
+def point(module: str, frames: int, degree: int, seconds: float) -> dict[str, Any]:
+    return {"module": module, "batch": 1, "frames": frames, "height": 64, "width": 64, "degree": degree,
+            "seconds": seconds}
+
+
+def item(name: str, frames: int) -> dict[str, Any]:
+    return {"id": name, "batch": 1, "frames": frames, "height": 64, "width": 64, "text_tokens": 8}
+
+
+PROFILE = {
+    "model": "toy", "device": "toy", "degrees": {"vae": [1], "dit": [1, 2]}, "extrapolate": False,
+    "latency": [point("vae", 5, 1, 0.5), point("vae", 17, 1, 1.0), point("dit", 5, 1, 2.0), point("dit", 5, 2, 1.2),
+                point("dit", 17, 1, 6.0), point("dit", 17, 2, 3.4)]}
+WORKLOAD = {"steps": [[item("a", 17), item("b", 5), item("c", 5)], [item("a", 5), item("b", 17)]]}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    profile, workload = tmp_path / "p.json", tmp_path / "w.json"
+    profile.write_text(json.dumps(PROFILE))
+    workload.write_text(json.dumps(WORKLOAD))
+    return workload, profile
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["heddle", "plan", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_the_json_holds_every_item_and_module_and_adds_up(files: tuple[Path, Path], tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2",
+                            "--strategy", "cascade", "--budget", "0.05", "--json", out)
+    assert code == 0 and "cascade" in printed
+    found = json.loads(out.read_text())
+    assert found["strategy"] == "cascade"
+    for step, items in zip(found["steps"], WORKLOAD["steps"], strict=True):
+        for module in ("vae", "dit"):
+            samples = sorted(c["item"] for c in step["cascades"] if c["module"] == module for _ in range(c["batch"]))
+            assert samples == sorted(i["id"] for i in items)
+        for cascade in step["cascades"]:
+            assert len(cascade["workers"]) == cascade["degree"] and set(cascade["workers"]) <= {0, 1}
+        assert 0 < step["lower_bound_s"] <= step["makespan_s"] + 1e-9
+    ends = [max(c["end_s"] for c in step["cascades"] if c["module"] == "dit") for step in found["steps"]]
+    assert found["steps"][0]["makespan_s"] == pytest.approx(ends[0])
+    assert found["steps"][1]["makespan_s"] == pytest.approx(ends[1] - ends[0])
+
+
+def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(files: tuple[Path, Path], tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2",
+                            "--compare", "static,longest_first", "--budget", "0.05", "--gantt", tmp_path / "g.png",
+                            "--html", tmp_path / "g.html")
+    assert code == 0
+    assert [line.split()[0] for line in printed.splitlines()[1:4]] == ["strategy", "static", "longest_first"]
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "g.html").read_text()
+    assert page.count("<svg") == 2 and "GPU 1" in page
+
+
+def test_the_buckets_of_a_run_are_planned_without_data(monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = plan(monkeypatch, capsys, "--config", DEMO, "--cluster", "1x2", "--steps", 2, "--budget", "0.02")
+    assert code == 0
+    assert "17x32x48" in printed and "memory" in printed
+    assert "6 items in 2 steps on 2 GPUs" in printed
+
+
+def test_shares_say_how_often_buckets_are_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, _, _ = plan(monkeypatch, capsys, "--config", DEMO, "--cluster", "1x2", "--steps", 2, "--budget", "0",
+                      "--share", "33x32x48=1", "--json", out)
+    assert code == 0
+    sizes: dict[str, int] = {}
+    for cascade in (c for step in json.loads(out.read_text())["steps"] for c in step["cascades"]):
+        if cascade["module"] == "dit":
+            sizes[cascade["item"]] = sizes.get(cascade["item"], 0) + cascade["batch"]
+    assert set(sizes.values()) == {3}  # the batch of that bucket, cut or not
+    assert bucket_shares(["a", "b", "c"], ["a=0.5"]) == [0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(("shares", "sentence"), [(["a"], "is not BUCKET=SHARE"), (["x=1"], "no bucket 'x'"),
+                                                  (["a=2"], "between 0 and 1"), (["a=0.7", "b=0.7"], "sum to 1.4")])
+def test_bad_shares_are_named(shares: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        bucket_shares(["a", "b"], shares)
+
+
+def test_an_item_that_no_degree_can_hold_ends_with_code_3(files: tuple[Path, Path], tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    workload = tmp_path / "big.json"
+    workload.write_text(json.dumps({"steps": [[item("huge", 129)]]}))
+    code, _, err = plan(monkeypatch, capsys, "--workload", workload, "--profile", files[1], "--cluster", "1x2")
+    assert code == 3
+    assert "huge" in err and "Traceback" not in err
+
+
+BAD_WORKLOADS = {
+    "{": "is not JSON",
+    "[]": 'must be an object with a list "steps"',
+    '{"steps": []}': 'must be an object with a list "steps"',
+    '{"steps": [[]]}': "step 0 is empty",
+    '{"steps": [[{"id": "a"}]]}': "batch is None",
+    '{"steps": [[{"id": "a", "batch": 0, "frames": 1, "height": 8, "width": 8}]]}': "batch is 0",
+    '{"steps": [[{"id": "a", "batch": 1, "frames": 1, "height": 8, "width": 8, "fps": 3}]]}': "unknown key 'fps'",
+    '{"steps": [[{"id": "a", "batch": 1, "frames": NaN, "height": 8, "width": 8}]]}': "frames is nan",
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), BAD_WORKLOADS.items())
+def test_a_bad_workload_is_named(text: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_workload(path)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_id_may_come_again_in_another_step_but_not_in_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(WORKLOAD))
+    assert [len(step) for step in read_workload(path).steps] == [3, 2]
+    path.write_text(json.dumps({"steps": [[item("a", 5), item("a", 5)]]}))
+    with pytest.raises(ConfigError, match="has the id 'a' twice"):
+        read_workload(path)
+
+
+def test_a_cluster_file_gives_nodes_rails_and_speeds(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes: [4, 2]\nnics: AABB\nspeed: {5: 0.5}\n")
+    assert read_cluster(str(path)) == Cluster(nodes=(4, 2), rails="AABB", speed=(1.0, 1.0, 1.0, 1.0, 1.0, 0.5))
+    path.write_text("nodes: 2\ngpus: 3\n")
+    assert read_cluster(str(path)) == read_cluster("2x3")
+
+
+@pytest.mark.parametrize("path", sorted((DEMO.parent.parent / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_cluster_loads(path: Path) -> None:
+    assert read_cluster(str(path)).num_workers > 1
+
+
+BAD_CLUSTERS = {
+    "nodes: 2\n": "is not a number of GPUs",
+    "gpus: 8\n": "must hold nodes",
+    "nodes: [8, 0]\n": "is not a number of GPUs",
+    "nodes: 1\ngpus: 4\nnics: AB\n": "names 2 GPUs",
+    "nodes: 1\ngpus: 2\nspeed: {7: 0.5}\n": "speed of GPU 7",
+    "nodes: 1\ngpus: 2\nspeed: [1, -1]\n": "speed of GPU 1 is -1",
+    "nodes: 1\ngpus: 2\ncolor: 3\n": "unknown key 'color'",
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), BAD_CLUSTERS.items())
+def test_a_bad_cluster_file_is_named(text: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(str(path))
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["2by8", "0x4", "x", "2x"])
+def test_a_bad_cluster_spec_is_a_usage_error(spec: str) -> None:
+    with pytest.raises(ConfigError, match="is not NODESxGPUS"):
+        read_cluster(spec)
+
+
+def test_a_bad_profile_is_one_sentence(files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(PROFILE | {"latency": [point("dit", 5, 1, -1.0)]}))
+    code, _, err = plan(monkeypatch, capsys, "--workload", files[0], "--profile", bad, "--cluster", "1x2")
+    assert code == 3 and err.count("\n") == 1 and "seconds -1.0" in err
+
+
+def test_plan_errors_are_not_usage_errors() -> None:
+    from app.errors import exit_code
+
+    assert exit_code(PlanError("x")) == 3

@@ -1,0 +1,44 @@
+"""The profile command measures every bucket and writes what planners read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.plan.profile import Profile
+from app.config import RunConfig
+from app.profile import pick_device, run_profile, shapes_of
+from app.settings import ConfigError
+from ops.folders import resolve
+
+DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
+TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "model.dit.num_layers=1"]
+
+
+def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu")
+    profile = Profile.load(out)
+    expected = {(module, batch, frames, 32, width, 1) for module in ("text", "vae", "dit")
+                for frames, width in ((1, 32), (5, 48)) for batch in (1, 3)}
+    assert set(profile.measured) == expected
+    assert all(seconds > 0 for seconds in profile.measured.values())
+    assert profile.legal_degrees("dit", 3, 5, 32, 48, text_tokens=56) == (1, 2, 4)
+    assert "dit      5f 32x48  b3" in capsys.readouterr().out
+
+
+def test_segments_add_their_own_buckets() -> None:
+    segments = "data.segments=[{until_step: 5}, {until_step: 0, buckets: {table: [9x32x32]}}]"
+    config = RunConfig.load(DEMO, [*TINY, segments])
+    _, geometry = resolve(config.model)
+    assert {shape.bucket.frames for shape in shapes_of(config, geometry)} == {1, 5, 9}
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(ConfigError, match="no usable CUDA device"):
+        pick_device("cuda")

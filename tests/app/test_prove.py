@@ -1,0 +1,50 @@
+"""The measure of `heddle bench learn`: right on the dataset itself, at chance on noise, blind to the background."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from app.prove import independent_rate, prompted_scenes, shown_color
+from data.synthetic import BACKGROUNDS, COLORS, Scene, mask
+
+
+def render(scene: Scene) -> np.ndarray:
+    front, back = np.array(COLORS[scene.color]), np.array(BACKGROUNDS[scene.background])
+    return np.stack([np.where(mask(scene, frame)[..., None], front, back) for frame in range(scene.frames)]
+                    ).astype(np.uint8)
+
+
+def test_true_clips_name_their_colour() -> None:
+    scenes = prompted_scenes(96, frames=5, height=32, width=48)
+    assert [shown_color(render(scene)) for scene in scenes] == [scene.color for scene in scenes]
+
+
+def test_noise_on_true_clips_does_not_change_the_answer() -> None:
+    rng = np.random.default_rng(0)
+    scenes = prompted_scenes(32, frames=5, height=32, width=48)
+    noisy = [np.clip(render(scene) + rng.normal(0, 25, (5, 32, 48, 3)), 0, 255).astype(np.uint8) for scene in scenes]
+    right = sum(shown_color(video) == scene.color for video, scene in zip(noisy, scenes, strict=True))
+    assert right >= 30
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
+def test_background_alone_names_nothing(background: str) -> None:
+    assert shown_color(np.full((3, 16, 16, 3), BACKGROUNDS[background], np.uint8)) == ""
+
+
+def test_prompts_cover_all_colours_and_do_not_tie_them_to_a_background() -> None:
+    scenes = prompted_scenes(32, frames=5, height=32, width=48)
+    assert set(Counter(scene.color for scene in scenes).values()) == {4}
+    for color in COLORS:
+        mine = [scene for scene in scenes if scene.color == color]
+        assert len({scene.background for scene in mine}) == 4
+        assert len({scene.shape for scene in mine}) == 3
+    assert scenes[0].caption == "a red circle moving to the right on a black background"
+
+
+def test_rate_of_independent_answers() -> None:
+    assert independent_rate([("red", "red"), ("blue", "red")]) == pytest.approx(0.5)
+    assert independent_rate([("red", "blue"), ("blue", "")]) == pytest.approx(0.25)

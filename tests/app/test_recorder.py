@@ -1,0 +1,39 @@
+"""A run of millions of steps leaves a folder of bounded size; what is kept can be read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.plan.types import StepPlan
+from actors.planner import Assignment
+from app import recorder
+from app.recorder import Recorder
+from app.rundir import RunDir
+
+
+def plan() -> Any:
+    step = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, plan_s=0.1, idle_ratio=0.0)
+    return Assignment(step=step, cascades=(), plan_s=0.1)
+
+
+def record(folder: Path, steps: int) -> RunDir:
+    with Recorder(folder) as writer:
+        for step in range(steps):
+            writer.on_step({"step": step, "loss": 1.0}, [{"step": step, "name": "x" * 80}], plan())
+    return RunDir(folder)
+
+
+def test_old_plans_are_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_PLANS", 10)
+    assert sorted(record(tmp_path, 35).plans()) == [0, 10, 20, *range(25, 35)]
+
+
+def test_the_timeline_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_TIMELINE_BYTES", 1000)
+    run = record(tmp_path, 40)
+    steps = [span["step"] for span in run.spans()]
+    assert steps == list(range(steps[0], 40)) and 9 < len(steps) < 30
+    assert len(run.metrics()) == 40

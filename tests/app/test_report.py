@@ -1,0 +1,169 @@
+"""The report is one file that names what went wrong, and its figures are those of the records."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from app import report_facts as facts
+from app.report import write_report
+from app.report_svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
+from app.rundir import RunDir
+from app.settings import ConfigError
+from app.timeline import final_windows
+
+
+class Balanced(HTMLParser):
+    """Fails on a closing tag that does not match the open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag not in ("meta", "img"):  # these have no end tag
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+
+def test_the_page_is_well_formed_and_needs_nothing_from_outside(run_folder: Path) -> None:
+    text = write_report(RunDir.open(run_folder)).read_text()
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert not re.search(r"(src|href)=['\"](?!data:)", text)
+    assert "<script" not in text
+
+
+def test_the_page_tells_of_the_straggler_and_the_lost_worker(run_folder: Path) -> None:
+    text = write_report(RunDir.open(run_folder)).read_text()
+    assert "Step 12 took 2.60 s" in text
+    cascade = "&#x27;dit 1f 64x96 b16 sp1 s12&#x27;"
+    assert f"worker w1, which finished last, {cascade} took 2.20 s instead of 0.70 s (backward 0.40 s)" in text
+    assert "Step 20 took 3.10 s, 2.8x the median: worker w1 died; generation 1: 2 workers (w1 died)" in text
+    listed = text.split("Events</h3>")[1].split("</section>")[0]
+    assert listed.count("<li>") == 3  # the end of a generation is not news beside the next one
+    assert "recovered: step 20 finished 1.5 s after the loss" in listed
+
+
+def test_clips_and_their_contact_sheets_are_embedded(run_folder: Path) -> None:
+    clip = run_folder / "samples" / "step-30-00.mp4"
+    with av.open(str(clip), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for value in range(4):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 60 * value, np.uint8))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    (run_folder / "samples" / "step-30.png").write_bytes(b"\x89PNG fake sheet")
+    text = write_report(RunDir.open(run_folder)).read_text()
+    assert text.count("data:video/mp4;base64,") == 1
+    assert text.count("data:image/png;base64,") == 1
+    assert "step-30: a red circle moving to the right on a black background<" in text
+    assert "<figcaption>step-30<" in text
+
+
+def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:
+    def span(worker: str, module: str, seconds: float) -> dict:
+        return {"step": 0, "worker": worker, "module": module, "cascade": "a/dit/0", "item": "a",
+                "bucket": [17, 64, 96], "batch": 4, "degree": 2, "start": 0.0, "end": seconds}
+
+    rows = facts.buckets([span("w0", "dit", 2.0), span("w1", "dit", 3.0), span("w0", "vae", 1.0)], {(17, 64, 96): 120})
+    assert len(rows) == 1
+    assert (rows[0].samples, rows[0].items, rows[0].batch, rows[0].tokens) == (4, 1, 4.0, 120)
+    assert (rows[0].dit_s, rows[0].vae_s, rows[0].worker_seconds, rows[0].share) == (5.0, 1.0, 6.0, 1.0)
+
+
+def test_the_largest_deviation_comes_first(run_folder: Path) -> None:
+    found = facts.deviations(RunDir.open(run_folder).spans())
+    assert (found[0].step, found[0].worker) == (12, "w1")
+    assert found[0].excess_s == pytest.approx(1.5, abs=1e-3)
+
+
+def test_a_slow_step_is_blamed_on_data_or_on_heavy_items_when_they_are_the_cause() -> None:
+    usual = [{"step": s, "time": 10.0 * s, "step_s": 1.0, "data_wait_s": 0.0, "planned_s": 0.9} for s in range(10)]
+    waited = {"step": 10, "time": 110.0, "step_s": 3.0, "data_wait_s": 2.0, "planned_s": 0.9}
+    heavy = {"step": 11, "time": 120.0, "step_s": 3.0, "data_wait_s": 0.0, "planned_s": 2.9}
+    sentences = facts.slow_steps([*usual, waited, heavy], [], [])
+    assert sentences == [
+        "Step 10 took 3.00 s, 3.0x the median: it waited 2.00 s for data (0.00 s is usual).",
+        "Step 11 took 3.00 s, 3.0x the median: its items are heavy, 2.90 s were planned (0.90 s is usual)."]
+
+
+def test_waiting_for_others_is_not_mistaken_for_work(run_folder: Path) -> None:
+    """The gradient sum makes all workers end together; the cascade behind it is the one to name."""
+    window = next(w for w in final_windows(RunDir.open(run_folder).spans()) if w.step == 12)
+    late = facts.late_cascade(window.spans)
+    assert late is not None and late.worker == "w1"
+
+
+def test_generations_list_their_steps_and_workers(run_folder: Path) -> None:
+    assert facts.generations(RunDir.open(run_folder).metrics()) == [(0, 0, 19, 3), (1, 20, 29, 2)]
+
+
+def test_a_live_run_with_a_torn_line_can_be_reported(run_folder: Path) -> None:
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "los')
+    assert "30 steps" in write_report(RunDir.open(run_folder)).read_text()
+
+
+def test_a_broken_line_in_the_middle_is_named(run_folder: Path) -> None:
+    path = run_folder / "metrics.jsonl"
+    path.write_text("not json\n" + path.read_text())
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl line 1 is not JSON"):
+        write_report(RunDir.open(run_folder))
+
+
+def test_a_run_without_steps_says_so(run_folder: Path) -> None:
+    (run_folder / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has no finished step yet"):
+        write_report(RunDir.open(run_folder))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        RunDir.open(tmp_path)
+
+
+def test_missing_figures_do_not_break_the_page(run_folder: Path) -> None:
+    lines = [{"step": 0, "time": 1.0, "loss": None}, {"step": 1, "time": 2.0, "loss": 0.5}]
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_folder / "timeline.jsonl").unlink()
+    assert "2 steps" in write_report(RunDir.open(run_folder)).read_text()
+
+
+def test_ticks_are_round_and_cover_the_range() -> None:
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(3, 3) == [3]
+    low, *_, high = ticks(0.13, 7.9)
+    assert low <= 0.13 and high >= 7.9
+
+
+def test_long_curves_are_thinned_without_losing_their_mean() -> None:
+    ys = [math.sin(i / 50) for i in range(10_000)]
+    thin = thin_out(Series(name="s", xs=list(range(10_000)), ys=ys))
+    assert len(thin.xs) == 800
+    assert sum(thin.ys) / 800 == pytest.approx(sum(ys) / 10_000, abs=1e-3)
+
+
+def test_nothing_to_draw_gives_nothing() -> None:
+    assert line_chart([Series(name="s", xs=[0.0], ys=[math.nan])]) == ""
+    assert timeline([Lane(name="w", bars=[])]) == ""
+
+
+def test_names_are_escaped() -> None:
+    bar = Bar(start_s=0, end_s=1, css="dit", title="<b>", label="<long label here>")
+    drawn = timeline([Lane(name="<w>", bars=[bar])])
+    assert "<w>" not in drawn and "<b>" not in drawn and "<long" not in drawn

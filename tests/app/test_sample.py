@@ -1,0 +1,137 @@
+"""`heddle sample`: clips from a checkpoint folder, the right weights in them, files that open, errors in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from actors import checkpoint
+from app import sample
+from app.config import RunConfig, RunSection, SampleConfig
+from app.settings import ConfigError
+from app.video import contact_sheet, write_mp4
+from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.load import build_dit, resolve
+from ops.shards import ShardState
+
+PROMPTS = ["a red circle", "a blue square moving up"]
+
+
+def tiny_run(**model: object) -> RunConfig:
+    dit = DiTConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=8,
+                    out_channels=8)
+    modules = ModelConfig(dit=dit, vae=VAEConfig(spatial=4, channels=8), text=TextConfig(d_model=16, num_layers=1))
+    return RunConfig(run=RunSection(name="tiny"), model=modules,
+                     sample=SampleConfig(prompts=("a disc",), steps=2, frames=5, height=16, width=24))
+
+
+def write_checkpoint(run: Path, config: RunConfig, step: int = 3) -> Path:
+    """A checkpoint of two shards whose weights are those of seed 1, and their EMA those of seed 2."""
+    folder = checkpoint.step_folder(run / "checkpoints", step)
+    checkpoint.begin(folder)
+    resolved, _ = resolve(config.model)
+    flat = {}
+    for name, seed in [("master", 1), ("ema", 2)]:
+        module = build_dit(resolved.dit, seed)
+        flat[name] = torch.cat([p.detach().flatten() for p in module.parameters()]).numpy()
+    total = len(flat["ema"])
+    half = total // 2
+    for lo, hi in [(0, half), (half, total)]:
+        checkpoint.write_shard(folder, ShardState(step=step, lo=lo, hi=hi, total=total,
+                                                  arrays={name: array[lo:hi] for name, array in flat.items()}))
+    parameters = [{"name": name, "shape": list(p.shape)} for name, p in module.named_parameters()]
+    checkpoint.seal(folder, {"step": step, "parameters": parameters, "config": config.to_yaml()})
+    return folder
+
+
+def decode(path: Path) -> np.ndarray:
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def weights_of(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_ema_weights_by_default_and_raw_ones_when_asked(tmp_path: Path) -> None:
+    config = tiny_run()
+    write_checkpoint(tmp_path, config)
+    resolved, _ = resolve(config.model)
+    assert torch.equal(weights_of(sample.load_model(tmp_path).dit), weights_of(build_dit(resolved.dit, 2)))
+    assert torch.equal(weights_of(sample.load_model(tmp_path, ema=False).dit), weights_of(build_dit(resolved.dit, 1)))
+
+
+def test_several_prompts_make_numbered_clips_and_one_sheet(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    files = sample.run(tmp_path, PROMPTS, tmp_path / "out" / "x.mp4", steps=1, frames=9, seed=4)
+    assert [file.name for file in files] == ["x-00.mp4", "x-01.mp4", "x.png"]
+    assert decode(files[0]).shape == (9, 16, 24, 3)
+    assert Image.open(files[2]).size[0] > 2 * 24
+
+
+def test_command_and_library_make_the_same_clip(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    file, sheet = sample.sample_run(tmp_path)
+    assert (file.parent, file.name, sheet.name) == (tmp_path / "samples", "step-3.mp4", "step-3.png")
+    command = sample.run(tmp_path / "checkpoints" / "step-3", [], tmp_path / "y.mp4")
+    assert np.array_equal(decode(file), decode(command[0]))
+
+
+def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    model = sample.load_model(tmp_path)
+    settings = sample.ClipSettings.of(model.config)
+    both = sample.make_clips(model, PROMPTS, settings)
+    alone = sample.make_clips(model, PROMPTS[:1], settings)
+    assert np.abs(both[0].astype(int) - alone[0].astype(int)).max() <= 1  # rounding to 8 bits
+    assert not np.array_equal(both[0], both[1])
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ({"prompts": [], "out": "x.avi"}, r"must end in \.mp4"),
+    ({"prompts": PROMPTS, "out": "x.mp4", "frames": 6}, r"6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1"),
+    ({"prompts": PROMPTS, "out": "x.mp4", "steps": 0}, "0 sampling steps"),
+])
+def test_wrong_requests_are_one_sentence(tmp_path: Path, arguments: dict[str, object], sentence: str) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    out = tmp_path / str(arguments.pop("out"))
+    with pytest.raises(ValueError, match=sentence):
+        sample.run(tmp_path, out=out, **arguments)  # type: ignore[arg-type]
+
+
+def test_torn_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tiny_run())
+    (folder / checkpoint.COMPLETE).unlink()
+    with pytest.raises(ConfigError, match="is no complete checkpoint and holds none"):
+        sample.load_model(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        sample.load_model(tmp_path / "elsewhere")
+
+
+def test_mp4_keeps_colours_and_frames(tmp_path: Path) -> None:
+    video = np.zeros((7, 32, 48, 3), np.uint8)
+    video[:, :, :24] = (200, 60, 40)
+    video[:, :, 24:] = (30, 90, 210)
+    write_mp4(tmp_path / "v.mp4", video, fps=12.5)
+    back = decode(tmp_path / "v.mp4")
+    assert back.shape == video.shape
+    assert np.abs(back[:, 4:-4, 4:20].astype(int) - video[:, 4:-4, 4:20]).max() < 12  # 8-bit YUV, lossy
+    with av.open(str(tmp_path / "v.mp4")) as container:
+        assert float(container.streams.video[0].average_rate or 0) == 12.5
+
+
+def test_contact_sheet_shows_the_frames(tmp_path: Path) -> None:
+    videos = [np.full((5, 96, 64, 3), shade, np.uint8) for shade in (10, 200)]
+    contact_sheet(tmp_path / "s.png", videos, ["dark", "bright and a long title " * 20])
+    pixels = np.asarray(Image.open(tmp_path / "s.png"))
+    assert ((pixels == 10).all(-1).sum(), (pixels == 200).all(-1).sum()) >= (5 * 96 * 64, 5 * 96 * 64)
+
+
+def test_contact_sheet_refuses_what_is_no_clip(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be uint8 \[T, H, W, 3\]; this one is float64"):
+        contact_sheet(tmp_path / "s.png", [np.zeros((1, 8, 8, 3))], ["x"])

@@ -1,0 +1,63 @@
+"""The trace shows what each worker did beside what was planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.rundir import RunDir
+from app.timeline import MEASURED, PLANNED, RUN_PID, final_windows, lane, trace, windows, write_timeline
+
+
+def slices(entries: list[dict], pid: int, tid: int) -> list[dict]:
+    return [entry for entry in entries if entry["ph"] == "X" and (entry["pid"], entry["tid"]) == (pid, tid)]
+
+
+def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_folder: Path) -> None:
+    run = RunDir.open(run_folder)
+    entries = trace(run.spans(), run.events())["traceEvents"]
+    for worker in ("w0", "w1", "w2"):
+        mine = [span for span in run.spans() if span["worker"] == worker]
+        cascades = [span for span in mine if span["module"] != "finish"]
+        assert len(slices(entries, lane(worker), MEASURED)) == len(mine)
+        assert len(slices(entries, lane(worker), PLANNED)) == len(cascades)
+
+
+def test_measured_and_planned_slices_keep_their_times(run_folder: Path) -> None:
+    spans = RunDir.open(run_folder).spans()
+    entries = trace(spans)["traceEvents"]
+    late = next(span for span in spans if span["step"] == 12 and span["worker"] == "w1" and span["module"] == "dit")
+    origin = min(span["start"] for span in spans)
+    measured = next(e for e in slices(entries, lane("w1"), MEASURED) if e["name"] == late["name"])
+    foreseen = next(e for e in slices(entries, lane("w1"), PLANNED) if e["name"] == late["name"])
+    assert measured["ts"] == pytest.approx((late["start"] - origin) * 1e6, abs=1)
+    assert measured["dur"] == pytest.approx(2.2e6, abs=10)
+    assert foreseen["dur"] == pytest.approx(0.7e6, abs=10)
+
+
+def test_steps_and_events_have_their_own_lane(run_folder: Path) -> None:
+    path = write_timeline(RunDir.open(run_folder))
+    entries = json.loads(path.read_text())["traceEvents"]
+    assert [entry["name"] for entry in slices(entries, RUN_PID, 0)] == [f"step {step}" for step in range(30)]
+    assert "dead" in [entry["name"] for entry in entries if entry["ph"] == "i"]
+
+
+def span(step: int, start: float, module: str = "dit", ran_in: float = 0.0) -> dict:
+    return {"step": step, "worker": "w0", "module": module, "name": module, "cascade": module, "start": start,
+            "end": start + 1, "step_start": ran_in}
+
+
+def test_an_encode_for_the_next_step_belongs_to_the_step_it_ran_in() -> None:
+    found = windows([span(4, 10, ran_in=10), span(5, 11, "vae", ran_in=10), span(4, 12, "finish", ran_in=10)])
+    assert [(window.step, len(window.spans)) for window in found] == [(4, 3)]
+
+
+def test_only_the_last_execution_of_a_recomputed_step_counts() -> None:
+    spans = [span(4, 10, ran_in=10), span(4, 20, ran_in=20), span(5, 30, ran_in=30)]
+    assert [(window.step, window.start) for window in final_windows(spans)] == [(4, 20), (5, 30)]
+
+
+def test_a_run_without_spans_gives_an_empty_trace() -> None:
+    assert trace([])["traceEvents"] == []

@@ -1,0 +1,212 @@
+"""The entry point as a person starts it: a run, a killed and resumed run, a job on a cluster, and plain mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data.synthetic import SynthConfig, synthesize
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 12
+SAME_RUN = 1e-6  # same worker count, other process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("train")
+    synthesize(made / "data", SynthConfig(clips=40, images=8, shards=2, koala=False))
+    (made / "run.yaml").write_text(f"""
+run: {{name: one, dir: {made}/runs}}
+model:
+  dit: {{num_layers: 2, num_heads: 4, head_dim: 16, ffn_dim: 128, freq_dim: 32}}
+  vae: {{kind: haar, channels: 24}}
+  text: {{max_length: 64, d_model: 32, num_layers: 1, num_heads: 2}}
+data:
+  sources: [{{path: "{made}/data/shards/{{00000..00001}}.tar"}}]
+  buckets: {{table: [1x64x96, 9x64x96, 17x64x96], short_videos: image}}
+  batch: {{memory_tokens: 300, text_tokens: 40, max_batch: 3}}
+  items_per_step: 4
+  engine: {{decode_workers: 1, decode_cpus: 0.2}}
+train: {{steps: {STEPS}, optimizer: {{learning_rate: 1.0e-3}}}}
+workers: {{min: 2, max: 2, cpus_per_worker: 0.5, device: cpu}}
+checkpoint: {{every: 4, keep_last: 2}}
+""")
+    return made
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "app.train", "--config", str(folder / "run.yaml"), *more]
+
+
+def train(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *more), cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+def metrics(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[dict]:
+    done = train(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(folder, "one")
+
+
+def test_a_run_leaves_everything_that_is_promised(folder: Path, whole: list[dict]) -> None:
+    run = folder / "runs" / "one"
+    assert [line["step"] for line in whole] == list(range(STEPS))
+    wanted = {
+        "step",
+        "time",
+        "loss",
+        "grad_norm",
+        "lr",
+        "workers",
+        "generation",
+        "step_s",
+        "data_wait_s",
+        "idle_ratio",
+        "cv_step",
+        "cv_compute",
+        "wir",
+        "tokens_per_s",
+        "planned_s",
+        "plan_s",
+    }
+    assert all(wanted <= set(line) for line in whole)
+    for name in ("config.yaml", "events.jsonl", "timeline.jsonl", "outcome.json"):
+        assert (run / name).is_file(), name
+    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-11", "step-7"]
+    assert len(list((run / "plans").glob("step-*.json"))) == STEPS
+    assert list((run / "events").iterdir())
+    spans = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    assert {"text", "vae", "dit", "finish"} == {span["module"] for span in spans}
+    assert any(span["name"].startswith("dit 17f 64x96 b") for span in spans)
+
+
+def running(folder: Path, name: str, steps: int) -> subprocess.Popen[str]:
+    """A run that has taken so many steps and goes on."""
+    process = subprocess.Popen(
+        command(folder, "--set", f"run.name={name}"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    path = folder / "runs" / name / "metrics.jsonl"
+    deadline = time.monotonic() + 400
+    while not path.exists() or len(path.read_text().splitlines()) < steps:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def assert_resumes_to_the_losses_of(whole: list[dict], folder: Path, name: str) -> None:
+    done = train(folder, "--set", f"run.name={name}", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(folder, name)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole], rel=SAME_RUN)
+
+
+def test_a_run_that_is_killed_and_resumed_has_the_losses_of_a_whole_one(folder: Path, whole: list[dict]) -> None:
+    process = running(folder, "two", steps=6)
+    os.killpg(process.pid, signal.SIGKILL)  # the driver and all that Ray started for it
+    process.communicate()
+    assert_resumes_to_the_losses_of(whole, folder, "two")
+
+
+def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole: list[dict]) -> None:
+    """SIGTERM to the driver alone: what runs is finished, a checkpoint is written although none was due."""
+    process = running(folder, "three", steps=3)
+    process.terminate()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
+    assert "stopping after the running steps" in output and "Traceback" not in output
+    reached = metrics(folder, "three")[-1]["step"]
+    assert (folder / "runs" / "three" / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
+    assert_resumes_to_the_losses_of(whole, folder, "three")
+
+
+def test_an_existing_run_is_not_overwritten_by_accident(folder: Path, whole: list[dict]) -> None:
+    done = train(folder)
+    assert done.returncode == 2
+    assert "already exists" in done.stderr and "--resume" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_too_few_workers_end_with_a_sentence_and_the_resumable_code(folder: Path) -> None:
+    done = train(
+        folder,
+        "--set",
+        "run.name=big",
+        "--set",
+        "workers.device=cuda",
+        "--set",
+        "workers.wait_s=3",
+    )
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "waiting up to 3 s" in done.stdout and "workers.min" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dataset_without_items_is_rejected_before_training(folder: Path) -> None:
+    done = train(
+        folder,
+        "--set",
+        "run.name=empty",
+        "--set",
+        "data.buckets.table=[129x720x1280]",
+        "--set",
+        "data.buckets.short_videos=drop",
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "129x720x1280" in done.stderr and "Traceback" not in done.stderr
+    assert not metrics(folder, "empty")
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """Address of the job server of a cluster that runs beside the test."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 4,
+            "include_dashboard": True,
+            "dashboard_port": 0,
+            "object_store_memory": 200 * 2**20,
+        },
+    )
+    yield f"http://{made.head_node.webui_url}"
+    made.shutdown()
+
+
+def test_a_submitted_job_succeeds(folder: Path, cluster: str) -> None:
+    submit = [
+        str(Path(sys.executable).parent / "ray"),
+        "job",
+        "submit",
+        "--address",
+        cluster,
+        "--working-dir",
+        str(ROOT),
+        "--",
+        sys.executable,
+        *command(folder, "--set", "run.name=job", "--set", "train.steps=3")[1:],
+    ]
+    done = subprocess.run(submit, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "succeeded" in done.stdout
+    assert [line["step"] for line in metrics(folder, "job")] == [0, 1, 2]

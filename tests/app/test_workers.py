@@ -1,0 +1,89 @@
+"""`heddle workers` against a real monitor actor on a local cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.messages import Progress
+from actors.names import NAMESPACE, run_id
+from app.cli_workers import drain, list_workers, scale, stop
+from app.config import RunConfig
+from app.live_runs import end_leftovers
+from app.settings import ConfigError
+
+DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    """A run folder and its monitor, which has heard of two workers."""
+    from actors.pool import start_monitor
+
+    folder = tmp_path_factory.mktemp("live")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    monitor = start_monitor(run_id(folder))
+    for name in ("w0", "w1"):
+        ray.get(monitor.beat.remote(Progress(
+            worker=name, generation=3, step=7, activity="dit 17f 64x96 b4 sp1 s7", phase="backward", since=time.time(),
+            predicted_s=1.0, collectives=4, waiting_in="")))
+    yield folder, monitor
+    ray.shutdown()
+
+
+def test_list_shows_what_every_worker_does(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    list_workers(live_run[0])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["w0", "w1"]
+    assert "dit 17f 64x96 b4 sp1 s7 (backward)" in lines[1]
+
+
+def test_drain_and_scale_reach_the_run(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, monitor = live_run
+    drain(folder, ["w1"], wait_s=0)
+    scale(folder, 4)
+    wishes = ray.get(monitor.report.remote()).wishes
+    assert (wishes.drain, wishes.target) == (("w1",), 4)
+    list_workers(folder)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("leaving")
+
+
+def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any]) -> None:
+    folder = live_run[0]
+    config = RunConfig.load(DEMO, [f"run.dir={folder.parent}", f"run.name={folder.name}"])
+    with pytest.raises(ConfigError, match="is alive on this cluster; end it with"):
+        end_leftovers(config, overwrite=True)
+
+
+def test_overwriting_a_dead_run_frees_its_actors(tmp_path: Path, live_run: tuple[Path, Any]) -> None:
+    from actors.pool import start_monitor
+
+    monitor = start_monitor(run_id(tmp_path))
+    end_leftovers(RunConfig.load(DEMO, [f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}"]), overwrite=True)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(monitor.ping.remote(), timeout=30)
+
+
+def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, monitor = live_run
+    stop(folder, wait_s=0)
+    assert "heddle workers stop" in ray.get(monitor.report.remote()).wishes.stop
+    assert "after its running steps" in capsys.readouterr().out
+
+
+def test_a_worker_that_is_not_there_is_refused(live_run: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match="worker w9 is not in the run; it has w0, w1"):
+        drain(live_run[0], ["w9"], wait_s=0)
+
+
+def test_a_run_that_is_over_is_named(live_run: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("ended-1234\n")
+    with pytest.raises(ConfigError, match="is not alive on this cluster"):
+        list_workers(tmp_path)
