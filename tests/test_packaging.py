@@ -1,0 +1,105 @@
+"""What a stranger's machine sees: pins, make targets, container files that keep ports on loopback and the token on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def pinned() -> set[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [re.fullmatch(r"([A-Za-z0-9._-]+)==\S+", line) for line in lines if line and not line.startswith("#")]
+    assert all(found), "constraints.txt: every line pins one version"
+    return {normal(match[1]) for match in found if match}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = {normal(re.split(r"[\[<>=!~ ;]", name)[0]) for name in names}
+    assert wanted <= pinned(), wanted - pinned()
+
+
+def test_every_package_is_installed() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = {".".join(path.parent.relative_to(ROOT).parts) for layer in ("app", "actors", "data", "ops")
+               for path in (ROOT / layer).rglob("__init__.py")}
+    assert listed == present
+
+
+def test_the_container_cluster_publishes_on_loopback_and_asks_for_the_token() -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "docker-compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert service["environment"]["RAY_AUTH_MODE"] == "token", name
+        assert "ray_token" in service["secrets"], name
+
+
+def test_the_kubernetes_job_scales_its_workers_and_asks_for_the_token() -> None:
+    job = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert cluster["authOptions"] == {"mode": "token"}
+    group = cluster["workerGroupSpecs"][0]
+    assert group["minReplicas"] < group["maxReplicas"]
+    ray_pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ray=="))
+    assert cluster["rayVersion"] == ray_pin.removeprefix("ray==")
+
+
+def test_the_kubernetes_job_starts_a_shipped_config() -> None:
+    entrypoint = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["entrypoint"].split()
+    assert (ROOT / entrypoint[entrypoint.index("--config") + 1]).is_file()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "bench"])
+def test_make_targets_exist(target: str) -> None:
+    result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_file_names_a_machine() -> None:
+    """Paths of the machine it was written on, in any text that is shipped."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    suspects = re.compile(r"/(work|root|opt)/[a-z]")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".yaml", ".toml", ".txt", ""} and path.is_file() and path != Path(__file__):
+            found = suspects.search(path.read_text(encoding="utf-8", errors="replace"))
+            assert not found, f"{name}: {found[0] if found else ''}"
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:app|actors|data|ops|tests|configs|docker)/[A-Za-z0-9_./-]*)`", text))
+    named |= set(re.findall(r"(?<![\w/.])(configs/runs/[\w.-]+\.yaml)", text))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_commands_that_the_readme_names_exist() -> None:
+    from typer.main import get_command
+
+    from app.cli import app
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    text = (ROOT / "README.md").read_text()
+    for name in set(re.findall(r"heddle ([a-z]+)", text)):
+        assert name in commands, f"heddle {name}"
+    for group, names in re.findall(r"`heddle (data|workers) ([a-z]+(?: / [a-z]+)+)`", text):
+        for name in names.split(" / "):
+            assert name in commands[group].commands, f"heddle {group} {name}"
