@@ -39,14 +39,3 @@ def find_monitor(run_dir: Path) -> Any:
             f"run {run_dir} is not alive on this cluster. Start it with `heddle train`, "
             f"or connect to its cluster with RAY_ADDRESS."
         ) from None
-
-
-def beside_me() -> Any:
-    """Scheduling strategy: on the caller's node. The controller's helpers share its fate, not a worker's.
-
-    Hard, since Ray places an actor without resources on any node when the wish is a soft one.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

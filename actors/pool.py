@@ -16,8 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.config import WorkersConfig
 from actors.messages import IO, WorkerInfo
 from actors.monitor import Monitor
-from actors.names import NAMESPACE, beside_me, monitor_name
+from actors.names import NAMESPACE, monitor_name
 from actors.worker import Worker, WorkerSettings
+from data.placement import beside_me
 
 log = logging.getLogger(__name__)
 

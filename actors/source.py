@@ -16,11 +16,11 @@ from actors.config import PlannerConfig, RuntimeConfig
 from actors.dispatch import StepSamples
 from actors.feeder import Encoders, Feeder, StepItems
 from actors.messages import Span
-from actors.names import beside_me
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Done, PlanError
 from actors.planner import Assignment, Planner
 from data.errors import DataError
+from data.placement import beside_me
 from ops.config import ModelConfig
 from ops.config import geometry as geometry_of
 from ops.geometry import Geometry

@@ -24,6 +24,7 @@ from actors.source import PlannerClient, StepData, StepSource
 
 log = logging.getLogger(__name__)
 
+_LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
 _SHOWN_STEPS = 100  # names are of a step and of a shape: two digits, so that their number is bounded
 
 
@@ -238,7 +239,7 @@ class StepRunner:
         """An encode call whose argument is gone never reaches its worker; only its reference knows."""
         references = [r for dispatched in self._encodes for r in dispatched]
         done, _ = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
-        return any(_is_object_loss(reference) for reference in done)
+        return any(has_lost_argument(reference) for reference in done)
 
 
 def bar(what: str, step: int) -> str:
@@ -250,13 +251,14 @@ def bar(what: str, step: int) -> str:
     return f"{what} s{step % _SHOWN_STEPS}"
 
 
-def _is_object_loss(reference: Any) -> bool:
+def has_lost_argument(call: Any) -> bool:
+    """Whether an ended call of a worker never ran because its pixels were lost, or could not be decoded again."""
     try:
-        ray.get(reference)
-    except ray.exceptions.ObjectLostError:
-        return True
+        ray.get(call)
     except ray.exceptions.RayTaskError as error:
-        return isinstance(error.cause, ray.exceptions.ObjectLostError)
-    except ray.exceptions.RayError as error:
+        return isinstance(error.cause, ray.exceptions.ObjectLostError) or _LOST_ARGUMENT in str(error)
+    except ray.exceptions.RayActorError as error:
         log.debug("an encode call failed: %s", error)
+    except ray.exceptions.RayError:
+        return True
     return False

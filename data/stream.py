@@ -39,6 +39,7 @@ from data.dataset import Dataset
 from data.decode import decode_job
 from data.errors import DataIOError
 from data.gate import Gate
+from data.placement import beside_me
 from data.types import Bucket, DataItem, Job
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class RayEngine:
 
     def start(self, first_step: int) -> None:
         self._close_blocks()
-        self._gate = ray.remote(Gate).options(num_cpus=0).remote()
+        self._gate = ray.remote(Gate).options(num_cpus=0, scheduling_strategy=beside_me()).remote()
         if self._leads and not self._others:
             self._others = [self._other(number) for number in range(1, self.share[1])]
         self.dataset.rewind_draws(first_step)
