@@ -48,17 +48,21 @@ class Writer:
         self._root, self._config, self._last = root_of(run_dir), config, last_step
         self._meta, self._sealed, self._failed = meta, sealed, failed
         self._writing: dict[Any, tuple[int, Path]] = {}
+        self._owed = False  # shards were lost with their workers before they were read
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is taken after this step: every so many steps, and after the last."""
-        return step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
+        """Whether a checkpoint is taken after this step: every so many steps, after the last, and soon after one that
+        was lost with its workers."""
+        return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
     def save(self, step: int, snapshots: Sequence[Snapshot]) -> None:
         """Begin to write this step."""
+        self._owed = False
         self._begin(step, [s.shard for s in snapshots])
 
     def save_origin(self, origin: Origin) -> None:
         """Write the last committed step from keepers and living workers, and wait for it: the run is about to stop."""
+        self.wait()  # for an attempt at this step that may have lost its shards with their workers
         held = ray.get([keeper.get.remote(origin.step) for keeper in origin.keepers], timeout=_FETCH_S)
         self._begin(origin.step, [*origin.exports, *(ray.put(shard) for shards in held for shard in shards)])
         self.wait()
@@ -96,6 +100,7 @@ class Writer:
             try:
                 ray.get(reference)
             except ray.exceptions.RayTaskError as error:
+                self._owed = isinstance(error.cause, ray.exceptions.ObjectLostError)
                 self._give_up(step, str(error.cause))
                 continue
             except ray.exceptions.RayError as error:

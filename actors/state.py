@@ -103,7 +103,7 @@ class RunState:
             self._forecast_told = True
             self._forecast(done.snapshots)
         self._commits.add(done)
-        if self.writer.due(done.running.step):
+        if done.snapshots and self.writer.due(done.running.step):
             self.writer.save(done.running.step, done.snapshots)
 
     def committed(self, done: CollectedStep, position: Any) -> None:
