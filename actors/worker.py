@@ -40,6 +40,7 @@ from ops.comm import CancelToken, Groups
 from ops.config import ModelConfig
 from ops.models.load import build_dit, build_text, build_vae, resolve
 from ops.shards import ShardState, cut, shard_bounds
+from ops.sync import initial_shard
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Worker:
         self._snapshot_to: tuple[Any, ...] = ()
         self._exports: list[Snapshot] = []
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
+        self._as_built = True  # the DiT has its first weights
         self._cache = Cache(settings.cache) if settings.cache.path else None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
         self._on_sigterm()
@@ -150,8 +152,9 @@ class Worker:
             address=ray.util.get_node_ip_address(),
         )
         self._snapshot_to = task.snapshot_to
-        self.executor.form(task.generation, groups, world, self._shards(task))
         origin = task.origin
+        self._as_built = self._as_built and origin is None
+        self.executor.form(task.generation, groups, world, self._shards(task))
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
         snapshot = self._send_snapshot(self._holds) if fresh else None
@@ -223,7 +226,7 @@ class Worker:
     def finish_step(self, task: FinishTask) -> tuple[StepReport, Snapshot | None]:
         """Gradient sum, update, snapshot."""
         self._activity(f"finish s{task.step}", "reduce", task.generation, task.step, 0.0)
-        self._holds = None
+        self._holds, self._as_built = None, False
         done = self.executor.finish(task)
         self._holds = task.step
         started = time.perf_counter()
@@ -257,11 +260,10 @@ class Worker:
     def _load(self) -> Executor:
         settings = self.settings
         model, geometry = resolve(settings.model)
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
         modules = Modules(
             config=model,
             geometry=geometry,
-            dit=build_dit(model.dit, settings.train.seed).to(self.device, dtype),
+            dit=self._first_dit(model).to(self.device),
             vae=build_vae(model.vae, self.device),
             text=build_text(model.text, self.device),
         )
@@ -271,13 +273,18 @@ class Worker:
             executor.copies = HostCopies(PinnedCopy(self.device))
         return executor
 
-    def _shards(self, task: FormTask) -> list[ShardState] | None:
+    def _first_dit(self, model: ModelConfig) -> torch.nn.Module:
+        """The transformer as training begins, in host memory."""
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.train.parameter_dtype]
+        return build_dit(model.dit, self.settings.train.seed).to(dtype)
+
+    def _shards(self, task: FormTask) -> list[ShardState]:
         """Parts of the state that cover my range."""
         origin = task.origin
-        if origin is None:
-            return None
-        sync = self.executor.sync
+        sync, modules = self.executor.sync, self.executor.modules
         lo, hi = shard_bounds(sync.layout[-1].hi, task.world)[task.rank]
+        if origin is None:  # also when everything was lost: then this worker's own weights may have been trained
+            return [initial_shard(modules.dit if self._as_built else self._first_dit(modules.config), lo, hi)]
         if origin.checkpoint is not None:
             return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
         timeout = self.settings.workers.collective_timeout_s

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -82,6 +83,21 @@ def slots(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
         found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
         at += parameter.numel()
     return tuple(found)
+
+
+def initial_shard(module: nn.Module, lo: int, hi: int) -> ShardState:
+    """State of [lo, hi) of the flat vector before the first update: the module's parameters and zero moments."""
+    named = trainable(module)
+    layout = slots(named)
+    dtype = torch.float64 if named[0][1].dtype == torch.float64 else torch.float32
+    pieces = [
+        parameter.detach().reshape(-1)[max(lo, slot.lo) - slot.lo : min(hi, slot.hi) - slot.lo]
+        for (_, parameter), slot in zip(named, layout, strict=True)
+        if max(lo, slot.lo) < min(hi, slot.hi)
+    ]
+    master = torch.cat(pieces).to("cpu", dtype, copy=True).numpy() if pieces else torch.empty(0, dtype=dtype).numpy()
+    moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    return ShardState(step=0, lo=lo, hi=hi, total=layout[-1].hi, arrays={"master": master, **moments})
 
 
 class FlatSync:

@@ -187,6 +187,26 @@ def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undis
     assert run.losses() == pytest.approx([undisturbed[step] for step in steps], rel=FP32)
 
 
+def test_with_no_state_left_anywhere_training_begins_again_from_the_first_weights(
+    lab: Lab, undisturbed: list[float]
+) -> None:
+    """Survivors hold weights that have been trained; without snapshot and checkpoint those are of no step."""
+    config = lab.config(
+        "nothing", model=MODEL, train={"steps": STEPS}, workers={"min": 1, "max": 2}, snapshot={"enabled": False}
+    )
+    run = lab.start(config)
+    run.wait_for_workers(2)
+    run.wait_for_more_steps(3)
+    run.signal_worker(1)
+    run.wait_for_recoveries(1)
+    run.wait_for_more_steps(3)
+    run.stop()
+    steps = run.steps()
+    assert [e["to_step"] for e in run.events if e["event"] == "fallback"] == [-1]
+    assert steps.count(0) == 2 and steps.count(1) == 2
+    assert run.losses() == pytest.approx([undisturbed[step] for step in steps], rel=FP32)
+
+
 def test_the_controller_is_killed_and_the_run_ends_all_the_same(lab: Lab, undisturbed: list[float]) -> None:
     """Ray Train starts it again; it finds the keepers and the last committed step."""
     config = lab.config("controller", model=MODEL, train={"steps": 60}, workers={"min": 1, "max": 2})

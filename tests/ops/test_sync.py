@@ -31,7 +31,7 @@ from ops.comm import CancelToken, Group, Groups
 from ops.config import OptimizerConfig
 from ops.optimizer import lr_at
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, Sync, trainable
+from ops.sync import FlatSync, Sync, initial_shard, trainable
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -415,6 +415,24 @@ def test_fresh_start_takes_the_weights_of_rank_0() -> None:
     on_threads(3, lambda rank, group: FlatSync(models[rank], PLAIN, TOTAL_STEPS).form(group, None))
     for model in models:
         np.testing.assert_array_equal(flat_weights(model), flat_weights(START.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) -> None:
+    model, first = copy.deepcopy(START).to(dtype), copy.deepcopy(START).to(dtype)
+    sync = FlatSync(model, FULL, TOTAL_STEPS)
+    sync.form(Group.solo(), None)
+    fresh = sync.export_shard()
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    sync.finish_step(0, 1.0, SAMPLES, SAMPLES, lambda phase: None)
+    assert not np.array_equal(flat_weights(model), flat_weights(first))
+    sync.form(Group.solo(), [initial_shard(first, 0, 100), initial_shard(first, 100, sync.total)])
+    again = sync.export_shard()
+    assert again.step == 0
+    np.testing.assert_array_equal(flat_weights(model), flat_weights(first))
+    for name, array in fresh.arrays.items():
+        np.testing.assert_array_equal(again.arrays[name], array)
 
 
 def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
