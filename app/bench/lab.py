@@ -38,6 +38,7 @@ TINY = {
 
 
 _PACE_S = 0.5  # between steps while something is awaited of a run
+_LAST_STEPS = 8
 
 
 class Timeout(RuntimeError):
@@ -143,7 +144,7 @@ class LabRun:
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.controller: Any = None
-        self._awaited: list[float] = []  # extra seconds per step, one entry for everybody who waits
+        self._awaited: list[tuple[float, float]] = []  # (extra seconds per step, deadline) of everybody who waits
         self._hold = threading.Event()
         self._hold.set()
         self._replacements = replacements
@@ -174,9 +175,11 @@ class LabRun:
     def wait_for(
         self, condition: Callable[[], bool], what: str, timeout_s: float = 240.0, pace_s: float = _PACE_S
     ) -> None:
-        """Returns when it holds; meanwhile a step takes `pace_s` longer, so that the run does not end before."""
+        """Returns when it holds; meanwhile a step takes `pace_s` longer, and the last steps fill the time that is
+        left, so that the run does not end before."""
         deadline = time.monotonic() + timeout_s
-        self._awaited.append(pace_s)
+        awaited = (pace_s, deadline)
+        self._awaited.append(awaited)
         try:
             while not condition():
                 if time.monotonic() > deadline or not self._thread.is_alive():
@@ -184,7 +187,7 @@ class LabRun:
                     raise Timeout(f"waited for {what}; error {self.error!r}, last events: {last}")
                 time.sleep(0.02)
         finally:
-            self._awaited.remove(pace_s)
+            self._awaited.remove(awaited)
 
     def wait_for_step(self, step: int, timeout_s: float = 240.0) -> None:
         self.wait_for(lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s)
@@ -288,8 +291,10 @@ class LabRun:
 
     def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
         self.metrics.append(metrics)
-        if self._awaited:
-            time.sleep(max(self._awaited, default=0.0))
+        left = self.config.train.steps - 1 - metrics["step"]
+        for pace_s, deadline in self._awaited[:1]:
+            last_steps_s = (deadline - time.monotonic()) / left if 0 < left <= _LAST_STEPS else 0.0
+            time.sleep(max(pace_s, last_steps_s))
         if metrics["step"] >= self.config.train.steps - 3:
             self._hold.wait()
 
