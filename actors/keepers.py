@@ -87,6 +87,9 @@ class Keepers:
                 found[name] = ray.get(reference, timeout=timeout_s)
             except ray.exceptions.RayError as error:
                 log.warning("keeper %s does not answer: %s", name, type(error).__name__)
+                if isinstance(error, ray.exceptions.ActorDiedError):  # not asked again; `prepare` starts another
+                    self._handles.pop(name, None)
+                    self._nodes.pop(name, None)
         return found
 
     def handles(self, names: Mapping[str, Any] | Sequence[str]) -> tuple[Any, ...]:
