@@ -38,7 +38,7 @@ TINY = {
 
 
 _PACE_S = 0.5  # between steps while something is awaited of a run
-_LAST_STEPS = 8
+_LAST_STEPS = 16
 
 
 class Timeout(RuntimeError):
@@ -144,7 +144,8 @@ class LabRun:
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.controller: Any = None
-        self._awaited: list[tuple[float, float]] = []  # (extra seconds per step, deadline) of everybody who waits
+        # (extra seconds per step, end of the time that the last steps fill) of everybody who waits
+        self._awaited: list[tuple[float, float]] = []
         self._hold = threading.Event()
         self._hold.set()
         self._replacements = replacements
@@ -173,12 +174,17 @@ class LabRun:
             raise self.error
 
     def wait_for(
-        self, condition: Callable[[], bool], what: str, timeout_s: float = 240.0, pace_s: float = _PACE_S
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        timeout_s: float = 240.0,
+        pace_s: float = _PACE_S,
+        stretch: bool = True,
     ) -> None:
-        """Returns when it holds; meanwhile a step takes `pace_s` longer, and the last steps fill the time that is
-        left, so that the run does not end before."""
+        """Returns when it holds; meanwhile a step takes `pace_s` longer, and unless steps are what is awaited
+        (`stretch`) the last ones fill the time that is left, so that the run does not end before."""
         deadline = time.monotonic() + timeout_s
-        awaited = (pace_s, deadline)
+        awaited = (pace_s, deadline if stretch else 0.0)
         self._awaited.append(awaited)
         try:
             while not condition():
@@ -190,7 +196,9 @@ class LabRun:
             self._awaited.remove(awaited)
 
     def wait_for_step(self, step: int, timeout_s: float = 240.0) -> None:
-        self.wait_for(lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s)
+        self.wait_for(
+            lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s, stretch=False
+        )
 
     def wait_for_workers(self, count: int, timeout_s: float = 240.0) -> None:
         self.wait_for(
@@ -292,9 +300,12 @@ class LabRun:
     def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
         self.metrics.append(metrics)
         left = self.config.train.steps - 1 - metrics["step"]
-        for pace_s, deadline in self._awaited[:1]:
-            last_steps_s = (deadline - time.monotonic()) / left if 0 < left <= _LAST_STEPS else 0.0
-            time.sleep(max(pace_s, last_steps_s))
+        for awaited in self._awaited[:1]:
+            pace_s, end = awaited
+            last_steps_s = (end - time.monotonic()) / left if 0 < left <= _LAST_STEPS else 0.0
+            until = time.monotonic() + max(pace_s, last_steps_s)
+            while time.monotonic() < until and awaited in self._awaited:
+                time.sleep(0.05)
         if metrics["step"] >= self.config.train.steps - 3:
             self._hold.wait()
 

@@ -68,7 +68,7 @@ def _look(run: LabRun, step: int) -> MemoryUse:
         workers=tuple(_resident_mib(pid, "RssAnon") for pid in pids),
         controller=_resident_mib(os.getpid(), "RssAnon"),
         mapped=tuple(_resident_mib(pid, "RssShmem") for pid in (*pids, os.getpid())),
-        object_store=_object_store_mib(),
+        object_store=object_store_mib(),
         open_files=tuple(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
     )
 
@@ -78,14 +78,19 @@ def _resident_mib(pid: int, kind: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 2**10
 
 
-def _object_store_mib() -> float:
-    """Bytes in the object stores of all nodes, from the raylets themselves."""
+def object_store_mib() -> float:
+    """Bytes in the object stores of all nodes, from the raylets themselves; a node that has just died has none."""
+    import grpc
     import ray
     from ray._private.internal_api import node_stats
 
     used = 0
     for node in ray.nodes():
         if node["Alive"]:
-            stats: Any = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+            address = node["NodeManagerAddress"], node["NodeManagerPort"]
+            try:
+                stats: Any = node_stats(*address, include_memory_info=False)
+            except grpc.RpcError:
+                continue
             used += stats.store_stats.object_store_bytes_used
     return used / 2**20

@@ -24,6 +24,7 @@ from typing import Annotated
 import typer
 
 from app.bench.lab import Lab, LabRun
+from app.bench.memory import object_store_mib
 
 WORKERS = 4
 _SLOW_S = 2.0  # a step while a worker is coming up: the faults are many and the steps few
@@ -45,6 +46,8 @@ class SoakResult:
     recovery_worst_s: float
     rss_first_gib: float  # largest resident set of a worker after the first tenth of the steps
     rss_last_gib: float
+    store_first_mib: float  # largest sum over all nodes after a fault, in the first quarter of the faults
+    store_last_mib: float  # and in the last quarter
     seconds: float
 
     @property
@@ -79,7 +82,7 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
         raise RuntimeError(f"the undisturbed run ended early: {calm.outcome.reason}")
     storm = lab.start(lab.config(f"storm{seed}", train={"steps": steps}, workers={"min": 1, "max": WORKERS},
                                  checkpoint={"every": 20}))
-    counts = _strike(lab, storm, steps, faults, random.Random(seed))
+    counts, stores = _strike(lab, storm, steps, faults, random.Random(seed))
     storm.pause_before_last()
     digests = storm.parameter_digests()
     storm.go_on()
@@ -92,7 +95,7 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
     expected = calm.losses()
     difference = max(abs(expected[m["step"]] - m["loss"]) / abs(expected[m["step"]]) for m in storm.metrics)
     recoveries = storm.seconds_to_recover()
-    tenth = max(1, steps // 10)
+    tenth, quarter = max(1, steps // 10), max(1, len(stores) // 4)
     return SoakResult(
         steps=steps,
         faults=dict(counts),
@@ -105,6 +108,8 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
         recovery_worst_s=max(recoveries, default=0.0),
         rss_first_gib=max(m["rss_gib"] for m in storm.metrics[:tenth]),
         rss_last_gib=storm.metrics[-1]["rss_gib"],
+        store_first_mib=max(stores[:quarter]),
+        store_last_mib=max(stores[-quarter:]),
         seconds=time.time() - started,
     )
 
@@ -116,9 +121,13 @@ def _first_deviation(run: LabRun, expected: list[float]) -> str:
     return "none"
 
 
-def _strike(lab: Lab, run: LabRun, steps: int, faults: int, rng: random.Random) -> Counter[str]:
-    """One fault after the other, each at a random step of its share of the run; none before the last one is over."""
+def _strike(lab: Lab, run: LabRun, steps: int, faults: int, rng: random.Random) -> tuple[Counter[str], list[float]]:
+    """One fault after the other, each at a random step of its share of the run; none before the last one is over.
+
+    Returns how many of each kind there were, and the MiB in all object stores after each.
+    """
     counts: Counter[str] = Counter()
+    stores: list[float] = []
     kinds = _kinds(lab, run, rng)
     for number in range(faults):
         low, high = 2 + number * (steps - 6) // faults, 2 + (number + 1) * (steps - 6) // faults
@@ -130,7 +139,8 @@ def _strike(lab: Lab, run: LabRun, steps: int, faults: int, rng: random.Random) 
         counts[kind] += 1
         if kind in _ENDS_A_GENERATION:
             run.wait_for(lambda before=generations: run.generations() > before, f"answer to {kind}", 300, _SLOW_S)  # type: ignore[misc]
-    return counts
+        stores.append(object_store_mib())
+    return counts, stores
 
 
 _ENDS_A_GENERATION = ("kill", "kill two", "freeze", "notice", "lose node")
@@ -185,5 +195,6 @@ def table(result: SoakResult) -> str:
             "largest resident set of a worker, early / late",
             f"{result.rss_first_gib:.2f} / {result.rss_last_gib:.2f} GiB",
         ),
+        ("object stores of all nodes, early / late", f"{result.store_first_mib:.1f} / {result.store_last_mib:.1f} MiB"),
     ]
     return "\n".join(["| soak | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
