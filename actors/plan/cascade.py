@@ -20,6 +20,7 @@ from actors.plan.gaps import fill
 from actors.plan.greedy import allot, tails
 from actors.plan.listing import Lister
 from actors.plan.problem import ENCODERS, Job, Placed, Problem
+from actors.plan.realise import realise
 from actors.plan.simulate import ItemKey
 from actors.plan.types import MODULES, Cascade, Module
 
@@ -33,7 +34,6 @@ PATIENCE = 0.95  # the wall clock ends a search after this many budgets, and
 GRACE_S = 0.02  # this much more: a budget of milliseconds should not end by chance
 FEW_JOBS = 6  # a step of so few is also searched with a cut that starts a little worse
 FEW_WORKERS = 8
-TURNS = 6  # ways to resolve equal workers that are tried when rails do not align
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def plan_step(problem: Problem, state: State, step: int, ahead: Sequence[int], s
             found = _searched(space, starts, share, seed, _bound(problem, jobs, state), deadline)
             if found is None:
                 continue
-            placed = realise(problem, jobs, state, found)
+            placed = _realised(problem, jobs, state, found, share)
         _fill_gaps(jobs, placed, state, deadline + 0.1 * budget_s)
         reached = _score(jobs, placed, state)
         if reached < score - 1e-9:
@@ -227,7 +227,7 @@ def _by_cells(problem: Problem, state: State, chosen: StepJobs, seed: int, budge
         found = _searched(space, starts, seconds, seed, 0.0, time.perf_counter() + 4 * seconds, population=64)
         if found is None:
             return float("inf"), []
-        better = realise(part, cell_jobs, empty, found)
+        better = _realised(part, cell_jobs, empty, found, seconds)
         return max(better.end), better.placed
 
     placed = plan_cells(problem, chosen.jobs, plan_cell, budget_s)
@@ -388,23 +388,9 @@ def _whole_nodes(problem: Problem, jobs: Sequence[Job], limit: float) -> list[in
     return degrees
 
 
-def realise(problem: Problem, chosen: StepJobs, state: State, found: search.Found) -> Lister:
-    """Give the winner its workers; of several ways to resolve equal ones, the first that keeps its makespan."""
-    best: tuple[float, Lister] | None = None
-    for turn in range(TURNS):
-        lister = Lister(problem, chosen.jobs, state.free)
-        lister.barrier, lister.release = state.barrier, chosen.release
-        last = 0.0
-        for position, index in enumerate(found.order):
-            end = lister.put(index, found.degree[index], found.nodes[index], turn >> (position % 3) if turn else 0)
-            if chosen.worth[index] == 0:
-                last = max(last, end)
-        if best is None or last < best[0] - 1e-9:
-            best = (last, lister)
-        if last <= found.makespan + 1e-6:
-            break
-    assert best is not None
-    return best[1]
+def _realised(problem: Problem, chosen: StepJobs, state: State, found: search.Found, budget_s: float) -> Lister:
+    own = [worth == 0 for worth in chosen.worth]
+    return realise(problem, chosen.jobs, found, state.free, state.barrier, chosen.release, own, budget_s)
 
 
 def _score(chosen: StepJobs, lister: Lister, state: State) -> float:

@@ -12,8 +12,9 @@ from itertools import combinations
 from typing import Any
 
 from actors.plan.batch import useful_modes
-from actors.plan.listing import Lister
+from actors.plan.listing import EPS, Lister
 from actors.plan.problem import Job, Problem
+from actors.plan.realise import realise
 from actors.plan.search import Found
 from actors.plan.types import PlanError
 
@@ -24,19 +25,14 @@ RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up
 
 def improve_exactly(problem: Problem, jobs: Sequence[Job], start: Lister, seed: int) -> Lister:
     """The proven optimum, or the best found in max(EXACT_S, budget); never worse than `start`."""
-    hint = Found(max(start.end), 0.0, [p.job for p in start.placed], [len(start.where[i]) for i in range(len(jobs))],
-                 [tuple(sorted({problem.topology.node[w] for w in start.where[i]})) for i in range(len(jobs))], 0)
-    found, _ = solve(problem, jobs, hint, max(EXACT_S, problem.options.budget_s), seed)
-    best = start
-    for turn in range(6):
-        lister = Lister(problem, jobs)
-        for position, index in enumerate(found.order):
-            lister.put(index, found.degree[index], found.nodes[index], turn >> (position % 3) if turn else 0)
-        if max(lister.end) < max(best.end) - 1e-9:
-            best = lister
-        if max(best.end) <= found.makespan + 1e-6:
-            break
-    return best
+    nodes = [tuple(sorted({problem.topology.node[w] for w in start.where[i]})) for i in range(len(jobs))]
+    degrees = [len(start.where[i]) for i in range(len(jobs))]
+    hint = Found(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0)
+    budget_s = max(EXACT_S, problem.options.budget_s)
+    found, _ = solve(problem, jobs, hint, budget_s, seed)
+    free, none = [0.0] * problem.topology.num_workers, [0.0] * len(jobs)
+    best = realise(problem, jobs, found, free, 0.0, none, [True] * len(jobs), budget_s)
+    return best if max(best.end) < max(start.end) - EPS else start
 
 
 def solve(problem: Problem, jobs: Sequence[Job], hint: Found | None, budget_s: float, seed: int) -> tuple[Found, bool]:
@@ -99,5 +95,6 @@ def solve(problem: Problem, jobs: Sequence[Job], hint: Found | None, budget_s: f
         return hint, False
     order = sorted(range(len(jobs)), key=lambda i: (solver.value(starts[i]), i))
     picked = [next(option for option in options if solver.value(option[0])) for options in choices]
-    return Found(solver.value(makespan) / ticks, solver.value(makespan) / ticks, order, [p[1] for p in picked],
-                 [p[2] for p in picked], 0), status == cp_model.OPTIMAL
+    end, begin = solver.value(makespan) / ticks, [solver.value(start) / ticks for start in starts]
+    found = Found(end, end, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
+    return found, status == cp_model.OPTIMAL

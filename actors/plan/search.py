@@ -32,13 +32,14 @@ CALL_S, ROW_S, CELL_S = 1.2e-4, 3e-7, 6e-9
 
 @dataclass(slots=True)
 class Found:
-    """The best candidate: jobs in order, mode and nodes of each job."""
+    """The best candidate: jobs in order; degree, nodes and start of each job."""
 
     makespan: float
     cost: float
     order: list[int]
     degree: list[int]
     nodes: list[tuple[int, ...]]
+    start: list[float]
     rounds: int
 
 
@@ -152,7 +153,8 @@ def _best(state: Decoded, cost: np.ndarray, modes: np.ndarray, space: Space, rou
     kept = [int(j) for j in state.order[row] if space.counts[j] or not space.worth[j] or state.start[row, j] < end]
     degrees = [int(space.degree[j, modes[row, j]]) for j in jobs]
     return Found(float(state.makespan[row]), float(cost[row]), kept, degrees,
-                 [tuple(int(n) for n in state.node[row, j] if n >= 0) for j in jobs], rounds)
+                 [tuple(int(n) for n in state.node[row, j] if n >= 0) for j in jobs],
+                 [float(state.start[row, j]) for j in jobs], rounds)
 
 
 def _mutate(random: np.random.Generator, space: Space, genes: tuple[np.ndarray, ...], rows: np.ndarray,

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan import batch, native
-from actors.plan.cascade import State, StepJobs, realise, step_jobs
+from actors.plan.cascade import State, StepJobs, step_jobs
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan
 from actors.plan.problem import Problem
 from actors.plan.profile import Profile
+from actors.plan.realise import realise
 from actors.plan.types import Cluster, Item
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -49,7 +50,8 @@ def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(h100: Profi
     assert space is not None and native.fits(space)
     found = native.anneal(space, [plainest(space)], 0.01, seed, 0.0, 60.0)
     assert found is not None
-    placed = realise(problem, chosen, state, found)
+    own = [worth == 0 for worth in chosen.worth]
+    placed = realise(problem, chosen.jobs, found, state.free, state.barrier, chosen.release, own, 0.01)
     end = max(placed.end[i] for i, worth in enumerate(chosen.worth) if worth == 0)
     spanned = any(len(nodes) > 1 for nodes in found.nodes)  # rails may cost more than the best case that is searched
     assert end <= found.makespan * (1.3 if spanned else 1 + 1e-9)
