@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,9 @@ LENGTH = 30  # evaluations of a restart, times the square of the jobs
 PATIENCE = 4  # restarts per job without a better plan, besides twice as many as the best needed
 HEATS = (0.03, 0.008)  # starting temperature, share of the makespan: of a step alone, with encodes of later ones
 ENOUGH = 4  # restarts that a budget should allow, by shorter ones if it must
+# Threads of a search, always as many: the plan must not depend on the machine. Small budgets are over before they pay.
+THREADS, WORTH_THREADS_S = 2, 0.1
+SECOND_SEED = 0x5EED
 
 
 class _Space(ctypes.Structure):
@@ -85,31 +90,56 @@ def evaluations_for(space: Space, budget_s: float) -> int:
 def anneal(space: Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget_s: float, seed: int, bound: float,
            seconds: float) -> Found | None:
     """Restarts from the starting candidates (keys [J], modes [J]) and from random ones, until the budget's evaluations
-    are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that."""
+    are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that.
+
+    A budget of some size is spent twice at the same time, by threads with other seeds and lengths of a restart.
+    """
     compiled = library()
     assert compiled is not None, "fits() was not asked"
     given, arrays, before = _given(space)
     num_jobs, nodes = space.num_jobs, space.nodes.shape[0]
     keys = np.ascontiguousarray([start[0] for start in starts], dtype=float)
     modes = np.ascontiguousarray([start[1] for start in starts], dtype=np.int32)
-    result, order, figures = np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4)
     evaluations = evaluations_for(space, budget_s)
-    length = max(50, min(LENGTH * num_jobs**2, evaluations // ENOUGH))
-    done = compiled.anneal(
-        ctypes.byref(given), _pointer(keys), _pointer(modes), len(starts), ctypes.c_long(evaluations),
-        ctypes.c_long(length), PATIENCE * num_jobs, ctypes.c_double(HEATS[given.ahead]),
-        ctypes.c_double(bound), ctypes.c_double(seconds), ctypes.c_uint64(seed), _pointer(result), _pointer(order),
-        _pointer(figures))
+    longest = max(50, min(LENGTH * num_jobs**2, evaluations // ENOUGH))
+
+    def search(number: int) -> _Searched:
+        one = _Searched(np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4))
+        one.evaluations = compiled.anneal(
+            ctypes.byref(given), _pointer(keys), _pointer(modes), len(starts), ctypes.c_long(evaluations),
+            ctypes.c_long(longest), PATIENCE * num_jobs, ctypes.c_double(HEATS[given.ahead]),
+            ctypes.c_double(bound), ctypes.c_double(seconds), ctypes.c_uint64(seed + SECOND_SEED * number),
+            _pointer(one.result), _pointer(one.order), _pointer(one.figures))
+        return one
+
+    if budget_s < WORTH_THREADS_S:
+        searches = [search(0)]
+    else:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="plan search") as threads:
+            searches = list(threads.map(search, range(THREADS)))
     del arrays  # until here the compiled code reads them
-    if figures[0] == 0:
+    found = [one for one in searches if one.figures[0] > 0]
+    if not found:
         return None
-    makespan = float(figures[0])
-    placing = [int(j) for j in order]
-    if figures[2]:  # found from its end: in forward order of start, encodes first
+    best = min(found, key=lambda one: float(one.figures[1 if given.ahead else 0]))
+    makespan, result = float(best.figures[0]), best.result
+    placing = [int(j) for j in best.order]
+    if best.figures[2]:  # found from its end: in forward order of start, encodes first
         placing = sorted(range(num_jobs), key=lambda j: (result[j, 0], bool(before[j]), j))
     kept = [j for j in placing if space.counts[j] or not space.worth[j] or result[j, 0] < makespan - 1e-9]
-    return Found(makespan, float(figures[1]), kept, [int(k) for k in result[:, 2]],
-                 [tuple(int(n) for n in np.flatnonzero(row)) for row in result[:, 3:3 + nodes]], int(done))
+    return Found(makespan, float(best.figures[1]), kept, [int(k) for k in result[:, 2]],
+                 [tuple(int(n) for n in np.flatnonzero(row)) for row in result[:, 3:3 + nodes]], result[:, 0].tolist(),
+                 sum(one.evaluations for one in searches))
+
+
+@dataclass(slots=True)
+class _Searched:
+    """What one run of the compiled search left: see `anneal` in annealer.c."""
+
+    result: np.ndarray
+    order: np.ndarray
+    figures: np.ndarray
+    evaluations: int = 0
 
 
 def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]]:
