@@ -15,6 +15,8 @@ from actors.names import NAMESPACE, keeper_name
 
 log = logging.getLogger(__name__)
 
+_GONE = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError)
+
 
 class Keepers:
     """Starts, finds and places keepers. Without snapshots there are none and every list is empty."""
@@ -87,7 +89,7 @@ class Keepers:
                 found[name] = ray.get(reference, timeout=timeout_s)
             except ray.exceptions.RayError as error:
                 log.warning("keeper %s does not answer: %s", name, type(error).__name__)
-                if isinstance(error, ray.exceptions.ActorDiedError):  # not asked again; `prepare` starts another
+                if isinstance(error, _GONE):  # not asked again; `prepare` starts another
                     self._handles.pop(name, None)
                     self._nodes.pop(name, None)
         return found
