@@ -95,6 +95,6 @@ def solve(problem: Problem, jobs: Sequence[Job], hint: Found | None, budget_s: f
         return hint, False
     order = sorted(range(len(jobs)), key=lambda i: (solver.value(starts[i]), i))
     picked = [next(option for option in options if solver.value(option[0])) for options in choices]
-    end, begin = solver.value(makespan) / ticks, [solver.value(start) / ticks for start in starts]
-    found = Found(end, end, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
+    last, begin = solver.value(makespan) / ticks, [solver.value(start) / ticks for start in starts]
+    found = Found(last, last, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
     return found, status == cp_model.OPTIMAL
