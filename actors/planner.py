@@ -47,10 +47,13 @@ class Planner:
             topology=config.topology,
             static_degree=config.static_degree,
             lookahead=config.lookahead,
+            update_waits=True,
+            replans=True,
         )
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
         check(plan, window, self._profile, cluster, done=done)
-        return Assignment(step=plan.steps[0], cascades=tuple(rolling_cut(plan)), plan_s=time.perf_counter() - started)
+        cascades = tuple(rolling_cut(plan, options.update_waits))
+        return Assignment(step=plan.steps[0], cascades=cascades, plan_s=time.perf_counter() - started)
 
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Measured cascades of a step keep the cost model true."""

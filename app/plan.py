@@ -144,7 +144,7 @@ def options_of(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
     planner = config.planner
     return PlanOptions(strategy=planner.strategy, budget_s=planner.budget_s if budget_s is None else budget_s,
                        degrees=planner.degrees, topology=planner.topology, split=planner.split,
-                       static_degree=planner.static_degree, lookahead=planner.lookahead)
+                       static_degree=planner.static_degree, lookahead=planner.lookahead, update_waits=True)
 
 
 def _plan(problem: Problem, strategy: str) -> Plan:

@@ -72,7 +72,8 @@ def cascade_plan(problem: Problem, numbers: Sequence[int], seed: int, budget_s: 
     for step in numbers:
         started = time.perf_counter()
         ahead = [s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers]
-        share = budget_s / (len(beam) * len(worths))
+        spent = problem.options.replans and step != numbers[0]
+        share = 0.0 if spent else budget_s / (len(beam) * len(worths))
         trials = []
         for past in beam:
             for number, worth in enumerate(worths):
@@ -114,8 +115,18 @@ class Past:
 
 def plan_step(problem: Problem, state: State, step: int, ahead: Sequence[int], seed: int,
               budget_s: float) -> tuple[StepJobs, Lister]:
-    """The best decision found for one step within the budget: whole batches, and batches cut where that may pay."""
+    """The best decision found for one step within the budget: whole batches, and batches cut where that may pay.
+
+    Where an update waits for all workers, encodes of later steps only fill the gaps of the step's own best plan: one
+    that is not over by then would delay the update.
+    """
     started = time.perf_counter()
+    if problem.options.update_waits and ahead:
+        chosen, lister = plan_step(problem, state, step, [], seed, budget_s)
+        _add_later(problem, state, step, ahead, chosen, lister)
+        _fill_gaps(chosen, lister, state, started + (PATIENCE + 0.1) * budget_s + GRACE_S)
+        lister.free = [_end(chosen, lister, state)] * len(lister.free)
+        return chosen, lister
     chosen = step_jobs(problem, state, step, ahead)
     if not chosen.jobs:
         return chosen, Lister(problem, [], state.free)
@@ -271,6 +282,20 @@ def step_jobs(problem: Problem, state: State, step: int, ahead: Sequence[int],
         job.preds = [index[p] for p in job.preds if p in index]
         result.jobs.append(job)
     return result
+
+
+def _add_later(problem: Problem, state: State, step: int, ahead: Sequence[int], chosen: StepJobs,
+               lister: Lister) -> None:
+    """Put the encodes of the steps ahead behind the jobs of a planned step; the schedule makes room for them."""
+    more = step_jobs(problem, state, step, ahead)
+    for index in [i for i, worth in enumerate(more.worth) if worth > 0]:
+        chosen.jobs.append(more.jobs[index])
+        chosen.release.append(more.release[index])
+        chosen.worth.append(more.worth[index])
+        chosen.slack.append(more.slack[index])
+        lister.begin.append(0.0)
+        lister.end.append(0.0)
+    lister.jobs = chosen.jobs
 
 
 def constructive(problem: Problem, chosen: StepJobs, state: State) \

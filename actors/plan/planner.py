@@ -45,17 +45,18 @@ def make_plan(steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluste
     return metrics.assemble(problem, cascades, plan_s)
 
 
-def rolling_cut(plan: Plan) -> list[Cascade]:
+def rolling_cut(plan: Plan, update_waits: bool = False) -> list[Cascade]:
     """What the runtime executes for the plan's first step, in execution order: its own cascades, and encodes of later
-    steps that start before the end of its last dit cascade. Encodes of a cut item run early together or not at all: the
-    next plan is told of whole items only (`Done`)."""
+    steps that start before the end of its last dit cascade, or with `update_waits` end by it. Encodes of a cut item run
+    early together or not at all: the next plan is told of whole items only (`Done`)."""
     if not plan.steps:
         return []
     first = plan.steps[0]
     end = max((c.end_s for c in first.cascades if c.module == "dit"),
               default=max((c.end_s for c in first.cascades), default=0.0))
     encodes = [c for step in plan.steps for c in step.cascades if c.step != first.step and c.module != "dit"]
-    late = {result for c in encodes if c.start_s >= end - 1e-9 for result in _results(c)}
+    late = {result for c in encodes if c.start_s >= end - 1e-9 or (update_waits and c.end_s > end + 1e-9)
+            for result in _results(c)}
     chosen = [c for c in first.cascades if c.step == first.step]
     chosen += [c for c in encodes if late.isdisjoint(_results(c))]
     position = {id(c): number for number, c in enumerate(chosen)}

@@ -29,6 +29,8 @@ class PlanOptions:
     static_degree: int = 0  # static only; 0: the best fixed degree for this workload
     split: bool = True  # a batch may run as several cascades
     lookahead: int = 1  # steps whose encodes may fill gaps of this one
+    update_waits: bool = False  # all workers join an update that ends each step: encodes in gaps end before it
+    replans: bool = False  # only the first step will be executed: the budget is spent on it alone
 
     def __post_init__(self) -> None:
         if not self.budget_s >= 0:

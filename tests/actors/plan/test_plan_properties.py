@@ -88,6 +88,22 @@ def test_what_runs_in_a_step_is_free_of_deadlock_and_complete(steps: list, clust
     assert [c.start_s for c in executed] == sorted(c.start_s for c in executed)
 
 
+@settings(max_examples=15, deadline=None)
+@given(workloads, clusters)
+def test_nothing_that_runs_in_a_step_outlasts_it_where_the_update_waits(steps: list, cluster: Cluster) -> None:
+    """Otherwise all workers would wait for it before the update. The step is no longer than one planned alone."""
+    workload = named(steps)
+    options = PlanOptions(budget_s=0.01, update_waits=True, replans=True)
+    plan = make_plan(workload, FLOPS, cluster, options)
+    check(plan, workload, FLOPS, cluster)
+    executed = rolling_cut(plan, update_waits=True)
+    end = max(c.end_s for c in executed if c.step == 0)
+    assert all(c.end_s <= end + 1e-6 for c in executed)
+    assert {c.id for c in plan.steps[0].cascades} <= {c.id for c in executed if c.step == 0}
+    alone = make_plan(workload[:1], FLOPS, cluster, options)
+    assert plan.steps[0].makespan_s <= alone.steps[0].makespan_s * (1 + 1e-9)
+
+
 def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
     """Workers take their cascades in the order of `rolling_cut`; one runs when all its workers stand at it."""
     source = random.Random(0)
