@@ -32,6 +32,7 @@ LONG_HORIZON = 4
 PLACE_S = 4e-5  # calibration of `climb`: placing one job
 PATIENCE = 0.95  # the wall clock ends a search after this many budgets, and
 GRACE_S = 0.02  # this much more: a budget of milliseconds should not end by chance
+CUT_GAIN = 0.1  # share of a step that a cut must save before a run cuts a batch
 FEW_JOBS = 6  # a step of so few is also searched with a cut that starts a little worse
 FEW_WORKERS = 8
 
@@ -139,8 +140,10 @@ def plan_step(problem: Problem, state: State, step: int, ahead: Sequence[int], s
     # A cut has to show its worth before it may share the budget; with few cascades there is budget for both.
     margin = 1.1 if len(chosen.jobs) <= FEW_JOBS else 1.0
     variants[1:] = sorted((v for v in variants[1:] if v[0] < margin * variants[0][0]), key=lambda found: found[0])[:1]
-    best = min(variants, key=lambda variant: variant[0])
-    score, lister, chosen = best[0], best[1], best[3]
+    # A run has not measured most pieces, and every cascade more costs calls: there a cut must promise a clear gain.
+    handicap = [0.0, *[CUT_GAIN if problem.options.replans else 0.0] * len(variants[1:])]
+    weighed = [(found[0] * (1 + worse), found[1], found[3]) for found, worse in zip(variants, handicap)]
+    score, lister, chosen = min(weighed, key=lambda found: found[0])
     for number, (_, _, tried, jobs) in enumerate(variants):
         if budget_s <= 0:
             break
@@ -156,7 +159,7 @@ def plan_step(problem: Problem, state: State, step: int, ahead: Sequence[int], s
                 continue
             placed = _realised(problem, jobs, state, found, share)
         _fill_gaps(jobs, placed, state, deadline + 0.1 * budget_s)
-        reached = _score(jobs, placed, state)
+        reached = _score(jobs, placed, state) * (1 + handicap[number])
         if reached < score - 1e-9:
             score, lister, chosen = reached, placed, jobs
     return chosen, lister
