@@ -73,13 +73,14 @@ def cascade_plan(problem: Problem, numbers: Sequence[int], seed: int, budget_s: 
     for step in numbers:
         started = time.perf_counter()
         ahead = [s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers]
-        spent = problem.options.replans and step != numbers[0]
-        share = 0.0 if spent else budget_s / (len(beam) * len(worths))
+        rough = problem.options.replans and step != numbers[0]
+        share = budget_s / (len(beam) * len(worths))
         trials = []
         for past in beam:
             for number, worth in enumerate(worths):
                 state = replace(past.state, worths=worth)
-                chosen, lister = plan_step(problem, state, step, ahead, seed + number, share)
+                chosen, lister = (rough_step(problem, state, step) if rough else
+                                  plan_step(problem, state, step, ahead, seed + number, share))
                 trials.append(past.after(chosen, lister))
         trials.sort(key=lambda past: past.least_end(problem))
         beam = [past for number, past in enumerate(trials)
@@ -162,6 +163,17 @@ def plan_step(problem: Problem, state: State, step: int, ahead: Sequence[int], s
         reached = _score(jobs, placed, state) * (1 + handicap[number])
         if reached < score - 1e-9:
             score, lister, chosen = reached, placed, jobs
+    return chosen, lister
+
+
+def rough_step(problem: Problem, state: State, step: int) -> tuple[StepJobs, Lister]:
+    """Some legal plan of a step, in a millisecond: a run plans it again before it is executed."""
+    chosen = step_jobs(problem, state, step, [])
+    lister = Lister(problem, chosen.jobs, state.free)
+    lister.barrier, lister.release = state.barrier, chosen.release
+    degrees = allot(problem, chosen.jobs, sum(job.area for job in chosen.jobs) / sum(problem.topology.speed))
+    for index in sorted(range(len(chosen.jobs)), key=_by_tail(chosen.jobs, degrees)):
+        lister.place(index, degrees[index])
     return chosen, lister
 
 

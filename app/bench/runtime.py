@@ -218,7 +218,7 @@ def _real(lab: Lab, steps: int) -> dict[str, Any]:
                     f"{strategy}{turn}",
                     train={"steps": steps},
                     workers={"min": 2, "max": 2},
-                    planner={"strategy": strategy, "static_degree": 1, "budget_s": 0.05},
+                    planner={"strategy": strategy, "static_degree": 1, "budget_s": 0.02},
                     data=_MIXED,
                     model=_LARGER,
                 )
