@@ -1,8 +1,8 @@
 """`heddle bench data`: indexing and decoding against other loaders, on the same clips and the same plan, in one run.
 
-Every way of loading runs in a process of its own, in turns, so that a busy machine hits all alike; each is judged by
-clips per CPU-second of its whole process tree (wall clock is given too), as the median over rounds, and by its ratio to
-the plain PyAV loop of the same round. All decode the same frames of the same clips to the same sizes in two processes
+Every way of loading runs in a process of its own, in turns; each is judged by clips per CPU-second of its whole process
+tree (wall clock is given too), as the median over rounds, and by its ratio to the plain PyAV loop, which runs before
+and after every other way: what a CPU-second is worth on a shared machine changes within a minute. All decode the same frames of the same clips to the same sizes in two processes
 at a time (two that share a core are slower per CPU-second than one), save the way that decodes everything, as
 Open-Sora does. Engines decode ahead: they are measured from full look-ahead to full look-ahead. The CPU of the Ray
 engine is that of everything the session started: feeder, decode workers, Ray Data's actors, raylet, GCS, agents;
@@ -63,8 +63,8 @@ def run(clips: int = 48, rounds: int = 3, height: int = 720, width: int = 1280, 
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(folder or scratch)
         make_set(root / "clips", clips, height, width, frames)
-        ways = DECODERS if decoding else ()
-        costs = [_measure(way, root / "clips", bucket, batch) for _ in range(rounds) for way in ways]
+        turns = [PLAIN, *(one for way in DECODERS[1:] for one in (way, PLAIN))] if decoding else []
+        costs = [_measure(way, root / "clips", bucket, batch) for _ in range(rounds) for way in turns]
         if first_mib:
             make_set(root / "large", 0, height, width, frames, shards=1, mib=first_mib)
             costs += [_measure(way, root / "large", bucket, batch) for _ in range(rounds)
@@ -80,22 +80,21 @@ def run(clips: int = 48, rounds: int = 3, height: int = 720, width: int = 1280, 
 
 
 def table(costs: list[Cost], title: str) -> str:
-    """Markdown: medians over rounds, and the median ratio to the plain loop (or to the peer) of the same round."""
+    """Markdown: medians over rounds, and the median ratio to the plain loops beside it (or to the peer's same round)."""
     return "\n".join([title, *_decoding(costs), *_indexing(costs), *_first(costs), *_memory(costs)])
 
 
 def _decoding(costs: list[Cost]) -> list[str]:
-    plain = _of(costs, PLAIN)
-    if not plain:
+    if not _of(costs, PLAIN):
         return []
     lines = ["", "| way | clips per CPU-s | wall clips/s | x plain loop (CPU) |", "|---|---|---|---|"]
     for way in DECODERS:
         mine = _of(costs, way)
         wall = statistics.median(m.clips / m.wall_s for m in mine)
-        lines.append(f"| {way} | {statistics.median(m.rate for m in mine):.2f} | {wall:.2f} | "
-                     f"{_median_ratio(mine, plain, lambda cost: cost.rate):.2f} |")
+        beside = "1" if way == PLAIN else f"{_beside_plain(costs, way, lambda cost: cost.rate):.2f}"
+        lines.append(f"| {way} | {statistics.median(m.rate for m in mine):.2f} | {wall:.2f} | {beside} |")
     ours, everything = _of(costs, DECODERS[-1]), _of(costs, DECODERS[1])
-    bare = _median_ratio(ours, plain, lambda cost: cost.clips / (cost.cpu_s - cost.services_s))
+    bare = _beside_plain(costs, DECODERS[-1], lambda cost: cost.clips / (cost.cpu_s - cost.services_s))
     return [*lines, "", f"{DECODERS[-1]}: {_median_ratio(ours, everything, lambda cost: cost.rate):.1f} x decoding "
                         f"everything; {bare:.2f} x the plain loop without GCS, agents and log monitor, which take CPU "
                         f"by the second"]
@@ -130,6 +129,16 @@ def _of(costs: list[Cost], way: str) -> list[Cost]:
 
 def _median_ratio(mine: list[Cost], theirs: list[Cost], figure: Callable[[Cost], float]) -> float:
     return statistics.median(figure(m) / figure(t) for m, t in zip(mine, theirs))
+
+
+def _beside_plain(costs: list[Cost], way: str, figure: Callable[[Cost], float]) -> float:
+    """Median of its figure over the mean of the plain loops right before and right after it."""
+    ratios = []
+    for number, cost in enumerate(costs):
+        if cost.way == way:
+            beside = [costs[n] for n in (number - 1, number + 1) if 0 <= n < len(costs) and costs[n].way == PLAIN]
+            ratios.append(figure(cost) / statistics.fmean(figure(plain) for plain in beside))
+    return statistics.median(ratios)
 
 
 def _measure(way: str, root: Path, bucket: str, batch: int, clips: int = 0) -> Cost:
