@@ -2,9 +2,9 @@
 
 Every way of loading runs in a process of its own, in turns; each is judged by clips per CPU-second of its whole process
 tree (wall clock is given too), as the median over rounds, and by its ratio to the plain PyAV loop, which runs before
-and after every other way: what a CPU-second is worth on a shared machine changes within a minute. All decode the same frames of the same clips to the same sizes in two processes
-at a time (two that share a core are slower per CPU-second than one), save the way that decodes everything, as
-Open-Sora does. Engines decode ahead: they are measured from full look-ahead to full look-ahead. The CPU of the Ray
+and after every other way: what a CPU-second is worth on a shared machine changes within a minute. All decode the same
+frames of the same clips to the same sizes in two processes at a time (two that share a core are slower per CPU-second
+than one), save the way that decodes everything, as Open-Sora does. Engines decode ahead: they are measured from full look-ahead to full look-ahead. The CPU of the Ray
 engine is that of everything the session started: feeder, decode workers, Ray Data's actors, raylet, GCS, agents;
 the ratio is also given without those services that take CPU by the second, whatever the cluster does.
 
@@ -80,7 +80,7 @@ def run(clips: int = 48, rounds: int = 3, height: int = 720, width: int = 1280, 
 
 
 def table(costs: list[Cost], title: str) -> str:
-    """Markdown: medians over rounds, and the median ratio to the plain loops beside it (or to the peer's same round)."""
+    """Markdown: medians over rounds, and the median ratio to the plain loops beside it, or to the peer of its round."""
     return "\n".join([title, *_decoding(costs), *_indexing(costs), *_first(costs), *_memory(costs)])
 
 
