@@ -25,7 +25,7 @@ from actors.source import PlannerClient, StepData, StepSource
 log = logging.getLogger(__name__)
 
 _LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
-_SHOWN_STEPS = 100  # names are of a step and of a shape: two digits, so that their number is bounded
+_SHOWN_STEPS = 10  # names are of a step and of a shape: one digit, so that they are few
 
 
 class GenerationLost(RuntimeError):
@@ -243,10 +243,10 @@ class StepRunner:
 
 
 def bar(what: str, step: int) -> str:
-    """Name of a call on Ray's timeline: the last two digits of its step; timeline.json has all of them.
+    """Name of a call on Ray's timeline: the last digit of its step; timeline.json has all of them.
 
     Ray keeps about 5 KB for every name it has seen, in the caller and in the actor: with the whole number both grew by
-    0.2 MiB per step.
+    0.2 MiB per step, with two digits still over the first thousands of steps.
     """
     return f"{what} s{step % _SHOWN_STEPS}"
 
