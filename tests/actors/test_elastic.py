@@ -192,11 +192,10 @@ def test_with_no_state_left_anywhere_training_begins_again_from_the_first_weight
 ) -> None:
     """Survivors hold weights that have been trained; without snapshot and checkpoint those are of no step."""
     config = lab.config(
-        "nothing", model=MODEL, train={"steps": STEPS}, workers={"min": 1, "max": 2}, snapshot={"enabled": False}
+        "nothing", model=MODEL, train={"steps": STEPS}, workers={"min": 2, "max": 2}, snapshot={"enabled": False}
     )
     run = lab.start(config)
-    run.wait_for_workers(2)
-    run.wait_for_more_steps(3)
+    run.wait_for_step(3)
     run.signal_worker(1)
     run.wait_for_recoveries(1)
     run.wait_for_more_steps(3)
