@@ -89,7 +89,13 @@ def _connect(config: RunConfig) -> None:
     cpus = max(os.cpu_count() or 1, int(workers.max * workers.cpus_per_worker + spare + 0.999))
     # Many small actors start at once here; Ray would warn about each batch of processes.
     os.environ.setdefault("RAY_maximum_startup_concurrency", "32")
-    ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
+    local: dict[str, Any] = {"address": "local", "num_cpus": cpus, "dashboard_host": "127.0.0.1", **quiet}
+    try:
+        ray.init(**local)
+    except Exception as error:  # of Ray's many kinds: on a busy machine one of its processes may come up too late
+        log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
+        ray.shutdown()
+        ray.init(**local)
 
 
 def _worker_environment() -> dict[str, str]:

@@ -108,7 +108,8 @@ def running(folder: Path, name: str, steps: int) -> subprocess.Popen[str]:
     path = folder / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 400
     while not path.exists() or len(path.read_text().splitlines()) < steps:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     return process
 
