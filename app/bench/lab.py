@@ -37,8 +37,9 @@ TINY = {
 }
 
 
-_PACE_S = 0.5  # between steps while something is awaited of a run
-_LAST_STEPS = 16
+OPEN_END = 100_000  # steps of a run that somebody will stop
+_PACE_S = 0.5  # added to a step while something else than steps is awaited of a run
+_PACE_SHARE = 1 / 8  # of the time already waited, if that is more: few steps go by however long it takes
 
 
 class Timeout(RuntimeError):
@@ -144,8 +145,7 @@ class LabRun:
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.controller: Any = None
-        # (extra seconds per step, end of the time that the last steps fill) of everybody who waits
-        self._awaited: list[tuple[float, float]] = []
+        self._waiting_since: float | None = None
         self._hold = threading.Event()
         self._hold.set()
         self._replacements = replacements
@@ -165,40 +165,38 @@ class LabRun:
             raise self.error
         return self.outcome
 
-    def stop(self) -> None:
-        """End a run that is still going, at a committed step. Raises what the controller raised."""
-        if self._thread.is_alive() and self.controller is not None:
-            self.controller.monitor.stop.remote("stopped by the laboratory")
-            self._thread.join(60)
-        if self.error is not None:
-            raise self.error
-
-    def wait_for(
-        self,
-        condition: Callable[[], bool],
-        what: str,
-        timeout_s: float = 240.0,
-        pace_s: float = _PACE_S,
-        stretch: bool = True,
-    ) -> None:
-        """Returns when it holds; meanwhile a step takes `pace_s` longer, and unless steps are what is awaited
-        (`stretch`) the last ones fill the time that is left, so that the run does not end before."""
+    def stop(self, timeout_s: float = 120.0) -> None:
+        """End a run that is still going, at a committed step. Raises what the controller raised, or Timeout."""
         deadline = time.monotonic() + timeout_s
-        awaited = (pace_s, deadline if stretch else 0.0)
-        self._awaited.append(awaited)
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self.controller is not None:  # again and again: a monitor that is started anew has forgotten it
+                self.controller.monitor.stop.remote("stopped by the laboratory")
+            self._thread.join(2)
+        self.join(0)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
+        """Returns when it holds; meanwhile steps take longer, so that the run does not get far. Raises Timeout."""
+        self._waiting_since = time.monotonic()
         try:
-            while not condition():
-                if time.monotonic() > deadline or not self._thread.is_alive():
-                    last = [(e["event"], e.get("why")) for e in self.events[-8:]]
-                    raise Timeout(f"waited for {what}; error {self.error!r}, last events: {last}")
-                time.sleep(0.02)
+            self._poll(condition, what, timeout_s)
         finally:
-            self._awaited.remove(awaited)
+            self._waiting_since = None
 
     def wait_for_step(self, step: int, timeout_s: float = 240.0) -> None:
-        self.wait_for(
-            lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s, stretch=False
-        )
+        """Returns when the step is committed. Raises Timeout."""
+        self._poll(lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s)
+
+    def _poll(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                last = [(e["event"], e.get("why")) for e in self.events[-8:]]
+                state = "runs" if self._thread.is_alive() else f"has ended ({self.outcome})"
+                raise Timeout(
+                    f"waited for {what}; {len(self.metrics)} steps are committed, the run {state}, "
+                    f"error {self.error!r}, last events: {last}"
+                )
+            time.sleep(0.02)
 
     def wait_for_workers(self, count: int, timeout_s: float = 240.0) -> None:
         self.wait_for(
@@ -237,10 +235,11 @@ class LabRun:
         nodes = {e["worker"]: e["node"] for e in self.events if e["event"] == "ready"}
         return [nodes[name] for name, _ in self.active()]
 
-    def pause_before_last(self) -> None:
-        """Hold the run back from its last step until `go_on`."""
+    def pause(self) -> None:
+        """Hold the run back when its next step is committed, until `go_on`; what is dispatched still runs."""
+        committed = len(self.metrics)
         self._hold.clear()
-        self.wait_for_step(self.config.train.steps - 3, 900)
+        self._poll(lambda: len(self.metrics) > committed, "a step to pause at", 240.0)
 
     def go_on(self) -> None:
         self._hold.set()
@@ -299,15 +298,12 @@ class LabRun:
 
     def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
         self.metrics.append(metrics)
-        left = self.config.train.steps - 1 - metrics["step"]
-        for awaited in self._awaited[:1]:
-            pace_s, end = awaited
-            last_steps_s = (end - time.monotonic()) / left if 0 < left <= _LAST_STEPS else 0.0
-            until = time.monotonic() + max(pace_s, last_steps_s)
-            while time.monotonic() < until and awaited in self._awaited:
-                time.sleep(0.05)
-        if metrics["step"] >= self.config.train.steps - 3:
-            self._hold.wait()
+        if (since := self._waiting_since) is not None:
+            now = time.monotonic()
+            until = now + max(_PACE_S, _PACE_SHARE * (now - since))
+            while time.monotonic() < until and self._waiting_since == since:
+                time.sleep(0.02)
+        self._hold.wait()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         self.events.append(event)

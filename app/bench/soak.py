@@ -23,11 +23,10 @@ from typing import Annotated
 
 import typer
 
-from app.bench.lab import Lab, LabRun
+from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.memory import object_store_mib
 
 WORKERS = 4
-_SLOW_S = 2.0  # a step while a worker is coming up: the faults are many and the steps few
 FP32 = 1e-5
 
 
@@ -73,31 +72,37 @@ def run(
 
 
 def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
-    """Run undisturbed, then under faults, and compare. Uses its own nodes of the laboratory."""
+    """Run under faults for at least so many steps, then as many undisturbed, and compare. Adds its own nodes."""
     started = time.time()
     for _ in range(2):
         lab.add_node(workers=WORKERS // 2)
-    calm = lab.start(lab.config(f"calm{seed}", train={"steps": steps}, workers={"max": 1}))
-    if calm.join(1800).code:
-        raise RuntimeError(f"the undisturbed run ended early: {calm.outcome.reason}")
-    storm = lab.start(lab.config(f"storm{seed}", train={"steps": steps}, workers={"min": 1, "max": WORKERS},
-                                 checkpoint={"every": 20}))
+    storm = lab.start(
+        lab.config(
+            f"storm{seed}",
+            train={"steps": OPEN_END},
+            workers={"min": 1, "max": WORKERS},
+            checkpoint={"every": 20},
+        )
+    )
     counts, stores = _strike(lab, storm, steps, faults, random.Random(seed))
-    storm.pause_before_last()
+    storm.wait_for_step(steps - 1, 900)
+    storm.pause()
     digests = storm.parameter_digests()
     storm.go_on()
-    if storm.join(1800).code:
-        raise RuntimeError(f"the disturbed run ended early: {storm.outcome.reason}")
-    fallbacks = [e for e in storm.events if e["event"] == "fallback"]
-    again = sum(e["lost_steps"] for e in fallbacks)
-    if sorted(set(storm.steps())) != list(range(steps)) or len(storm.steps()) != steps + again:
+    storm.stop()
+    taken = storm.outcome.last_step + 1
+    again = sum(e["lost_steps"] for e in storm.events if e["event"] == "fallback")
+    if sorted(set(storm.steps())) != list(range(taken)) or len(storm.steps()) != taken + again:
         raise RuntimeError(f"steps are missing or stand twice: {storm.steps()}")
+    calm = lab.start(lab.config(f"calm{seed}", train={"steps": taken}, workers={"max": 1}))
+    if calm.join(1800).code:
+        raise RuntimeError(f"the undisturbed run ended early: {calm.outcome.reason}")
     expected = calm.losses()
     difference = max(abs(expected[m["step"]] - m["loss"]) / abs(expected[m["step"]]) for m in storm.metrics)
     recoveries = storm.seconds_to_recover()
-    tenth, quarter = max(1, steps // 10), max(1, len(stores) // 4)
+    tenth, quarter = max(1, taken // 10), max(1, len(stores) // 4)
     return SoakResult(
-        steps=steps,
+        steps=taken,
         faults=dict(counts),
         loss_difference=difference,
         deviating=_first_deviation(storm, expected),
@@ -132,13 +137,13 @@ def _strike(lab: Lab, run: LabRun, steps: int, faults: int, rng: random.Random) 
     for number in range(faults):
         low, high = 2 + number * (steps - 6) // faults, 2 + (number + 1) * (steps - 6) // faults
         run.wait_for_step(rng.randint(low, max(low, high - 1)), 900)
-        run.wait_for(lambda: len(run.active()) >= 2, "two workers", 300, _SLOW_S)
+        run.wait_for(lambda: len(run.active()) >= 2, "two workers", 300)
         kind = rng.choice(list(kinds))
         generations = run.generations()
         kinds[kind]()
         counts[kind] += 1
         if kind in _ENDS_A_GENERATION:
-            run.wait_for(lambda before=generations: run.generations() > before, f"answer to {kind}", 300, _SLOW_S)  # type: ignore[misc]
+            run.wait_for(lambda before=generations: run.generations() > before, f"answer to {kind}", 300)  # type: ignore[misc]
         stores.append(object_store_mib())
     return counts, stores
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,33 @@ def owner() -> Any:
     return ray.remote(Owner).options(num_cpus=0).remote()
 
 
+def orphan(method: str, *args: Any) -> Any:
+    """What a worker that is gone has put. Ray notices the death in its own time; until then the object can be read."""
+    worker = owner()
+    (reference,) = ray.get(getattr(worker, method).remote(*args))
+    ray.kill(worker)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            ray.get(reference, timeout=10)
+        except ray.exceptions.ObjectLostError:
+            return reference
+        time.sleep(0.05)
+    raise AssertionError("the object outlives its owner")
+
+
+def writer_of(folder: Path, failed: list[int]) -> Writer:
+    """Takes a checkpoint every ten steps of a run that has a hundred."""
+    return Writer(
+        folder,
+        CheckpointConfig(every=10, keep_last=2),
+        last_step=99,
+        meta=lambda step: {"step": step, "parameters": []},
+        sealed=lambda folder, step: None,
+        failed=lambda step, why: failed.append(step),
+    )
+
+
 def test_only_a_call_without_its_pixels_counts_as_such() -> None:
     @ray.remote
     def cannot_decode() -> None:
@@ -66,12 +94,10 @@ def test_only_a_call_without_its_pixels_counts_as_such() -> None:
 
         os._exit(1)
 
-    worker, other = owner(), owner()
-    (lost,) = ray.get(other.pixels.remote())
-    ray.kill(other)
+    worker = owner()
     assert not has_lost_argument(worker.encode.remote(False, [1, 2]))
     assert not has_lost_argument(worker.encode.remote(True, [1, 2]))
-    assert has_lost_argument(worker.encode.remote(False, lost))
+    assert has_lost_argument(worker.encode.remote(False, orphan("pixels")))
     assert has_lost_argument(worker.encode.remote(False, cannot_decode.remote()))
     assert has_lost_argument(worker.encode.remote(False, dies.remote()))
     ray.kill(worker)
@@ -80,19 +106,9 @@ def test_only_a_call_without_its_pixels_counts_as_such() -> None:
 
 def test_a_checkpoint_that_was_lost_with_its_worker_is_taken_again_soon(tmp_path: Path) -> None:
     failed: list[int] = []
-    writer = Writer(
-        tmp_path,
-        CheckpointConfig(every=10, keep_last=2),
-        last_step=99,
-        meta=lambda step: {"step": step, "parameters": []},
-        sealed=lambda folder, step: None,
-        failed=lambda step, why: failed.append(step),
-    )
+    writer = writer_of(tmp_path, failed)
     assert writer.due(9) and not writer.due(10)
-    worker = owner()
-    (lost,) = ray.get(worker.shard.remote(9))
-    ray.kill(worker)
-    writer.save(9, [snapshot(9, lost)])
+    writer.save(9, [snapshot(9, orphan("shard", 9))])
     writer.wait()
     assert failed == [9] and latest(tmp_path) is None
     assert writer.due(10), "the next step is taken instead"
@@ -103,17 +119,7 @@ def test_a_checkpoint_that_was_lost_with_its_worker_is_taken_again_soon(tmp_path
 
 
 def test_the_last_state_is_written_although_an_attempt_at_it_is_failing(tmp_path: Path) -> None:
-    writer = Writer(
-        tmp_path,
-        CheckpointConfig(every=10, keep_last=2),
-        last_step=99,
-        meta=lambda step: {"step": step, "parameters": []},
-        sealed=lambda folder, step: None,
-        failed=lambda step, why: None,
-    )
-    worker = owner()
-    (lost,) = ray.get(worker.shard.remote(9))
-    ray.kill(worker)
-    writer.save(9, [snapshot(9, lost)])
+    writer = writer_of(tmp_path, [])
+    writer.save(9, [snapshot(9, orphan("shard", 9))])
     writer.save_origin(Origin(step=9, exports=(ray.put(state(9)),)))
     assert latest(tmp_path) == (9, tmp_path / "checkpoints" / "step-9")
