@@ -146,7 +146,7 @@ class LabRun:
         self.error: BaseException | None = None
         self.controller: Any = None
         self._waiting_since: float | None = None
-        self._hold = threading.Event()
+        self._hold, self._held = threading.Event(), threading.Event()  # set: go on; set: the run is being held
         self._hold.set()
         self._replacements = replacements
         self._worker_class = worker_class or Worker
@@ -237,9 +237,8 @@ class LabRun:
 
     def pause(self) -> None:
         """Hold the run back when its next step is committed, until `go_on`; what is dispatched still runs."""
-        committed = len(self.metrics)
         self._hold.clear()
-        self._poll(lambda: len(self.metrics) > committed, "a step to pause at", 240.0)
+        self._poll(self._held.is_set, "a step to pause at", 240.0)
 
     def go_on(self) -> None:
         self._hold.set()
@@ -303,7 +302,10 @@ class LabRun:
             until = now + max(_PACE_S, _PACE_SHARE * (now - since))
             while time.monotonic() < until and self._waiting_since == since:
                 time.sleep(0.02)
-        self._hold.wait()
+        if not self._hold.is_set():
+            self._held.set()
+            self._hold.wait()
+            self._held.clear()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         self.events.append(event)
