@@ -1,6 +1,7 @@
 # make demo   install, make a data set, train on a local Ray cluster, sample, report
 # make test   install, run the tests
 # make faults the tests that kill workers, nodes and helpers one after the other
+# make kernels compile every shipped kernel for sm_90
 # make lint   ruff and mypy
 # make bench  the benchmarks whose figures stand in LOG.md
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install demo test faults lint bench clean
+.PHONY: install demo test faults kernels lint bench clean
 
 install: $(STAMP)
 
@@ -43,6 +44,9 @@ test: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest -q -m faults
+
+kernels: $(STAMP)
+	$(BIN)/python -m pytest -q -m kernels
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -1,6 +1,7 @@
 """Compile every shipped kernel configuration for sm_90 without a GPU, and report what the compiler made of it.
 
     python -m ops.kernels.aot          # one line per configuration; exit status 1 if one breaks a rule
+    python -m ops.kernels.aot 5120     # those of this width only
 
 Rules: no spills (stack 0), activations move in 128-bit (or, where the table says so, 64-bit) accesses, no layout
 conversion inside a row loop, and registers and shared memory leave room for as many programs per multiprocessor as the
@@ -19,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +98,11 @@ class Report:
                 f"programs/SM {self.programs_per_sm:2} loop conversions {self.loop_conversions}  {accesses}")
 
 
-def shipped() -> Iterator[Case]:
+def shipped(widths: Collection[int]) -> Iterator[Case]:
     """Every (op, width) of the tuning table with the flags and table dtypes the ops use it with."""
     for kernel, width, dtype, arch in tuning.TABLE:
+        if width not in widths:
+            continue
         launch = tuning.configuration(kernel, width, dtype, arch)
         fp32_residual = dtype == "float32"
         for case in _cases(kernel, width, launch, fp32_residual):
@@ -269,23 +273,29 @@ def _cuobjdump(*arguments: str) -> str:
     return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def check(position: int) -> tuple[str, bool]:
+def check(position: int, widths: Collection[int]) -> tuple[str, bool]:
     """The line of one shipped case and whether it breaks a rule."""
-    case = list(shipped())[position]
+    case = list(shipped(widths))[position]
     report = compile_case(case)
     broken = report.violations(case.launch, scalar_accesses(case))
     return report.line() + (f"  BROKEN: {'; '.join(broken)}" if broken else ""), bool(broken)
 
 
-def main() -> int:
+def main(chosen: Sequence[str]) -> int:
+    """Check the shipped cases of the chosen widths, or all; 1 if one breaks a rule, 2 if there are none."""
+    known = sorted({width for _, width, _, _ in tuning.TABLE})
+    widths = [width for width in known if str(width) in chosen] if chosen else known
+    if len(widths) < len(set(chosen)):
+        sys.stderr.write(f"widths {' '.join(chosen)}: the table has {known}\n")
+        return 2
     failures = 0
     sys.stdout.write(f"triton {triton.__version__}, {TARGET.backend} sm_{TARGET.arch}\n")
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        for line, broken in pool.map(check, range(len(list(shipped())))):
+        for line, broken in pool.map(check, range(len(list(shipped(widths)))), repeat(widths)):
             failures += broken
             sys.stdout.write(line + "\n")
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
