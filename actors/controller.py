@@ -140,6 +140,7 @@ class Controller:
             self._close()
 
     def _begin(self) -> None:
+        self._look()  # workers start while the data is opened
         origin = self.state.first()
         self.commits.committed = origin.step if origin is not None else -1
         self._next_step = self.commits.committed + 1
