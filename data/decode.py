@@ -43,7 +43,9 @@ def decode_job(job: Job) -> Batch:
         caption, fault = "", None
         try:
             caption = caption_of(clip, job)
-            if job.pixels:
+            if job.pixels and decoder is decode_clip:
+                decode_clip(clip, job, into=video[slot])
+            elif job.pixels:
                 video[slot] = decoder(clip, job)
         except BadSample as error:
             # the caption stays: a cache of embeddings is filled by caption, whatever became of the pixels
@@ -84,18 +86,20 @@ def caption_or_empty(clip: Clip, job: Job) -> str:
         return ""
 
 
-def decode_clip(clip: Clip, job: Job) -> np.ndarray:
-    """uint8 [T, H, W, 3] of the bucket's shape. Raises BadSample for what is wrong with the bytes, DataIOError for
-    storage that failed."""
+def decode_clip(clip: Clip, job: Job, into: np.ndarray | None = None) -> np.ndarray:
+    """uint8 [T, H, W, 3] of the bucket's shape, in the array `into` if given. Raises BadSample for what is wrong with
+    the bytes, DataIOError for storage that failed."""
+    pixels = np.empty(job.shape[1:], np.uint8) if into is None else into
     if clip.image:
-        return _decode_image(clip, job)[None]
+        pixels[0] = _decode_image(clip, job)
+        return pixels
     with _open_media(clip, job) as file:
         source: Any = ByteRange(file, clip.offset, clip.size)
         size = file.size if clip.size < 0 else clip.size
         if size < WHOLE_BELOW_BYTES:
             source = io.BytesIO(source.read())
         try:
-            return decode_video(source, clip, job)
+            return decode_video(source, clip, job, pixels)
         except av.error.FFmpegError as error:
             raise BadSample(Reason.DECODE_ERROR, _short(error), clip.offset) from error
 
@@ -117,14 +121,16 @@ def _gone(path: str, clip: Clip) -> Exception:
 # video
 
 
-def decode_video(source: Any, clip: Clip, job: Job) -> np.ndarray:
-    """uint8 [T, H, W, 3] from a seekable stream of one video. Raises BadSample and av.error.FFmpegError."""
+def decode_video(source: Any, clip: Clip, job: Job, into: np.ndarray) -> np.ndarray:
+    """Fills `into`, uint8 [T, H, W, 3], from a seekable stream of one video, a frame at a time: copies and page faults
+    of whole clips cost a tenth of their decoding. Raises BadSample and av.error.FFmpegError."""
     begin = clip.start_seconds + (clip.start_frame / clip.fps if clip.fps else 0.0)
     frames = _frames_from(source, clip, job, begin)
     wanted = _in_a_row if job.fps <= 0 else _at_times
     scaler = VideoReformatter()
-    taken = [_fit(frame, job, clip.rotation, scaler) for frame in wanted(frames, clip, job, begin)]
-    return np.stack(taken)
+    for number, frame in enumerate(wanted(frames, clip, job, begin)):
+        into[number] = _fit(frame, job, clip.rotation, scaler)
+    return into
 
 
 def _frames_from(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[tuple[float, Any]]:

@@ -3,11 +3,11 @@
 Every way of loading runs in a process of its own, in turns; each is judged by clips per CPU-second of its whole process
 tree (wall clock is given too), as the median over rounds, and by its ratio to the plain PyAV loop, which runs before
 and after every other way: what a CPU-second is worth on a shared machine changes within a minute. All decode the same
-frames of the same clips to the same sizes in two processes at a time (two that share a core are slower per CPU-second
-than one), save the way that decodes everything, as Open-Sora does. Engines decode ahead: they are measured from full
-look-ahead to full look-ahead. The CPU of the Ray engine is that of everything the session started: feeder, decode
-workers, Ray Data's actors, raylet, GCS, agents; the ratio is also given without those services that take CPU by the
-second, whatever the cluster does.
+frames of the same clips to the same sizes, by the same filter, in two processes at a time (two that share a core are
+slower per CPU-second than one), save the way that decodes everything, as Open-Sora does. Engines decode ahead: they are
+measured from full look-ahead to full look-ahead, after an epoch in which their processes have come up. The CPU of the
+Ray engine is that of everything the session started: feeder, decode workers, Ray Data's actors, raylet, GCS, agents;
+the ratio is also given without those services that take CPU by the second, whatever the cluster does.
 
 The clips are H.264 of the bit rate of real footage (2.2 Mbit/s at 720p), five seconds long. `--first-mib` is the size
 of the shard of which the first batch is awaited: on a Ray that has run a dataset before, without an index at hand.

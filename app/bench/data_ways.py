@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import multiprocessing
@@ -16,14 +17,15 @@ from typing import Any
 
 import av
 import numpy as np
+from av.video.reformatter import VideoReformatter
 
 from app.bench.data import Cost, timed
 from app.bench.tree import Tree
 from data.blocks import as_batch
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset import Dataset
-from data.decode import decode_job, decode_video
-from data.types import Job
+from data.decode import SCALING, covering, decode_job, decode_video
+from data.types import Clip, Job
 from ops.geometry import Geometry
 
 WORKERS = 2
@@ -68,7 +70,7 @@ def jobs(data: Dataset) -> Iterator[Job]:
 
 
 def plain(setting: Setting) -> Cost:
-    return _spread(list(jobs(dataset(setting))), decode_all)
+    return _spread(list(jobs(dataset(setting))), decode_plainly)
 
 
 def everything(setting: Setting) -> Cost:
@@ -84,31 +86,57 @@ def _spread(work: list[Job], decode: Callable[[list[Job]], int]) -> Cost:
         return timed(lambda: sum(pool.map(decode, [work[number::WORKERS] for number in range(WORKERS)])))
 
 
-def decode_all(work: list[Job]) -> int:
-    return sum(len(decode_job(job).ok) for job in work)
+def decode_plainly(work: list[Job]) -> int:
+    """As one would write it: read, decode up to the last wanted frame, scale and cut each wanted one, stack."""
+    scaler = VideoReformatter()
+    for job in work:
+        for clip in job.clips:
+            wanted = _wanted(clip, job)
+            with _opened(clip) as container:
+                decoded = itertools.islice(container.decode(_one_thread(container)), wanted[-1] + 1)
+                frames = {n: _scaled(frame, job, scaler) for n, frame in enumerate(decoded) if n in wanted}
+            np.stack([frames[n] for n in wanted])
+    return sum(len(job.clips) for job in work)
+
+
+def _wanted(clip: Clip, job: Job) -> list[int]:
+    """Numbers of the frames nearest to the times of the bucket's frames."""
+    return [clip.start_frame + int(k * clip.fps / job.fps) for k in range(job.bucket.frames)]
+
+
+def _opened(clip: Clip) -> Any:
+    with open(clip.media, "rb") as shard:
+        shard.seek(clip.offset)
+        return av.open(io.BytesIO(shard.read(clip.size)))
+
+
+def _one_thread(container: Any) -> Any:
+    stream = container.streams.video[0]
+    stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
+    return stream
+
+
+def _scaled(frame: Any, job: Job, scaler: VideoReformatter) -> np.ndarray:
+    height, width = covering(frame.height, frame.width, job.bucket.height, job.bucket.width, crop=False)
+    scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation=SCALING, threads=1)
+    top, left = (height - job.bucket.height) // 2, (width - job.bucket.width) // 2
+    return scaled.to_ndarray()[top:top + job.bucket.height, left:left + job.bucket.width]
 
 
 def decode_everything(work: list[Job]) -> int:
     for job in work:
         for clip in job.clips:
-            with open(clip.media, "rb") as shard:
-                shard.seek(clip.offset)
-                content = io.BytesIO(shard.read(clip.size))
-            container: Any = av.open(content)
-            with container:
-                stream = container.streams.video[0]
-                stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
-                frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-            _resize(np.stack(frames), clip.start_frame, clip.fps / job.fps, job)
+            with _opened(clip) as container:
+                frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(_one_thread(container))]
+            _resize(np.stack(frames)[_wanted(clip, job)], job)
     return sum(len(job.clips) for job in work)
 
 
-def _resize(frames: np.ndarray, start: int, stride: float, job: Job) -> np.ndarray:
+def _resize(frames: np.ndarray, job: Job) -> np.ndarray:
     import torch
 
     torch.set_num_threads(1)
-    chosen = [min(start + int(k * stride), len(frames) - 1) for k in range(job.bucket.frames)]
-    video = torch.from_numpy(frames[chosen]).permute(0, 3, 1, 2).float()
+    video = torch.from_numpy(frames).permute(0, 3, 1, 2).float()
     size = (job.bucket.height, job.bucket.width)
     return torch.nn.functional.interpolate(video, size=size, mode="bilinear", antialias=True).byte().numpy()
 
@@ -134,7 +162,8 @@ class WebDecode:
 
     def __call__(self, sample: dict[str, Any]) -> tuple[np.ndarray, str]:
         text = sample["txt"]  # bytes from webdataset, text from Ray
-        return decode_video(io.BytesIO(sample["mp4"]), self.job.clips[0], self.job), str(text)
+        pixels = np.empty(self.job.shape[1:], np.uint8)
+        return decode_video(io.BytesIO(sample["mp4"]), self.job.clips[0], self.job, pixels), str(text)
 
 
 class PlanDataset:
@@ -179,21 +208,23 @@ def ray_data(setting: Setting) -> Cost:
 
 
 def _engine(engine: Any, data: Dataset) -> Cost:
-    """From full look-ahead to full look-ahead, so that what is decoded ahead is neither given nor taken."""
-    engine.start(0)
-    engine.batches(0)
-    _settle()
+    """From full look-ahead to full look-ahead, so that what is decoded ahead is neither given nor taken; after a first
+    epoch, in which all processes have come up."""
+    epoch = steps_of(data)
+    steps = itertools.count()
 
-    def drain() -> int:
+    def drain(count: int) -> int:
         clips = 0
-        for step in range(WARM_STEPS, WARM_STEPS + ENGINE_EPOCHS * steps_of(data)):
+        for step in itertools.islice(steps, count):
             engine.batches(step)
             engine.release(step)
             clips += data.step(step).num_samples
         _settle()
         return clips
 
-    cost = timed(drain)
+    engine.start(0)
+    drain(WARM_STEPS + epoch)
+    cost = timed(lambda: drain(ENGINE_EPOCHS * epoch))
     engine.stop()
     return replace(cost, wall_s=cost.wall_s - 1.0)  # the second in which it was settled
 

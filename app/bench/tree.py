@@ -1,13 +1,18 @@
-"""CPU time and memory of a process with all its descendants, also of those that end while it is watched."""
+"""CPU time and memory of a process with all its descendants, also of those that end while it is watched.
+
+Looking reads /proc for every process of the machine, which on a Ray cluster took a third of a core at 20 looks per
+second: what the looks take is left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 import psutil
 
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.1
 RAY_SERVICES = ("gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "log_monitor.py", "dashboard.py")
 
 
@@ -20,6 +25,7 @@ class Tree:
         self._before: dict[int, float] = {}
         self._largest: dict[int, int] = {}
         self._services: set[int] = set()
+        self._looking_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -36,7 +42,7 @@ class Tree:
 
     @property
     def cpu_s(self) -> float:
-        return sum(seconds - self._before.get(pid, 0.0) for pid, seconds in self._cpu.items())
+        return sum(seconds - self._before.get(pid, 0.0) for pid, seconds in self._cpu.items()) - self._looking_s
 
     @property
     def services_s(self) -> float:
@@ -50,6 +56,7 @@ class Tree:
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
             self._look()
+        self._looking_s = time.thread_time()
 
     def _look(self) -> None:
         for process in (self._me, *self._me.children(recursive=True)):
