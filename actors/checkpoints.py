@@ -83,7 +83,7 @@ class Writer:
         folder = checkpoint.step_folder(self._root, step)
         if any(f == folder for _, f in self._writing.values()):
             return
-        task = ray.remote(_write).options(num_cpus=0, max_retries=0, name=f"checkpoint s{step}")
+        task = ray.remote(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
         self._writing[task.remote(str(folder), self._meta(step), list(shards))] = (step, folder)
 
     def _give_up(self, step: int, why: str) -> None:

@@ -25,7 +25,6 @@ from actors.source import PlannerClient, StepData, StepSource
 log = logging.getLogger(__name__)
 
 _LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
-_SHOWN_STEPS = 10  # names are of a step and of a shape: one digit, so that they are few
 
 
 class GenerationLost(RuntimeError):
@@ -120,7 +119,7 @@ class StepRunner:
             assignment=assignment,
             data=data[step],
             results=dict(self._results),
-            finishes=[seat.handle.finish_step.options(name=bar("finish", step)).remote(finish) for seat in self.world],
+            finishes=[seat.handle.finish_step.options(name="finish").remote(finish) for seat in self.world],
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
@@ -179,7 +178,7 @@ class StepRunner:
     def _submit(self, call: Call, data: dict[int, StepData]) -> None:
         handle, task = self.world[call.rank].handle, call.task
         batches = [data[task.step].batches[item] for item in call.items]
-        shown = bar(task.name.removesuffix(f" s{task.step}"), task.step)
+        shown = shape_of(task.name)
         if task.module == "dit":
             handle.dit.options(name=shown).remote(task, *[self._results[c] for c in call.needs])
             return
@@ -242,13 +241,13 @@ class StepRunner:
         return any(has_lost_argument(reference) for reference in done)
 
 
-def bar(what: str, step: int) -> str:
-    """Name of a call on Ray's timeline: the last digit of its step; timeline.json has all of them.
+def shape_of(name: str) -> str:
+    """Name of a call on Ray's timeline: that of its cascade without the step, which timeline.json has.
 
-    Ray keeps about 5 KB for every name it has seen, in the caller and in the actor: with the whole number both grew by
-    0.2 MiB per step, with two digits still over the first thousands of steps.
+    Ray keeps some 5 KB for every name it has seen, in the caller and in the actor: names of steps made both grow by
+    0.2 MiB per step, and their last digit alone still makes a thousand names of a hundred shapes.
     """
-    return f"{what} s{step % _SHOWN_STEPS}"
+    return name.rpartition(" s")[0]
 
 
 def has_lost_argument(call: Any) -> bool:
