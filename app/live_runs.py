@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from app.settings import ConfigError
 
 log = logging.getLogger(__name__)
 
+_GONE_S = 30.0
 _ALIVE_S = 15.0  # a run whose workers were heard this recently has a controller
 STOP = "stopped by a signal"
 
@@ -38,10 +40,20 @@ def end_leftovers(config: RunConfig, *, overwrite: bool) -> None:
         raise ConfigError(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
     if not overwrite:
         return
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{run_id(folder)}/"):
-            log.info("ending %s of the earlier run", entry["name"])
-            ray.kill(ray.get_actor(entry["name"], namespace=NAMESPACE))
+
+    def left() -> list[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return [e["name"] for e in named if e["namespace"] == NAMESPACE and e["name"].startswith(f"{run_id(folder)}/")]
+
+    for name in left():
+        log.info("ending %s of the earlier run", name)
+        with suppress(ValueError):  # it has ended by itself meanwhile
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    deadline = time.monotonic() + _GONE_S
+    while (names := left()) and time.monotonic() < deadline:  # the new run will ask for actors of the same names
+        time.sleep(0.05)
+    if names:
+        log.warning("%s did not end within %.0f s", ", ".join(names), _GONE_S)
 
 
 @contextmanager

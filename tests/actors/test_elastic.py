@@ -189,6 +189,7 @@ def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undis
     assert_same_losses(run, undisturbed)
 
 
+@pytest.mark.faults
 def test_with_no_state_left_anywhere_training_begins_again_from_the_first_weights(
     lab: Lab, undisturbed: list[float]
 ) -> None:
@@ -249,6 +250,7 @@ def _wait(condition, process: subprocess.Popen, timeout_s: float = 360) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.faults
 def test_deepspeed_takes_the_same_steps_and_survives_a_death(lab: Lab, undisturbed: list[float]) -> None:
     run = lab.start(
         lab.config(

@@ -1,4 +1,4 @@
-"""The entry point as a person starts it: a run, a killed and resumed run, a job on a cluster, and plain mistakes."""
+"""The entry point as a person starts it: a job on a cluster, runs that are ended and resumed, and plain mistakes."""
 
 from __future__ import annotations
 
@@ -62,13 +62,45 @@ def metrics(folder: Path, name: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> list[dict]:
-    done = train(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+def cluster() -> Iterator[Any]:
+    """The head of a cluster with a job server that runs beside the tests."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 4,
+            "include_dashboard": True,
+            "dashboard_port": 0,
+            "object_store_memory": 200 * 2**20,
+        },
+    )
+    yield made.head_node
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, cluster: Any) -> list[dict]:
+    """Metrics of an undisturbed run, submitted to the cluster as a job."""
+    submit = [
+        str(Path(sys.executable).parent / "ray"),
+        "job",
+        "submit",
+        "--address",
+        f"http://{cluster.webui_url}",
+        "--working-dir",
+        str(ROOT),
+        "--",
+        sys.executable,
+        *command(folder)[1:],
+    ]
+    done = subprocess.run(submit, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "succeeded" in done.stdout
     return metrics(folder, "one")
 
 
-def test_a_run_leaves_everything_that_is_promised(folder: Path, whole: list[dict]) -> None:
+def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole: list[dict]) -> None:
     run = folder / "runs" / "one"
     assert [line["step"] for line in whole] == list(range(STEPS))
     wanted = {
@@ -119,52 +151,38 @@ def running(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen
     return process
 
 
-def test_a_run_terminated_and_resumed_and_killed_and_resumed_has_the_losses_of_a_whole_one(
-    folder: Path, whole: list[dict]
-) -> None:
+def assert_resumes_to_the_losses_of(whole: list[dict], folder: Path, name: str) -> None:
+    done = train(folder, "--set", f"run.name={name}", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(folder, name)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole], rel=SAME_RUN)
+
+
+def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole: list[dict]) -> None:
     """SIGTERM to the driver alone: what runs is finished, a checkpoint is written although none was due."""
-    process = running(folder, "two", steps=2)
+    process = running(folder, "two", steps=3)
     process.terminate()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "stopping after the running steps" in output and "Traceback" not in output
     reached = metrics(folder, "two")[-1]["step"]
-    assert reached < 12 and (folder / "runs" / "two" / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
+    assert (folder / "runs" / "two" / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
+    assert_resumes_to_the_losses_of(whole, folder, "two")
 
-    process = running(folder, "two", reached + 3, "--resume")
+
+@pytest.mark.faults
+def test_a_run_that_is_killed_and_resumed_has_the_losses_of_a_whole_one(folder: Path, whole: list[dict]) -> None:
+    process = running(folder, "three", steps=6)
     os.killpg(process.pid, signal.SIGKILL)  # the driver and all that Ray started for it
     process.communicate()
-    assert len(metrics(folder, "two")) < STEPS
-
-    done = train(folder, "--set", "run.name=two", "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = metrics(folder, "two")
-    assert [line["step"] for line in lines] == list(range(STEPS))
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole], rel=SAME_RUN)
+    assert_resumes_to_the_losses_of(whole, folder, "three")
 
 
 def test_an_existing_run_is_not_overwritten_by_accident(folder: Path, whole: list[dict]) -> None:
     done = train(folder)
     assert done.returncode == 2
     assert "already exists" in done.stderr and "--resume" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """The head of a cluster with a job server that runs beside the tests."""
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "include_dashboard": True,
-            "dashboard_port": 0,
-            "object_store_memory": 200 * 2**20,
-        },
-    )
-    yield made.head_node
-    made.shutdown()
 
 
 def test_too_few_workers_end_with_a_sentence_and_the_resumable_code(folder: Path, cluster: Any) -> None:
@@ -196,22 +214,3 @@ def test_a_dataset_without_items_is_rejected_before_training(folder: Path, clust
     assert done.returncode == 4, done.stdout + done.stderr
     assert "129x720x1280" in done.stderr and "Traceback" not in done.stderr
     assert not metrics(folder, "empty")
-
-
-def test_a_submitted_job_succeeds(folder: Path, cluster: Any) -> None:
-    submit = [
-        str(Path(sys.executable).parent / "ray"),
-        "job",
-        "submit",
-        "--address",
-        f"http://{cluster.webui_url}",
-        "--working-dir",
-        str(ROOT),
-        "--",
-        sys.executable,
-        *command(folder, "--set", "run.name=job", "--set", "train.steps=3")[1:],
-    ]
-    done = subprocess.run(submit, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "succeeded" in done.stdout
-    assert [line["step"] for line in metrics(folder, "job")] == [0, 1, 2]

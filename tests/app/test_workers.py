@@ -67,8 +67,12 @@ def test_overwriting_a_dead_run_frees_its_actors(tmp_path: Path, live_run: tuple
 
     monitor = start_monitor(run_id(tmp_path))
     end_leftovers(RunConfig.load(DEMO, [f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}"]), overwrite=True)
+    with pytest.raises(ValueError, match="Failed to look up"):
+        ray.get_actor(f"{run_id(tmp_path)}/monitor", namespace=NAMESPACE)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(monitor.ping.remote(), timeout=30)
+        for _ in range(600):  # its process may answer for a moment longer
+            ray.get(monitor.ping.remote(), timeout=30)
+            time.sleep(0.05)
 
 
 def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
