@@ -1,7 +1,7 @@
 """CPU time and memory of a process with all its descendants, also of those that end while it is watched.
 
-Looking reads /proc for every process of the machine, which on a Ray cluster took a third of a core at 20 looks per
-second: what the looks take is left out.
+Looking reads /proc for every process of the machine, 9 ms with the 35 of a small Ray cluster, which at 20 looks per
+second was 0.18 of a core: what the looks take is left out.
 """
 
 from __future__ import annotations
