@@ -17,7 +17,7 @@ from app.settings import ConfigError
 
 log = logging.getLogger(__name__)
 
-_GONE_S = 30.0
+_GONE_S = 30.0  # ended actors give their names back within this
 _ALIVE_S = 15.0  # a run whose workers were heard this recently has a controller
 STOP = "stopped by a signal"
 

@@ -100,7 +100,7 @@ def decode_plainly(work: list[Job]) -> int:
 
 
 def _wanted(clip: Clip, job: Job) -> list[int]:
-    """Numbers of the frames nearest to the times of the bucket's frames."""
+    """Numbers of the frames on screen at the times of the bucket's frames."""
     return [clip.start_frame + int(k * clip.fps / job.fps) for k in range(job.bucket.frames)]
 
 
