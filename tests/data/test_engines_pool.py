@@ -92,15 +92,16 @@ def test_a_stopped_run_continues_with_another_number_of_workers(clips: Path) -> 
 def test_killed_decode_processes_change_no_pixel(clips: Path) -> None:
     engine = PoolEngine(dataset(clips))
     engine.start(0)
-    found = []
+    found, killed = [], 0
     try:
         for step in range(6):
             if step in (1, 3):
-                for process in engine.processes:  # in the middle of whatever they do ahead
-                    assert process.pid is not None
-                    os.kill(process.pid, signal.SIGKILL)
+                for process in engine.processes:  # in the middle of whatever they do ahead, one may just start anew
+                    if process.pid is not None:
+                        os.kill(process.pid, signal.SIGKILL)
+                        killed += 1
             found += drain(engine, step, step + 1)
-        assert found == reference(clips, 0, 6)
+        assert found == reference(clips, 0, 6) and killed >= 2
     finally:
         engine.stop()
 
