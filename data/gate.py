@@ -54,12 +54,8 @@ class Gate:
     def fail(self, message: str) -> None:
         self._failure = message
 
-    def faults(self, items: list[str]) -> dict[str, list[str]]:
-        return {item: self._faults[item] for item in items if item in self._faults}
-
-    def forget(self, items: list[str]) -> None:
-        for item in items:
-            self._faults.pop(item, None)
+    def take_faults(self, items: list[str]) -> list[str]:
+        return [fault for item in items for fault in self._faults.pop(item, [])]
 
     def failure(self) -> str:
         return self._failure

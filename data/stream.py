@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import itertools
 import logging
+import os
 import queue
 import sys
 import threading
@@ -29,6 +30,11 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+
+# A thread that fetches what blocks are like delays the start of the next task by a tick of the scheduling loop or two:
+# 15 % of the time of decoding. Read when ray.data is imported.
+os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
+
 import ray.data
 from ray.data import ExecutionResources
 
@@ -45,6 +51,7 @@ from data.types import Bucket, DataItem, Job
 log = logging.getLogger(__name__)
 
 FINISHED = object()
+EXECUTION_END_S = 25.0
 
 
 def decode_block(rows: dict[str, Any], gate: Any, clip_timeout_s: float) -> pa.Table:
@@ -64,7 +71,9 @@ def decode_block(rows: dict[str, Any], gate: Any, clip_timeout_s: float) -> pa.T
     except (DataIOError, ValueError) as error:  # ValueError: a decoder that cannot be imported
         ray.get(gate.fail.remote(str(error)))
         raise
-    ray.get(gate.end.remote(job.item, [fault_to_json(fault) for fault in batch.faults]))
+    told = gate.end.remote(job.item, [fault_to_json(fault) for fault in batch.faults])
+    if batch.faults:  # who gets the block asks the gate for them
+        ray.get(told)
     return to_block(batch)
 
 
@@ -97,7 +106,7 @@ class RayEngine:
         self._others: list[Any] = []
         self._gate: Any = None
         self._blocks: Blocks | None = None
-        self._held: dict[int, list[Any]] = {}
+        self._held: dict[int, tuple[list[Any], list[str]]] = {}  # step -> references, faults found in them
         self._next = 0
 
     def start(self, first_step: int) -> None:
@@ -127,18 +136,16 @@ class RayEngine:
         if step not in self._held and step < self._next:
             raise RuntimeError(f"step {step} is released; {self._next} comes next. Start the engine at {step} again.")
         while step not in self._held:
-            self._held[self._next] = [self._blocks.next(item) for item in self._items(self._next)]
+            items = self._items(self._next)
+            references = [self._blocks.next(item) for item in items]
+            self._held[self._next] = references, ray.get(self._gate.take_faults.remote(items))
             self._next += 1
-        items = self._items(step)
-        found = ray.get(self._gate.faults.remote(items))
-        return self._held[step], [text for item in items for text in found.get(item, [])]
+        return self._held[step]
 
     def release(self, step: int) -> None:
         for other in self._others:
             other.release.remote(step)
-        for held in [held for held in self._held if held <= step]:
-            del self._held[held]
-            self._gate.forget.remote(self._items(held))
+        self._held = {held: parts for held, parts in self._held.items() if held > step}
 
     def counts(self) -> dict[str, Any]:
         return self.dataset.ledger.summary()
@@ -306,21 +313,25 @@ class Window:
 
     def _drain(self) -> None:
         try:
-            bundles = self._execute().iter_internal_ref_bundles()
+            microbatches = self._microbatches()
             try:
-                for bundle in bundles:
-                    if self._abandoned.is_set():
-                        return
-                    for entry in bundle.blocks:
-                        self.references.put(entry.ref)
-                        self._taken += 1
+                self._take(microbatches.iter_internal_ref_bundles())
             finally:
-                _shut(bundles)  # an iterator that is only dropped keeps its execution producing
-            self.references.put(FINISHED)
+                await_executions(microbatches.get_dataset_id())
         except Exception as error:  # handed to whoever waits for the next reference
             self.references.put(error)
 
-    def _execute(self) -> Any:
+    def _take(self, bundles: Iterator[Any]) -> None:
+        """All references, or those until the window is abandoned. An execution ends when its iterator is dropped."""
+        for bundle in bundles:
+            if self._abandoned.is_set():
+                return
+            for entry in bundle.blocks:
+                self.references.put(entry.ref)
+                self._taken += 1
+        self.references.put(FINISHED)
+
+    def _microbatches(self) -> ray.data.Dataset:
         with _CONTEXT_LOCK:  # the context is process-wide, and sealed when the dataset is made
             context = ray.data.DataContext.get_current()
             _quiet(context)
@@ -349,7 +360,9 @@ def _quiet(context: Any) -> None:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 
 
-def _shut(bundles: Any) -> None:
-    close = getattr(bundles, "close", None)
-    if close is not None:
-        close()
+def await_executions(dataset_id: str = "") -> None:
+    """Wait for the scheduling threads of Ray Data, of one dataset or of all. Ray itself waits 2 s for them; one that is
+    still there after `ray.shutdown` ends the whole process (core_worker_process.cc, QuickExit)."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(f"StreamingExecutor-{dataset_id}"):
+            thread.join(timeout=EXECUTION_END_S)

@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a late call joins the cluster of another test process
 os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
 
 import pytest

@@ -2,6 +2,7 @@ import hashlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,6 +47,22 @@ def cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     del os.environ["PYTHONPATH"]
+
+
+@pytest.fixture(autouse=True)
+def _stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of a test that fails midway are stopped: an execution that outlives Ray would end this process."""
+    started: list[RayEngine] = []
+    usual = RayEngine.start
+
+    def start(engine: RayEngine, first_step: int) -> None:
+        started.append(engine)
+        usual(engine, first_step)
+
+    monkeypatch.setattr(RayEngine, "start", start)
+    yield
+    for engine in started:
+        engine.stop()
 
 
 def dataset(clips: Path, decoder: str = "data.decode:decode_clip", window: int = 7, **changes: object) -> Dataset:
@@ -232,6 +249,28 @@ def test_a_pausing_consumer_leaves_the_object_store_bounded(cluster: None, clips
     held = 3 * largest  # of the step that was handed out
     assert 0 < peak <= (8 << 20) + held
     assert sum(busy[10:]) < 0.5, "waiting costs nothing: Ray Data's scheduling loop must not spin"
+
+
+def test_a_stopped_engine_leaves_no_execution_behind(cluster: None, clips: Path, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
+    """Ray waits 2 s for its scheduling thread; one that is still there after `ray.shutdown` ends the process."""
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+    usual, stopping = StreamingExecutor._scheduling_loop_step, threading.Event()
+
+    def slow(executor: StreamingExecutor, topology: Any) -> bool:
+        if stopping.is_set():
+            time.sleep(4)
+        return usual(executor, topology)
+
+    monkeypatch.setattr(StreamingExecutor, "_scheduling_loop_step", slow)
+    engine = RayEngine(dataset(clips))
+    engine.start(0)
+    engine.batches(0)
+    assert any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate())
+    stopping.set()
+    engine.stop()
+    assert not any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate())
 
 
 def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> None:
