@@ -219,23 +219,26 @@ def _engine(engine: Any, data: Dataset) -> Cost:
             engine.batches(step)
             engine.release(step)
             clips += data.step(step).num_samples
-        _settle()
+        settled.append(_settle())
         return clips
 
+    settled: list[Tree] = []
     engine.start(0)
     drain(WARM_STEPS + epoch)
-    cost = timed(lambda: drain(ENGINE_EPOCHS * epoch))
+    cost = timed(lambda: drain(ENGINE_EPOCHS * epoch), look_s=2.0)  # its processes stay
     engine.stop()
-    return replace(cost, wall_s=cost.wall_s - 1.0)  # the second in which it was settled
+    idle = settled[-1]  # the second in which nothing was decoded any more
+    return replace(cost, wall_s=cost.wall_s - 1.0, cpu_s=cost.cpu_s - idle.cpu_s,
+                   services_s=cost.services_s - idle.services_s)
 
 
-def _settle() -> None:
-    """Wait until the processes of this one have nothing to do."""
+def _settle() -> Tree:
+    """Wait until the processes of this one have nothing to do. What they took in the last second."""
     while True:
         with Tree() as tree:
             time.sleep(1.0)
         if tree.cpu_s < SETTLED_SHARE:
-            return
+            return tree
 
 
 def _init_ray(warm: bool = False) -> None:
@@ -315,6 +318,8 @@ def first_batch(setting: Setting) -> Cost:
 def first_batch_of_read_webdataset(setting: Setting) -> Cost:
     import ray
 
+    from data.stream import await_executions
+
     data = dataset(setting)
     decode = WebDecode(data.job(data.step(0).items[0]))
     shards = sorted(str(path) for path in (setting.root / "shards").glob("*.tar"))
@@ -322,9 +327,13 @@ def first_batch_of_read_webdataset(setting: Setting) -> Cost:
 
     def first() -> int:
         rows = ray.data.read_webdataset(shards, decoder=False).map(lambda row: {"video": decode(row)[0]})
-        return len(next(iter(rows.iter_batches(batch_size=setting.batch)))["video"])
+        batches.append(iter(rows.iter_batches(batch_size=setting.batch)))
+        return len(next(batches[0])["video"])
 
+    batches: list[Iterator[Any]] = []
     cost = timed(first)
+    batches.clear()  # its execution ends, which is not part of the wait
+    await_executions()
     ray.shutdown()
     return cost
 
