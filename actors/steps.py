@@ -242,11 +242,7 @@ class StepRunner:
 
 
 def shape_of(name: str) -> str:
-    """Name of a call on Ray's timeline: that of its cascade without the step, which timeline.json has.
-
-    Ray keeps some 5 KB for every name it has seen, in the caller and in the actor: names of steps made both grow by
-    0.2 MiB per step, and their last digit alone still makes a thousand names of a hundred shapes.
-    """
+    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`actors.bars`)."""
     return name.rpartition(" s")[0]
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import ray
 import torch
 
+from actors.bars import bar
 from actors.checkpoint import load
 from actors.config import TrainConfig, WorkersConfig
 from actors.executor import Executor, FinishedStep, Modules, peak_rss_gib
@@ -187,7 +188,8 @@ class Worker:
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
-        return self._done(task, self.executor.text(task, captions))
+        with bar(task.name):
+            return self._done(task, self.executor.text(task, captions))
 
     def encode_vae(self, task: CascadeTask, block: Any) -> list[Published]:
         self._activity_of(task)
@@ -195,7 +197,8 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        return self._done(task, self.executor.vae(task, video, ok))
+        with bar(task.name):
+            return self._done(task, self.executor.vae(task, video, ok))
 
     def published(self, task: CascadeTask, encode: Sequence[Any]) -> list[Published]:
         """What an encode call left for other workers, on a worker that `publishes_later`. Runs beside the task thread.
@@ -220,14 +223,17 @@ class Worker:
         fetch_s = self._seconds_since(max((one.at for one in found), default=0.0))
         self._activity_of(task)
         fetched = {(p.module, p.id): Encoded(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
-        self.executor.dit(task, fetched, fetch_s)
+        with bar(task.name):
+            self.executor.dit(task, fetched, fetch_s)
         self._idle()
 
     def finish_step(self, task: FinishTask) -> tuple[StepReport, Snapshot | None]:
         """Gradient sum, update, snapshot."""
-        self._activity(f"finish s{task.step}", "reduce", task.generation, task.step, 0.0)
+        name = f"finish s{task.step}"
+        self._activity(name, "reduce", task.generation, task.step, 0.0)
         self._holds, self._as_built = None, False
-        done = self.executor.finish(task)
+        with bar(name):
+            done = self.executor.finish(task)
         self._holds = task.step
         started = time.perf_counter()
         snapshot = self._send_snapshot(task.step) if task.export else None
@@ -385,6 +391,7 @@ class Worker:
             time.sleep(self.settings.workers.heartbeat_s)
 
     def _beat(self) -> None:
+        cancel = self._cancel  # before the generation that it is for: `form` changes them in the other order
         progress = self._progress
         groups = self.executor.groups if hasattr(self, "executor") else None
         if groups is not None:
@@ -395,7 +402,7 @@ class Worker:
             )
         orders = ray.get(self._monitor.beat.remote(replace(progress, leaving=self._leaving)), timeout=10)
         if orders.generation > progress.generation >= 0:
-            self._cancel.set(f"generation {orders.generation} has begun")
+            cancel.set(f"generation {orders.generation} has begun")
         if orders.dump_stack:
             self._monitor.stack.remote(self.name, _stacks())
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import ray
+
 from actors.config import WorkersConfig
-from actors.messages import Progress
+from actors.messages import Orders, Progress
 from actors.monitor import Monitor, Report, Seen, Wishes
 from actors.watch import Watch
+from actors.worker import Worker
+from ops.comm import CancelToken
 
 CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
 
@@ -115,3 +123,23 @@ def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
     assert new.report().life != known.life
     assert new.report().generation == 5
     assert new.report().wishes == Wishes(target=3, drain=("w1", "w2"))
+
+
+def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker.__new__(Worker)
+    old, new = CancelToken(), CancelToken()
+    worker._progress, worker._cancel, worker._leaving = progress("w0", since=0.0), old, False
+    worker._monitor = Mock()
+
+    def answer(reference: object, timeout: float) -> Orders:
+        """While the answer is on its way, the worker forms the next generation."""
+        worker._progress, worker._cancel = replace(worker._progress, generation=2), new
+        return Orders(generation=2)
+
+    monkeypatch.setattr(ray, "get", answer)
+    worker._beat()
+    assert old.is_set() and not new.is_set()
+    worker._beat()
+    assert not new.is_set()
