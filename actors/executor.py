@@ -97,10 +97,11 @@ class Executor:
     def form(self, generation: int, groups: Groups, world: tuple[int, ...], shards: Sequence[Any] | None) -> None:
         """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
         self.leave()
-        self.generation, self.groups, self.world = generation, groups, world
+        self.groups, self.world = groups, world
         self.sync.form(groups.get(world), shards)
         self.broken = None
         self.sync.begin_step()
+        self.generation = generation  # last: after a failure to get here no task of it is admitted
 
     def leave(self) -> None:
         """Close the groups and drop everything that belongs to unfinished steps."""

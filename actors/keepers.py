@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -21,8 +21,9 @@ _GONE = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError)
 class Keepers:
     """Starts, finds and places keepers. Without snapshots there are none and every list is empty."""
 
-    def __init__(self, run: str, config: SnapshotConfig) -> None:
-        self._run, self._config = run, config
+    def __init__(self, run: str, config: SnapshotConfig, lost: Callable[[str], None]) -> None:
+        """`lost` is told the name of every keeper that is found dead."""
+        self._run, self._config, self._lost = run, config, lost
         self._handles: dict[str, Any] = {}  # actor name -> handle
         self._nodes: dict[str, str] = {}  # actor name -> node
         self._placed: dict[int, tuple[str, ...]] = {}
@@ -50,9 +51,7 @@ class Keepers:
             try:
                 ray.get(reference, timeout=timeout_s)
             except ray.exceptions.RayError:  # dead, silent, or its node was lost before it could start
-                handle = self._handles.pop(name)
-                self._nodes.pop(name, None)
-                ray.kill(handle)
+                ray.kill(self._forget(name))
         self.prepare(worker_nodes)
 
     def find(self) -> dict[str, Any]:
@@ -90,9 +89,13 @@ class Keepers:
             except ray.exceptions.RayError as error:
                 log.warning("keeper %s does not answer: %s", name, type(error).__name__)
                 if isinstance(error, _GONE):  # not asked again; `prepare` starts another
-                    self._handles.pop(name, None)
-                    self._nodes.pop(name, None)
+                    self._forget(name)
         return found
+
+    def _forget(self, name: str) -> Any:
+        self._lost(name)
+        self._nodes.pop(name, None)
+        return self._handles.pop(name)
 
     def handles(self, names: Mapping[str, Any] | Sequence[str]) -> tuple[Any, ...]:
         return tuple(self._handles[name] for name in names if name in self._handles)

@@ -20,7 +20,9 @@ class Limits:
     max: int
     wait_s: float = 300.0  # below min for longer: stop, resumable
     gather_s: float = 15.0  # before the first generation, wait this long for workers that are still starting
-    recover_s: float = 15.0  # a survivor must leave its broken groups and answer within this
+    # A survivor must leave its broken groups and answer within this. Calls whose arguments lie on a lost node may
+    # hold it up until Ray has noticed the loss, in some 30 s; to replace it sooner loses the state that it holds.
+    recover_s: float = 60.0
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
     start_s: float = 600.0  # a worker that takes longer to load is replaced
     request_s: float = 60.0  # a request that brought no worker is made again after this

@@ -7,6 +7,7 @@ on disk (`keep_last`) and nothing in the cluster's memory (`let_go`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from ops.config import ModelConfig
 log = logging.getLogger(__name__)
 
 _EXPORT_S = 30.0  # a worker between two steps answers at once
+_REPAIR_PAUSE_S = 0.5  # between two repairs of the keepers
 
 
 class RunState:
@@ -44,7 +46,7 @@ class RunState:
         """`token(step)` is the data position after it, `sealed(folder, step)` is told of whole checkpoints."""
         self._config, self._model, self._commits, self._token, self._tell = config, model, commits, token, tell
         self._run_dir = Path(config.run_dir)
-        self.keepers = Keepers(run, config.snapshot)
+        self.keepers = Keepers(run, config.snapshot, lost=lambda name: tell("keeper_lost", keeper=name))
         last = config.train.steps - 1
         self.writer = checkpoints.Writer(self._run_dir, config.checkpoint, last, self._meta, sealed, self._not_written)
         # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
@@ -54,6 +56,7 @@ class RunState:
         self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
         self._from_first = False  # `first` found something that no generation has used yet
         self._forecast_told = False
+        self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
         """What this controller continues from; None: a new run."""
@@ -127,8 +130,12 @@ class RunState:
             log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
 
     def repair_keepers(self, world: Sequence[Seat]) -> None:
-        """A keeper is gone: start another and give it the newest shards of the workers it served."""
-        self._tell("keeper_lost")
+        """A keeper is gone: start another and give it the newest shards of the workers it served.
+
+        On a lost node that Ray has not noticed yet, every new one is lost at once: such tries keep a distance.
+        """
+        time.sleep(max(0.0, self._repaired_at + _REPAIR_PAUSE_S - time.monotonic()))
+        self._repaired_at = time.monotonic()
         self.keepers.repair([seat.node for seat in world])
         asked = [seat.handle.set_keepers.remote(self.keepers.of(rank)) for rank, seat in enumerate(world)]
         try:

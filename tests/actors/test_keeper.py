@@ -219,5 +219,8 @@ def test_a_keeper_whose_node_was_lost_before_it_started_holds_nothing(monkeypatc
         return reference
 
     monkeypatch.setattr(ray, "get", get)
-    keepers = Keepers("run", SnapshotConfig())
+    lost: list[str] = []
+    keepers = Keepers("run", SnapshotConfig(), lost.append)
+    keepers._handles.update(a="a", b="b")
     assert keepers._answers({"a": "held", "b": "unschedulable"}, timeout_s=1) == {"a": "held"}
+    assert lost == ["b"] and list(keepers._handles) == ["a"]
