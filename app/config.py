@@ -10,10 +10,12 @@ torch nor Ray.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
@@ -21,6 +23,8 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Train
 from app.settings import ConfigError, Names, Node, as_plain, build, dotted_names, override, parse, read
 from data.config import DataConfig
 from ops.config import ModelConfig, geometry
+
+MaybePath = TypeVar("MaybePath", str, str | None)
 
 # Names that users bring from other trainers, and ours.
 ELSEWHERE = {
@@ -138,6 +142,29 @@ class RunConfig:
     def to_yaml(self) -> str:
         """The resolved config; loading it again gives an equal RunConfig."""
         return yaml.safe_dump(as_plain(self), sort_keys=False, allow_unicode=True, width=120)
+
+
+def from_here(config: RunConfig) -> RunConfig:
+    """The same with local paths made absolute: processes of other nodes, and of a cluster that was started elsewhere,
+    have other working directories."""
+    model, data, planner = config.model, config.data, config.planner
+    sources = tuple(replace(s, path=_absolute(s.path), media=_absolute(s.media), index=_absolute(s.index))
+                    for s in data.sources)
+    return replace(
+        config, run=replace(config.run, dir=_absolute(config.run.dir)),
+        model=replace(model, dit=replace(model.dit, path=_absolute(model.dit.path)),
+                      vae=replace(model.vae, path=_absolute(model.vae.path)),
+                      text=replace(model.text, path=_absolute(model.text.path))),
+        data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
+        planner=replace(planner, profile=_absolute(planner.profile)))
+
+
+def _absolute(path: MaybePath) -> MaybePath:
+    """Every part of a `::` list; URIs, home folders and nothing at all stay what they are."""
+    if path is None:
+        return path
+    return "::".join(part if not part or "://" in part or part.startswith("~") else os.path.abspath(part)
+                     for part in path.split("::"))
 
 
 def names() -> Names:

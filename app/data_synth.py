@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+
+from data.config import SourceConfig
 
 
 def synth(folder: Path, clips: int | None = None, images: int | None = None, shards: int | None = None,
@@ -22,3 +25,11 @@ def synth(folder: Path, clips: int | None = None, images: int | None = None, sha
     if summary["koala"]:
         print(f"the clips as a Koala-36M table: {summary['koala']}")
     return summary
+
+
+def make_missing(sources: Iterable[SourceConfig]) -> None:
+    """Make the set of every synthetic source whose folder is not there, such as on a cluster that runs the demo."""
+    for source in sources:
+        shards = Path(source.path.partition("/shards/")[0]) / "shards"
+        if source.synthetic and not shards.exists():
+            synth(shards.parent)

@@ -17,11 +17,11 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.config import RunConfig, check_run_dir, prepare_run_dir
+from app.config import RunConfig, check_run_dir, from_here, prepare_run_dir
+from app.data_synth import make_missing
 from app.errors import FAILURE, exit_code, is_ours
 from app.events import describe
 from app.live_runs import end_leftovers, stops_on_signal
@@ -33,15 +33,19 @@ from app.settings import ConfigError
 log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
+UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working directory of a submitted job
 
 
 def main(
     config_path: str | Path, overrides: Sequence[str] = (), *, resume: bool = False, overwrite: bool = False
 ) -> int:
     """Run to the end. Returns the exit code; raises our own errors for what can be said before the start."""
-    config = RunConfig.load(config_path, overrides)
-    config = replace(config, run=replace(config.run, dir=str(Path(config.run.dir).resolve())))
+    config = from_here(RunConfig.load(config_path, overrides))
     check_run_dir(config, resume=resume, overwrite=overwrite)
+    if UPLOADED in config.run.dir:
+        print(f"note: this run lies in the upload of its job, which Ray deletes in time: {config.run.dir}. Give a "
+              f"folder that stays and that all nodes see: --set run.dir=/shared/runs", flush=True)
+    make_missing(config.data.sources)
     _connect(config)
     try:
         end_leftovers(config, overwrite=overwrite)

@@ -33,6 +33,7 @@ class SourceConfig:
     filters: tuple[str, ...] = ()  # rules on index columns: "aesthetic_score >= 4.5"; what they refuse is counted
     shuffle_window: int = 8  # samples are shuffled within this many shards at a time, so reads stay near each other
     index: str = ""  # folder of the index; empty: beside the source, or in the user's cache
+    synthetic: bool = False  # FOLDER/shards/{00000..00003}.tar of drawn clips, made by `heddle train` when not there
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -40,6 +41,9 @@ class SourceConfig:
         if self.path.startswith("pipe:"):
             raise ValueError(f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
                              f"Give local paths or a file system URI.")
+        if self.synthetic and (self.kind != "webdataset" or "/shards/" not in self.path):
+            raise ValueError(f"data.sources path {self.path!r}: a synthetic source is of kind webdataset, its path "
+                             f"FOLDER/shards/{{00000..00003}}.tar.")
         if self.weight < 0:
             raise ValueError(f"data.sources weight {self.weight} of {self.path} is negative. Use 0..1.")
         if self.shuffle_window < 1:

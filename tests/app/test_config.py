@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.config import ELSEWHERE, RunConfig, names, prepare_run_dir, run_dir
+from app.config import ELSEWHERE, RunConfig, from_here, names, prepare_run_dir, run_dir
+from app.data_synth import make_missing
 from app.settings import ConfigError
+from data.config import SourceConfig
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
@@ -146,3 +149,31 @@ def test_overwrite_refuses_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run"):
         prepare_run_dir(config, overwrite=True)
     assert precious.exists()
+
+
+def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["data.sources.0.path=a/shards/{00000..00003}.tar", "data.sources.0.media=~/videos",
+                 "data.cache.path=cache", "planner.profile=/profiles/h100.json", "run.dir=../runs"]
+    config = from_here(RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", overrides))
+    source = config.data.sources[0]
+    assert source.path == f"{tmp_path}/a/shards/{{00000..00003}}.tar" and source.media == "~/videos"
+    assert config.data.cache.path == f"{tmp_path}/cache" and config.run.dir == f"{tmp_path.parent}/runs"
+    assert config.planner.profile == "/profiles/h100.json" and config.model.dit.path is None
+    bucket = RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml",
+                            ["data.sources.0.path=s3://bucket/shards/{0..9}.tar::x.tar"])
+    assert from_here(bucket).data.sources[0].path == f"s3://bucket/shards/{{0..9}}.tar::{tmp_path}/x.tar"
+
+
+def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                                     ) -> None:
+    source = SourceConfig(path=f"{tmp_path}/set/shards/{{00000..00003}}.tar", synthetic=True)
+    make_missing([replace(source, synthetic=False)])
+    assert not (tmp_path / "set").exists()
+    make_missing([source])
+    made = sorted(path.name for path in (tmp_path / "set" / "shards").glob("*.tar"))
+    assert made == ["00000.tar", "00001.tar", "00002.tar", "00003.tar"]
+    make_missing([source])
+    assert capsys.readouterr().out.count("still images") == 1
+    with pytest.raises(ValueError, match="synthetic"):
+        SourceConfig(path="elsewhere", synthetic=True)
