@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,15 @@ def test_commands_that_the_readme_names_exist() -> None:
     for group, names in re.findall(r"`heddle (data|workers) ([a-z]+(?: / [a-z]+)+)`", text):
         for name in names.split(" / "):
             assert name in commands[group].commands, f"heddle {group} {name}"
+
+
+def test_a_submitted_job_carries_all_that_the_program_is_made_of_and_no_more(tmp_path: Path) -> None:
+    from ray._private.runtime_env.packaging import create_package  # what `ray job submit --working-dir .` calls
+
+    create_package(str(ROOT), tmp_path / "upload.zip", include_gitignore=True)
+    with zipfile.ZipFile(tmp_path / "upload.zip") as upload:
+        names = set(upload.namelist())
+    wanted = {str(path.relative_to(ROOT)) for part in ("app", "actors", "data", "ops", "configs")
+              for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".c", ".yaml", ".json")}
+    assert wanted <= names
+    assert not {name for name in names if name.startswith((".venv/", "tests/", "runs/", "datasets/", ".git/"))}
