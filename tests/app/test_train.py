@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,20 +65,28 @@ def metrics(folder: Path, name: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """The head of a cluster with a job server that runs beside the tests."""
+    """The head of a cluster with a job server that runs beside the tests.
+
+    Its folder is its own: the job server finds its own cluster by a file there, which other clusters of this machine
+    write too, and its agent's usual port may be theirs.
+    """
     from ray.cluster_utils import Cluster
 
+    folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it: pytest's folders have names too long for them
     made = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 4,
             "include_dashboard": True,
             "dashboard_port": 0,
+            "dashboard_agent_listen_port": 0,
+            "temp_dir": folder,
             "object_store_memory": 200 * 2**20,
         },
     )
     yield made.head_node
     made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)  # its processes may still be writing
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +140,23 @@ def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole:
     spans = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
     assert {"text", "vae", "dit", "finish"} == {span["module"] for span in spans}
     assert any(span["name"].startswith("dit 17f 64x96 b") for span in spans)
+
+
+def test_rays_timeline_has_a_bar_for_every_cascade(folder: Path, whole: list[dict], cluster: Any) -> None:
+    spans = [json.loads(line) for line in (folder / "runs" / "one" / "timeline.jsonl").read_text().splitlines()]
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "ray"), "timeline", "--address", cluster.address],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    trace = Path(next(word for word in done.stdout.split() + done.stderr.split() if word.startswith("/tmp/")))
+    bars = {(e["tid"], e["name"]) for e in json.loads(trace.read_text()) if e.get("cat") == "cascade"}
+    trace.unlink()
+    assert {span["name"] for span in spans} <= {name for _, name in bars}
+    assert len({worker for worker, _ in bars}) == 2
 
 
 def running(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen[str]:
