@@ -150,7 +150,7 @@ def decode_video(source: Any, clip: Clip, job: Job, into: np.ndarray) -> np.ndar
     wanted = _in_a_row if job.fps <= 0 else _at_times
     scaler = VideoReformatter()
     for number, frame in enumerate(wanted(frames, clip, job, begin)):
-        into[number] = _fit(frame, job, clip.rotation, scaler)
+        _fit(frame, job, clip.rotation, scaler, into[number])
     return into
 
 
@@ -232,18 +232,23 @@ def _at_times(frames: Iterator[tuple[float, Any]], clip: Clip, job: Job, begin: 
         yield shown
 
 
-def _fit(frame: Any, job: Job, rotation: int, scaler: VideoReformatter) -> np.ndarray:
-    """RGB of the bucket's size: scaled to cover it in one step, cut centrally, turned upright."""
+def _fit(frame: Any, job: Job, rotation: int, scaler: VideoReformatter, into: np.ndarray) -> None:
+    """Fills `into` with RGB of the bucket's size: scaled to cover it in one step, cut centrally, turned upright.
+
+    swscale gives planes in a third of the time of packed RGB, for which it has no vector code.
+    """
     bucket = job.bucket
     if frame.width * frame.height > job.limits.max_pixels:
         raise BadSample(Reason.TOO_MANY_PIXELS, f"a frame of {frame.width}x{frame.height}")
     turned = rotation in (90, 270)
     height, width = (bucket.width, bucket.height) if turned else (bucket.height, bucket.width)
     scaled_height, scaled_width = covering(frame.height, frame.width, height, width, job.crop)
-    rgb = scaler.reformat(frame, width=scaled_width, height=scaled_height, format="rgb24", interpolation=SCALING,
-                          threads=1)
-    pixels = _cut(rgb.to_ndarray(), height, width)
-    return np.rot90(pixels, -rotation // 90) if rotation else pixels
+    scaled: Any = scaler.reformat(frame, width=scaled_width, height=scaled_height, format="gbrp", interpolation=SCALING,
+                             threads=1)
+    green, blue, red = scaled.planes
+    for channel, plane in enumerate((red, green, blue)):
+        rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
+        into[..., channel] = np.rot90(_cut(rows[:, :plane.width], height, width), -rotation // 90)
 
 
 def covering(height: int, width: int, to_height: int, to_width: int, crop: bool) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from PIL import Image
 
 from data.blocks import to_block
 from data.config import LimitsConfig
-from data.decode import covering, decode_clip, decode_job
+from data.decode import SCALING, covering, decode_clip, decode_job
 from data.errors import DataIOError
 from data.ledger import BadSample, Reason
 from data.types import Bucket, CaptionRef, Clip, Job
+from tests.data import making
 
 RATE = 12
 
@@ -130,6 +131,18 @@ def test_clips_are_scaled_to_cover_the_bucket_and_cut_centrally(steady: Path) ->
     assert covering(80, 1280, 96, 144, crop=True) == (96, 1536)
     assert decode_clip(clip(steady, 72), job(bucket=Bucket(1, 32, 32))).shape == (1, 32, 32, 3)
     assert decode_clip(clip(steady, 72), job(bucket=Bucket(1, 32, 32), crop=True)).shape == (1, 32, 32, 3)
+
+
+def test_colours_are_those_of_packed_rgb(tmp_path: Path) -> None:
+    """Decoded by planes; swscale's packed RGB rounds now and then to the neighbouring level."""
+    file = tmp_path / "bars.mp4"
+    file.write_bytes(making.clip(width=96, height=64, frames=9))
+    pixels = decode_clip(clip(file, 9), job(bucket=Bucket(9, 32, 40)))
+    with av.open(str(file)) as container:
+        packed = [frame.reformat(width=48, height=32, format="rgb24", interpolation=SCALING).to_ndarray()[:, 4:44]
+                  for frame in container.decode(video=0)]
+    assert pixels[..., 0].std() > 20 and np.abs(pixels[..., 0].astype(int) - pixels[..., 2]).mean() > 10, "colourful"
+    assert np.abs(pixels.astype(int) - np.stack(packed)).max() <= 1
 
 
 def test_images_are_upright_rgb_of_the_bucket(tmp_path: Path) -> None:
