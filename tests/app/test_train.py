@@ -67,9 +67,11 @@ def metrics(folder: Path, name: str) -> list[dict]:
 def cluster() -> Iterator[Any]:
     """The head of a cluster with a job server that runs beside the tests.
 
-    Its folder is its own: the job server finds its own cluster by a file there, which other clusters of this machine
-    write too, and its agent's usual port may be theirs.
+    Its folder is its own: of several clusters on a machine, the job server takes for its own the one that a file there
+    names, or any one without that file. `ray start` writes it into the cluster's folder, `Cluster` into /tmp/ray, where
+    clusters of other test processes do so too. Its agent's usual port may be theirs as well.
     """
+    from ray._private.utils import write_ray_address
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it: pytest's folders have names too long for them
@@ -84,6 +86,7 @@ def cluster() -> Iterator[Any]:
             "object_store_memory": 200 * 2**20,
         },
     )
+    write_ray_address(made.gcs_address, folder)
     yield made.head_node
     made.shutdown()
     shutil.rmtree(folder, ignore_errors=True)  # its processes may still be writing
