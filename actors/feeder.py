@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import ray
 
 from actors.messages import Published
 from actors.plan.types import Item, Module
+from data.buckets import BatchSize
 from data.cache import Cache, CachedLatents, Kind, text_key
 from data.config import DataConfig
 from data.dataset import Dataset
@@ -78,11 +79,11 @@ class Feeder:
         seed: int,
         encoders: Encoders,
         run_dir: str,
-        batch_size_of: Callable[[int, int, int], int] | None = None,
+        timed: BatchSize | None = None,
     ) -> None:
-        """`batch_size_of(frames, height, width)` replaces the dual constraint of `data.batch`."""
+        """`timed` sizes the batches of buckets with a `target_s`."""
         self._config, self._geometry, self._seed, self._run_dir = config, geometry, seed, run_dir
-        self._batch_size_of = batch_size_of
+        self._timed = timed
         self._dataset: Dataset | None = None
         self._engine: Any = None
         self._encoders = encoders
@@ -97,7 +98,7 @@ class Feeder:
                 self._geometry,
                 self._seed,
                 bad_list=f"{self._run_dir}/bad.jsonl",
-                batch_size_of=self._batch_size_of,
+                timed=self._timed,
             )
             if self._cache is not None and self._cache.config.latents:  # the engine reads no pixels of what it holds
                 self._dataset.latents = CachedLatents(self._cache, self._encoders.vae, self._config)

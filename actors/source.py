@@ -15,11 +15,12 @@ from actors.batching import TargetBatch
 from actors.config import PlannerConfig, RuntimeConfig
 from actors.dispatch import StepSamples
 from actors.feeder import Encoders, Feeder, StepItems
+from actors.gone import GONE
 from actors.messages import Span
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Done, PlanError
 from actors.planner import Assignment, Planner
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from data.placement import beside_me
 from ops.config import ModelConfig
 from ops.config import geometry as geometry_of
@@ -42,7 +43,7 @@ def unwrap(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, DataError | PlanError):
+        if isinstance(error.cause, DataError | DataIOError | PlanError):
             raise error.cause from None
         raise
 
@@ -80,7 +81,7 @@ class StepSource:
         for attempt in range(_STARTS):
             try:
                 return self._open(first_step, token)
-            except ray.exceptions.RayActorError as error:
+            except GONE as error:
                 log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
         raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
 
@@ -150,6 +151,9 @@ class StepSource:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
     def token(self, step: int) -> dict[str, Any]:
+        """The data's position before a step. Raises DataLost when no feeder can tell."""
+        if self._feeder is None:
+            raise DataLost("the data is not open")
         return self._get(self._feeder.token.remote(step))
 
     def close(self) -> None:
@@ -160,7 +164,7 @@ class StepSource:
     def _get(self, reference: Any) -> Any:
         try:
             return unwrap(lambda: ray.get(reference, timeout=self._patience_s))
-        except ray.exceptions.RayActorError as error:
+        except GONE as error:
             raise DataLost(f"the feeder died: {error}") from None
         except ray.exceptions.GetTimeoutError:
             raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
@@ -193,7 +197,7 @@ class PlannerClient:
             reference = self._asked[1]
             try:
                 return unwrap(partial(ray.get, reference, timeout=60 + 10 * budget_s))
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            except (*GONE, ray.exceptions.GetTimeoutError) as error:
                 log.warning("the planner is started again, step %d is planned anew: %s", step, error)
                 ray.kill(self._actor, no_restart=True)
                 self._actor = self._start()
@@ -220,8 +224,6 @@ def actor_factory(plain: type, *arguments: Any, **named: Any) -> Callable[[], An
 
 def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> Callable[[], Any]:
     """The feeder that a run's config describes."""
-    batch = config.data.batch
-    sized = TargetBatch(profile=profile_of(config, model), config=batch, geometry=geometry) if batch.target_s else None
     return actor_factory(
         Feeder,
         config=config.data,
@@ -229,7 +231,7 @@ def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> 
         seed=config.train.seed,
         encoders=Encoders.of(model),
         run_dir=config.run_dir,
-        batch_size_of=sized,
+        timed=TargetBatch(profile=profile_of(config, model), geometry=geometry),
     )
 
 

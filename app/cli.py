@@ -60,7 +60,7 @@ def plan(workload: Annotated[Path | None, typer.Option("--workload", help="JSON:
          = None,
          cluster: Annotated[str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, e.g. 2x8, or YAML.")] = "",
          strategy: Annotated[str, typer.Option("--strategy", help="static, longest_first, flexsp, knapsack, cascade, "
-                                               "genetic or exact.")] = "cascade",
+                                               "genetic or exact; default: the config's.")] = "",
          compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",
          budget: Annotated[float | None, typer.Option("--budget", help="Planning seconds per step.", min=0)] = None,
          steps: Annotated[int, typer.Option(help="With --config: steps planned; default 8.", min=0)] = 0,
@@ -75,7 +75,7 @@ def plan(workload: Annotated[Path | None, typer.Option("--workload", help="JSON:
     """Preview: step times, idle share, memory and the account of the data, before a GPU is touched."""
     from app.plan import Request, run_plan
 
-    strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy]
+    strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
     run_plan(Request(workload=workload, config=config, overrides=overrides or [], from_data=from_data, profile=profile,
                      cluster=cluster, strategies=strategies, budget_s=budget, steps=steps, seed=seed,
                      shares=shares or []),
@@ -115,9 +115,9 @@ def sample(checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run fo
     """Make clips from a checkpoint: MP4s and a contact sheet."""
     from app.sample import default_out, run
 
-    run(checkpoint, prompts or [], out or default_out(checkpoint), ema=ema, frames=frames, height=height, width=width,
-        steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift, negative_prompt=negative_prompt, seed=seed,
-        fps=fps, device=device)
+    run(checkpoint, prompts or [], out or default_out(checkpoint, prompts or []), ema=ema, frames=frames, height=height,
+        width=width, steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift, negative_prompt=negative_prompt,
+        seed=seed, fps=fps, device=device)
 
 
 @app.command()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from app.config import RunConfig
 from data.accounting import Accounting
-from data.buckets import Table, batch_size, binding_limit
 from data.errors import DataError
+from data.types import Bucket
 from ops.geometry import Geometry
 
 NAMED = 12  # dropped samples listed by name
@@ -32,10 +34,9 @@ def print_account(account: Accounting, min_coverage: float) -> None:
                         f"asks for {100 * min_coverage:g}%. Widen data.buckets or lower data.min_coverage.")
 
 
-def print_buckets(config: RunConfig, geometry: Geometry) -> None:
-    """Batch size of every bucket of the config and the limit that sets it, without looking at data."""
+def print_buckets(batches: Mapping[Bucket, tuple[int, str]], config: RunConfig, geometry: Geometry) -> None:
+    """Batch size of every bucket, what sets it, and the tokens of a sample."""
     print(f"{'bucket':>16} {'batch':>6} {'set by':>14} {'tokens':>8}")
-    for bucket in Table.build(config.data.buckets, geometry).buckets:
+    for bucket, (batch, limit) in batches.items():
         tokens = geometry.tokens(bucket.frames, bucket.height, bucket.width) + config.data.batch.text_tokens
-        print(f"{bucket!s:>16} {batch_size(bucket, config.data.batch, geometry):>6} "
-              f"{binding_limit(bucket, config.data.batch, geometry):>14} {tokens:>8}")
+        print(f"{bucket!s:>16} {batch:>6} {limit:>14} {tokens:>8}")

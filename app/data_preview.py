@@ -24,11 +24,11 @@ def preview(config: RunConfig, out: Path, samples: int = 8, frames: int = 5) -> 
 
     Raises DataError and ValueError as a training run would.
     """
-    from data.dataset import Dataset
+    from app.plan_inputs import open_dataset, profile_of
     from ops.models.load import resolve
 
-    _, geometry = resolve(config.model)
-    dataset = Dataset.open(config.data, geometry, config.train.seed)
+    model, geometry = resolve(config.model)
+    dataset = open_dataset(config, geometry, profile_of(config, model, geometry))
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for bucket, items in sorted(_items_by_bucket(dataset, samples).items()):

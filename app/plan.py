@@ -41,7 +41,7 @@ class Request:
     from_data: bool
     profile: Path | None
     cluster: str
-    strategies: Sequence[str]
+    strategies: Sequence[str]  # none: the config's, cascade for a workload
     budget_s: float | None
     steps: int
     seed: int
@@ -77,7 +77,8 @@ def run_plan(request: Request, out: Path | None = None, gantt: Path | None = Non
     if request.shares and (request.workload is not None or request.from_data):
         raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
     problem = _from_workload(request) if request.workload else _from_config(request)
-    plans = [_plan(problem, strategy) for strategy in request.strategies]
+    strategies = request.strategies or (problem.options.strategy,)
+    plans = [_plan(problem, strategy) for strategy in strategies]
     workers = problem.cluster.num_workers
     items = sum(len(step) for step in problem.steps)
     print(f"{items} items in {len(problem.steps)} steps on {workers} GPUs ({problem.profile.model}, "
@@ -126,14 +127,13 @@ def _from_config(request: Request) -> Problem:
     model, geometry = resolve(config.model)
     profile = Profile.load(request.profile) if request.profile else plan_inputs.profile_of(config, model, geometry)
     if request.from_data:
-        from data.dataset import Dataset
-
-        dataset = Dataset.open(config.data, geometry, config.train.seed)
+        dataset = plan_inputs.open_dataset(config, geometry, profile)
         print_account(dataset.account(request.steps or None), config.data.min_coverage)
         steps: Steps = [plan_inputs.items_from_data(dataset, step, config, model) for step in range(request.steps or 8)]
     else:
-        print_buckets(config, geometry)
-        steps = plan_inputs.items_from_buckets(config, model, geometry, request.steps or 8, request.seed,
+        batches = plan_inputs.batches_of(config, geometry, profile)
+        print_buckets(batches, config, geometry)
+        steps = plan_inputs.items_from_buckets(config, model, batches, request.steps or 8, request.seed,
                                                request.shares)
     cluster = plan_inputs.read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
     return Problem(steps=steps, profile=profile, cluster=cluster, options=options_of(config, request.budget_s))

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.batching import TargetBatch
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Item, PlanError
 from app.settings import ConfigError, parse, plain
-from data.buckets import Table, batch_size
+from data.buckets import Table, planned_batch
+from data.types import Bucket
 from ops.config import ModelConfig
 from ops.geometry import Geometry
 
@@ -141,17 +143,30 @@ def items_from_data(dataset: Dataset, step: int, config: RunConfig, model: Model
                       width=item.bucket.width, text_tokens=tokens) for item in dataset.step(step).items)
 
 
-def items_from_buckets(config: RunConfig, model: ModelConfig, geometry: Geometry, steps: int, seed: int,
-                       shares: Sequence[str] = ()) -> tuple[tuple[Item, ...], ...]:
+def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dataset:
+    """The data of a run as training opens it. Raises DataError and ValueError as training would."""
+    from data.dataset import Dataset
+
+    return Dataset.open(config.data, geometry, config.train.seed, timed=TargetBatch(profile=profile, geometry=geometry))
+
+
+def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[Bucket, tuple[int, str]]:
+    """Batch size of every bucket of the config and what sets it, without looking at data."""
+    table, timed = Table.build(config.data.buckets, geometry), TargetBatch(profile=profile, geometry=geometry)
+    return {bucket: planned_batch(table, bucket, config.data.batch, geometry, timed) for bucket in table.buckets}
+
+
+def items_from_buckets(config: RunConfig, model: ModelConfig, batches: Mapping[Bucket, tuple[int, str]], steps: int,
+                       seed: int, shares: Sequence[str] = ()) -> tuple[tuple[Item, ...], ...]:
     """Full batches of buckets drawn at random, equally often or by `shares` such as `33x32x48=0.5`."""
     rng = np.random.default_rng(seed)
-    buckets = Table.build(config.data.buckets, geometry).buckets
+    buckets = tuple(batches)
     chances = bucket_shares([str(bucket) for bucket in buckets], shares)
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
     found = []
     for step in range(steps):
         chosen = [buckets[int(i)] for i in rng.choice(len(buckets), size=config.data.items_per_step, p=chances)]
-        found.append(tuple(Item(id=f"s{step}.{i}", batch=batch_size(bucket, config.data.batch, geometry),
+        found.append(tuple(Item(id=f"s{step}.{i}", batch=batches[bucket][0],
                                 frames=bucket.frames, height=bucket.height, width=bucket.width, text_tokens=tokens)
                            for i, bucket in enumerate(chosen)))
     return tuple(found)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.batching import TargetBatch
 from actors.plan.profile import Profile
 from actors.plan.types import Module
 from app.config import RunConfig
 from app.settings import ConfigError
-from data.buckets import Table, batch_size
+from data.buckets import Table, planned_batch
 from data.types import Bucket
 from ops.config import ModelConfig
 from ops.geometry import Geometry
@@ -51,9 +52,9 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
     model, geometry = resolve(config.model)
     target = pick_device(device)
     torch.set_num_threads(config.workers.torch_threads)
-    shapes = list(shapes_of(config, geometry))
     profile = Profile.from_flops(model.dit, model.vae, model.text, geometry, gpu_memory_gib=_memory_gib(target),
                                  degrees=config.planner.degrees, device=device_name(target))
+    shapes = list(shapes_of(config, geometry, profile))
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     bench = Bench(config, model, geometry, target)
     print(f"{len(shapes)} shapes on {profile.device}")
@@ -93,14 +94,17 @@ def _memory_gib(device: torch.device) -> float | None:
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
-def shapes_of(config: RunConfig, geometry: Geometry) -> Iterator[Shape]:
-    """Every bucket of every segment at batch 1 and at its planned batch size."""
+def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[Shape]:
+    """Every bucket of every segment at batch 1 and at its planned batch size, by this profile where it is timed."""
+    timed = TargetBatch(profile=profile, geometry=geometry)
     stages = [(config.data.buckets, config.data.batch)]
     stages += [(s.buckets or config.data.buckets, s.batch or config.data.batch) for s in config.data.segments]
     seen = set()
     for buckets, limits in stages:
-        for bucket in Table.build(buckets, geometry).buckets:
-            for batch in sorted({1, batch_size(bucket, limits, geometry)}):
+        table = Table.build(buckets, geometry)
+        for bucket in table.buckets:
+            size, _ = planned_batch(table, bucket, limits, geometry, timed)
+            for batch in sorted({1, size}):
                 shape = Shape(batch=batch, bucket=bucket, text_tokens=limits.text_tokens)
                 if shape not in seen:
                     seen.add(shape)

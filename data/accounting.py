@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.buckets import binding_limit
 from data.plan import State
 from data.types import Bucket
 
@@ -121,13 +120,9 @@ def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarr
 
 def _bucket_account(dataset: Dataset, bucket: Bucket, samples: int, draws: int, items: int,
                     short: int) -> BucketAccount:
-    stage = next(stage for stage in dataset.planner.stages if bucket in stage.batch)
-    limit = binding_limit(bucket, dataset.config.batch, dataset.geometry)
-    if dataset.config.batch.from_table:
-        limit = "table"
-    elif dataset.batch_size_given:
-        limit = "profile"
-    return BucketAccount(bucket=bucket, batch=stage.batch[bucket], limit=limit, tokens=stage.tokens[bucket],
+    number, stage = next((n, stage) for n, stage in enumerate(dataset.planner.stages) if bucket in stage.batch)
+    batch, limit = dataset.batches[number][bucket]
+    return BucketAccount(bucket=bucket, batch=batch, limit=limit, tokens=stage.tokens[bucket],
                          samples=int(samples), draws=draws, items=items, short_items=int(short))
 
 

@@ -18,7 +18,7 @@ from data.config import OPEN_SORA_RATIOS, BatchConfig, BucketsConfig
 from data.types import Bucket
 from ops.geometry import Geometry
 
-BatchSize = Callable[[int, int, int], int]  # (frames, height, width) -> clips of a batch
+BatchSize = Callable[[Bucket, BatchConfig], int]  # clips of a batch that takes `target_s` seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +214,20 @@ def last_start(shape: Shape, bucket: Bucket, fps: float) -> int:
         return max(shape.frames - bucket.frames, 0)
     needed = (bucket.frames - 1) / fps * shape.fps
     return max(int(shape.frames - 1 - needed + 1e-6), 0)
+
+
+def planned_batch(table: Table, bucket: Bucket, config: BatchConfig, geometry: Geometry,
+                  timed: BatchSize | None = None) -> tuple[int, str]:
+    """Clips of a bucket's batch, and what sets their number: the pasted table, the profile behind `timed` where the
+    config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
+    if config.from_table and bucket in table.batches:
+        return table.batches[bucket], "table"
+    if not config.target_s:
+        return batch_size(bucket, config, geometry), binding_limit(bucket, config, geometry)
+    if timed is None:
+        raise ValueError("data.batch.target_s needs a profile to tell the seconds of a batch. Set data.batch.compute "
+                         "instead where there is none.")
+    return timed(bucket, config), "profile"
 
 
 def batch_size(bucket: Bucket, config: BatchConfig, geometry: Geometry) -> int:

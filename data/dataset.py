@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from data.accounting import Accounting, account
-from data.buckets import BatchSize, Choice, Refusal, Shape, Table, available_frames, batch_size, last_start
+from data.buckets import BatchSize, Choice, Refusal, Shape, Table, available_frames, last_start, planned_batch
 from data.cache import CachedLatents
-from data.config import BatchConfig, DataConfig, SegmentConfig
+from data.config import DataConfig, SegmentConfig
 from data.errors import DataError
 from data.index import Index, Row, build_index
 from data.ledger import Fault, Ledger, Reason
@@ -40,19 +40,20 @@ class Dataset:
     """Steps, tokens and accounts of one run. Not thread-safe; one process plans, any number decodes."""
 
     def __init__(self, config: DataConfig, indexes: Sequence[Index], seed: int, geometry: Any,
-                 ledger: Ledger, batch_size_of: BatchSize | None = None) -> None:
-        """Use `open`. `batch_size_of(frames, height, width)` replaces the dual constraint."""
+                 ledger: Ledger, timed: BatchSize | None = None) -> None:
+        """Use `open`."""
         if not indexes:
             raise DataError("data.sources is empty. Give at least one source with its path.")
         self.config, self.indexes, self.seed = config, tuple(indexes), seed
-        self.geometry, self.ledger, self.batch_size_given = geometry, ledger, batch_size_of is not None
+        self.geometry, self.ledger, self.timed = geometry, ledger, timed
         self.latents: CachedLatents | None = None  # set by who knows the encoder
         self.shapes, codes = _shapes(self.indexes)
         segments = config.segments or (SegmentConfig(until_step=0),)
         self.tables = [Table.build(segment.buckets or config.buckets, geometry) for segment in segments]
         self.options = [_choices(table, self.shapes, config.fps) for table in self.tables]
         self.codes = self._admit(codes)
-        stages = [self._stage(number, segment, batch_size_of) for number, segment in enumerate(segments)]
+        self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]
+        stages = [self._stage(number, segment) for number, segment in enumerate(segments)]
         populations = [Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape,
                                   window=source.shuffle_window)
                        for index, shape, source in zip(self.indexes, self.codes, config.sources)]
@@ -65,13 +66,13 @@ class Dataset:
 
     @classmethod
     def open(cls, config: DataConfig, geometry: Any, seed: int, *, bad_list: str | Path | None = None,
-             batch_size_of: BatchSize | None = None) -> Dataset:
+             timed: BatchSize | None = None) -> Dataset:
         """Load or build the index of every source, then plan. Raises DataError when no item can be formed or more is
         bad than data.limits allow, ValueError for settings that make no sense. `bad_list`: where bad.jsonl goes."""
         ledger = Ledger(config.limits, bad_list)
         indexes = [build_index(source, Path(source.index) if source.index else None, ledger, limits=config.limits,
                                ordinal=ordinal) for ordinal, source in enumerate(config.sources)]
-        dataset = cls(config, indexes, seed, geometry, ledger, batch_size_of)
+        dataset = cls(config, indexes, seed, geometry, ledger, timed)
         ledger.check()
         ledger.check_limits()
         return dataset
@@ -268,10 +269,10 @@ class Dataset:
                 f"{shape.frames} frames ({refused[usual].detail}). Nearest bucket of each resolution class: {near}. "
                 f"Widen data.buckets or relax the filters.")
 
-    def _stage(self, number: int, segment: SegmentConfig, batch_size_of: BatchSize | None) -> Stage:
+    def _stage(self, number: int, segment: SegmentConfig) -> Stage:
         table, options, config = self.tables[number], self.options[number], self.config
         limits = segment.batch or config.batch
-        batch = {bucket: self._batch_of(table, bucket, limits, batch_size_of) for bucket in table.buckets}
+        batch = {bucket: size for bucket, (size, _) in self.batches[number].items()}
         choices = tuple(() if isinstance(option, Refusal) else option for option in options)
         return Stage(until_step=segment.until_step, choices=choices, batch=batch,
                      weights=self._weights(segment, choices),
@@ -280,12 +281,9 @@ class Dataset:
                      max_wait=config.max_wait or 10 * max(batch.values()) * len(batch),
                      by_tokens=config.mixture == "tokens", settings=digest(asdict(segment.buckets or config.buckets)))
 
-    def _batch_of(self, table: Table, bucket: Bucket, limits: BatchConfig, batch_size_of: BatchSize | None) -> int:
-        if limits.from_table and bucket in table.batches:
-            return table.batches[bucket]
-        if batch_size_of is not None:
-            return batch_size_of(bucket.frames, bucket.height, bucket.width)
-        return batch_size(bucket, limits, self.geometry)
+    def _planned_batches(self, table: Table, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
+        limits = segment.batch or self.config.batch
+        return {bucket: planned_batch(table, bucket, limits, self.geometry, self.timed) for bucket in table.buckets}
 
     def _visual_tokens(self, bucket: Bucket) -> int:
         return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)

@@ -39,6 +39,7 @@ import ray.data
 from ray.data import ExecutionResources
 
 from data.blocks import fault_from_json, fault_to_json, to_block
+from data.buckets import BatchSize
 from data.child import decode_isolated
 from data.config import DataConfig, EngineConfig
 from data.dataset import Dataset
@@ -46,7 +47,7 @@ from data.decode import decode_job
 from data.errors import DataIOError
 from data.gate import Gate
 from data.placement import beside_me
-from data.types import Bucket, DataItem, Job
+from data.types import DataItem, Job
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +160,7 @@ class RayEngine:
 
     def _other(self, number: int) -> Any:
         data = self.dataset
-        sizes = data.batch_sizes() if data.batch_size_given else None
-        return ray.remote(ShareOfFeeder).options(num_cpus=0).remote(data.config, data.geometry, data.seed, sizes,
+        return ray.remote(ShareOfFeeder).options(num_cpus=0).remote(data.config, data.geometry, data.seed, data.timed,
                                                                     (number, self.share[1]))
 
     def _close_blocks(self) -> None:
@@ -190,10 +190,9 @@ class RayEngine:
 class ShareOfFeeder:
     """A further feeder: plans the same steps, decodes its share of their slots, owns these blocks."""
 
-    def __init__(self, config: DataConfig, geometry: Any, seed: int, sizes: dict[Bucket, int] | None,
+    def __init__(self, config: DataConfig, geometry: Any, seed: int, timed: BatchSize | None,
                  share: tuple[int, int]) -> None:
-        size_of = None if sizes is None else lambda *shape: sizes[Bucket(*shape)]
-        self._engine = RayEngine(Dataset.open(config, geometry, seed, batch_size_of=size_of), share=share)
+        self._engine = RayEngine(Dataset.open(config, geometry, seed, timed=timed), share=share)
 
     def start(self, token: dict[str, Any]) -> None:
         self._engine.start(self._engine.dataset.resume(token))

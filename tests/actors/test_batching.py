@@ -7,6 +7,7 @@ import pytest
 from actors.batching import TargetBatch
 from actors.plan.profile import Profile
 from data.config import BatchConfig
+from data.types import Bucket
 from ops.config import DiTConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 
@@ -16,7 +17,7 @@ PROFILE = Profile.from_flops(DiTConfig(), VAEConfig(), TextConfig(), GEOMETRY)
 
 def size(shape: tuple[int, int, int], **limits: float) -> int:
     config = BatchConfig(**{"memory_tokens": 1e9, "text_tokens": 32, **limits})
-    return TargetBatch(profile=PROFILE, config=config, geometry=GEOMETRY)(*shape)
+    return TargetBatch(profile=PROFILE, geometry=GEOMETRY)(Bucket(*shape), config)
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 96), (17, 64, 96), (33, 256, 256)])

@@ -31,8 +31,9 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
 def test_segments_add_their_own_buckets() -> None:
     segments = "data.segments=[{until_step: 5}, {until_step: 0, buckets: {table: [9x32x32]}}]"
     config = RunConfig.load(DEMO, [*TINY, segments])
-    _, geometry = resolve(config.model)
-    assert {shape.bucket.frames for shape in shapes_of(config, geometry)} == {1, 5, 9}
+    model, geometry = resolve(config.model)
+    profile = Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    assert {shape.bucket.frames for shape in shapes_of(config, geometry, profile)} == {1, 5, 9}
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
