@@ -116,7 +116,11 @@ class KoalaReader:
             yield _koala_clip(fields)
 
     def _add(self, listed: Listed, seen: set[str], writer: PartWriter) -> None:
-        file, whole = self._find(listed)
+        try:
+            file, whole = self._find(listed)
+        except BadSample as fault:
+            writer.add(Sample(key=listed.key).refuse(fault))
+            return
         if file is None:
             writer.missing(listed.key)
             return
@@ -126,13 +130,14 @@ class KoalaReader:
             if listed.key in seen:
                 raise BadSample(Reason.SPLIT_KEY, "the videoID was listed earlier in this table")
             seen.add(listed.key)
-            sample.info = self.catalogue.probe(file)
+            sample.info = self.catalogue.probe(file, ranged=whole)
             if whole:
-                sample.info, sample.start_s, sample.end_s = cut(sample.info, *parse_range(listed.timestamp))
+                sample.info, sample.start_s, sample.end_s = cut(sample.info, *parse_range(listed.timestamp),
+                                                                self.limits)
             caption = listed.caption.strip()
             if not caption:
                 raise BadSample(Reason.NO_CAPTION, "empty")
-            if any(0xDC80 <= ord(sign) <= 0xDCFF for sign in caption):
+            if any(0xD800 <= ord(sign) < 0xE000 for sign in caption):
                 raise BadSample(Reason.CAPTION_NOT_UTF8, "stray bytes in the caption")
             check_lengths([caption], self.limits)
             sample.captions = [writer.put_caption(caption)]
@@ -141,9 +146,9 @@ class KoalaReader:
         writer.add(sample)
 
     def _find(self, listed: Listed) -> tuple[FileStat | None, bool]:
-        """The clip's own file, else the whole video (True)."""
+        """The stated file, else the clip's own, else the whole video; and whether it is the whole video."""
         if listed.path and (file := self.catalogue.at(listed.path)):
-            return file, False
+            return file, storage.name_of(file.uri).rpartition(".")[0] == listed.video
         for name in listed.names:
             if file := self.catalogue.named(name):
                 return file, False

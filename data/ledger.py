@@ -28,7 +28,7 @@ class Severity(StrEnum):
 
     SAMPLE = "sample"  # a broken sample: counts towards max_bad_fraction
     SHARD = "shard"  # a broken shard or manifest: counts towards max_bad_shards
-    ABSENT = "absent"  # normal in real datasets (dead URLs); counted and reported, never an error by itself
+    ABSENT = "absent"  # normal in an index (dead URLs): counted and reported only; a draw that is gone is a broken one
     CHOICE = "choice"  # the user's own filters and buckets left it out
     NOTE = "note"  # a member that belongs to no sample; no sample is lost
 
@@ -239,7 +239,9 @@ class Ledger:
                 raise DataError(self._sentence(f"{len(self.bad_shards)} shards with faults > max_bad_shards "
                                                f"{self.limits.max_bad_shards}", self.shard_faults))
             absent = sum(count for reason, count in self.rejected.items() if reason.severity is Severity.ABSENT)
-            self._check_fraction(self.rejected, self.indexed - absent)
+            broken = Counter({reason: count for reason, count in self.rejected.items()
+                              if reason.severity is Severity.SAMPLE})
+            self._check_fraction(broken, self.indexed - absent)
             self._check_fraction(self.skipped, self.delivered + sum(self.skipped.values()))
 
     def summary(self) -> dict[str, Any]:
@@ -268,8 +270,7 @@ class Ledger:
 
     # inside
 
-    def _check_fraction(self, counts: Counter[Reason], seen: int) -> None:
-        faults = Counter({reason: count for reason, count in counts.items() if reason.severity is Severity.SAMPLE})
+    def _check_fraction(self, faults: Counter[Reason], seen: int) -> None:
         bad = sum(faults.values())
         if bad and seen >= self.limits.bad_after and bad / seen > self.limits.max_bad_fraction:
             raise DataError(self._sentence(f"{bad} of {seen} samples ({bad / seen:.1%} > "

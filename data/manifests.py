@@ -16,7 +16,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.part import SCHEMA, Part, PartWriter, Sample
-from data.storage import ReadFile, expand
+from data.storage import FileStat, ReadFile, expand
 from data.tables import TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
 
 PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
@@ -60,7 +60,10 @@ class ManifestReader:
             info = storage.stat(table.uri, self.limits.retries)
             if info is None:
                 raise DataError(f"table {table.uri} does not exist. Check data.sources path {self.config.path}.")
-            parts.append(Part(table.uri, info.size, info.mtime_ns, self._catalogue(table).fingerprint))
+            fingerprint = self._catalogue(table).fingerprint
+            if table.uri.endswith(".txt") and (prompts := self._prompts(table.uri)):
+                fingerprint += f"|{storage.name_of(prompts.uri)}|{prompts.size}|{prompts.mtime_ns}"
+            parts.append(Part(table.uri, info.size, info.mtime_ns, fingerprint))
         return parts
 
     def score_names(self, part: Part) -> list[str]:
@@ -97,10 +100,13 @@ class ManifestReader:
             writer.add(Sample(key=f"row {number}").refuse(BadSample(Reason.BAD_ROW, f"no path among {columns}"[:300])))
             return
         key = path.rpartition(".")[0] or path
-        if path.startswith(("pipe:", "http:", "https:")) or "\0" in path:
-            writer.add(Sample(key=key).refuse(BadSample(Reason.UNSAFE_NAME, repr(path[:200]))))
+        try:
+            if path.startswith(("pipe:", "http:", "https:")):
+                raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
+            file = catalogue.at(path)
+        except BadSample as fault:
+            writer.add(Sample(key=key).refuse(fault))
             return
-        file = catalogue.at(path)
         if file is None:
             writer.missing(path)
             return
@@ -112,11 +118,11 @@ class ManifestReader:
         try:
             if sample.suffix not in media.MEDIA_SUFFIXES:
                 raise BadSample(Reason.NOT_MEDIA, f"suffix {sample.suffix!r}")
-            sample.info = catalogue.probe(file)
-            frames = [_number(row.get(name)) for name in ("start_frame", "end_frame")]
-            if all(frame is not None for frame in frames) and not sample.info.image:
-                begin, end = (float(frame or 0) / sample.info.fps for frame in frames)
-                sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end)
+            frames = _frame_range(row) if sample.suffix in media.VIDEO_SUFFIXES else None
+            sample.info = catalogue.probe(file, ranged=frames is not None)
+            if frames is not None:
+                begin, end = (frame / sample.info.fps for frame in frames)
+                sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end, self.limits)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
             sample.refuse(fault)
@@ -170,15 +176,19 @@ class ManifestReader:
         if not uri.endswith(".txt"):
             yield from read_rows(uri, self.limits)
             return
-        folder = storage.parent(uri)
-        prompts = next((name for name in PROMPT_FILES if storage.stat(storage.join(folder, name))), None)
+        prompts = self._prompts(uri)
         if prompts is None:
             raise UnreadableTable(f"no {' or '.join(PROMPT_FILES)} beside it")
-        videos, texts = self._lines(uri), self._lines(storage.join(folder, prompts))
+        videos, texts = self._lines(uri), self._lines(prompts.uri)
         if len(videos) != len(texts):
-            raise UnreadableTable(f"{len(videos)} videos but {len(texts)} lines in {prompts}")
+            raise UnreadableTable(f"{len(videos)} videos but {len(texts)} lines in {storage.name_of(prompts.uri)}")
         for path, text in zip(videos, texts, strict=True):
             yield {"path": path, "caption": text}
+
+    def _prompts(self, uri: str) -> FileStat | None:
+        """The captions beside a list of videos."""
+        beside = (storage.join(storage.parent(uri), name) for name in PROMPT_FILES)
+        return next(filter(None, (storage.stat(name, self.limits.retries) for name in beside)), None)
 
     def _lines(self, uri: str) -> list[str]:
         with ReadFile(uri, self.limits.retries) as file, text_stream(file) as stream:
@@ -186,6 +196,23 @@ class ManifestReader:
         while lines and not lines[-1]:
             lines.pop()
         return lines
+
+
+def _frame_range(row: dict[str, Any]) -> tuple[float, float] | None:
+    """First frame and the one after the last; None for the whole video. Raises BadSample.
+
+    Open-Sora-Plan's `cut` is [first, end]; with `num_frames` its trainer takes that many frames from the first on.
+    """
+    start, end = _number(row.get("start_frame")), _number(row.get("end_frame"))
+    if start is not None and end is not None:
+        return start, end
+    if row.get("cut") in (None, ""):
+        return None
+    bounds = [_number(bound) for bound in row["cut"]] if isinstance(row["cut"], list) else []
+    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
+        raise BadSample(Reason.BAD_TIMESTAMP, f"cut {row['cut']!r} is not a list [first, end]"[:200])
+    count = _number(row.get("num_frames"))
+    return bounds[0], bounds[1] if count is None else bounds[0] + count
 
 
 def _scores(row: dict[str, Any]) -> dict[str, float]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import MediaInfo
 
-VERSION = 2
+VERSION = 3
 ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 SCORE = "score:"  # prefix of score columns
@@ -126,6 +126,7 @@ class PartWriter:
             sample.key, sample.path.rpartition("/")[2], sample.offset, sample.size, info.width, info.height,
             info.num_frames, info.fps, info.rotation, info.header_crc, sample.start_s, sample.end_s,
             sample.reject, [(caption.size, caption.crc, caption.field) for caption in sample.captions],
+            sorted(sample.scores.items()),
         )).encode("utf-8", "backslashreplace"))
         if self._scores is not None and len(self._rows) >= ROWS_PER_GROUP:
             self._flush()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import part
 from data.config import SourceConfig
 from data.errors import DataError
 from data.index import build_index, index_folder
@@ -74,6 +75,23 @@ def test_an_edited_caption_or_clip_of_equal_length_is_another_index(tmp_path):
         (tmp_path / "a.tar").write_bytes(shard(members))
         hashes.add(index_of(tmp_path / "a.tar", tmp_path / "cache", caption="txt+json:caption")[0].hash)
     assert len(hashes) == 3
+
+
+def test_an_edited_score_is_another_index(tmp_path):
+    hashes = set()
+    for about in (b'{"aesthetic": 4.5}', b'{"aesthetic": 5.4}', b'{"aesthetics": 4.5}'):
+        (tmp_path / "a.tar").write_bytes(shard(sample(0, json=about)))
+        hashes.add(index_of(tmp_path / "a.tar", tmp_path / "cache")[0].hash)
+    assert len(hashes) == 3
+
+
+def test_an_index_of_another_version_is_made_again(folder, tmp_path, monkeypatch, opened):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(part, "VERSION", part.VERSION - 1)
+        first, _ = index_of(folder, tmp_path / "cache")
+    opened.clear()
+    second, _ = index_of(folder, tmp_path / "cache")
+    assert opened == ["00000.tar", "00001.tar", "00002.tar"] and second.hash == first.hash
 
 
 def test_caption_setting_and_limits_are_part_of_the_key(folder, tmp_path):

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from data import catalogue
+from data.config import LimitsConfig
 from data.convert import convert
 from data.koala import parse_range
 from data.ledger import BadSample, Ledger, Reason
 from data.lint import lint
-from tests.data.making import clip, index_of, rejected, shard_faults
+from tests.data.making import clip, index_of, picture, rejected, shard_faults
 
 COLUMNS = ["videoID", "url", "timestamp", "caption", "clarity_score", "aesthetic_score", "motion_score",
            "video_training_suitability_score"]
@@ -111,6 +113,51 @@ def test_aliases_and_derived_columns(tmp_path):
     assert index.filter_mask("vtss >= 4.2").tolist() == [True] and index.filter_mask("vtss > 4.25").tolist() == [False]
 
 
+def test_a_stated_path_to_the_whole_video_is_cut(tmp_path):
+    rows = [[*row("a_b-c_d-e_f_0", "['0:00:00.500', '0:00:01.500']"), "raw/a_b-c_d-e_f.mp4"],
+            [*row("a_b-c_d-e_f_1"), "raw/a_b-c_d-e_f_1.mp4"]]
+    put(tmp_path / "raw", "a_b-c_d-e_f.mp4", data=clip(frames=33, fps=8))
+    put(tmp_path / "raw", "a_b-c_d-e_f_1.mp4")
+    path = table(tmp_path / "k.csv", rows, [*COLUMNS, "video_path"])
+    index, ledger = index_of(path, tmp_path / "cache", kind="koala")
+    columns = index.columns("num_frames", "start_s", "end_s")
+    assert columns["num_frames"].tolist() == [8, 9] and not ledger.rejected
+    assert columns["start_s"].tolist() == [0.5, 0.0] and columns["end_s"].tolist() == [1.5, 0.0]
+
+
+def test_a_video_with_a_thumbnail_is_a_video(tmp_path):
+    put(tmp_path / "raw", "abcdefghijk.jpg", "lmnopqrstuv_0.png", data=picture())
+    put(tmp_path / "raw", "abcdefghijk.mp4", "4.48_lmnopqrstuv_0.mp4", data=clip(frames=33, fps=8))
+    path = table(tmp_path / "k.csv", [row("abcdefghijk_0"), row("lmnopqrstuv_0")])
+    index, ledger = index_of(path, tmp_path / "cache", kind="koala")
+    assert [Path(index.row(i).path).name for i in range(2)] == ["abcdefghijk.mp4", "4.48_lmnopqrstuv_0.mp4"]
+    assert index.columns("num_frames")["num_frames"].tolist() == [8, 33] and not ledger.rejected
+
+
+@pytest.mark.parametrize("suffix, container", [("mp4", "mp4"), ("mkv", "matroska")])
+def test_max_frames_bounds_the_clip_not_the_video_it_is_cut_from(tmp_path, monkeypatch, suffix, container):
+    rows = [row("a_b-c_d-e_f_0", "['0:00:00', '0:00:01']"), row("a_b-c_d-e_f_1", "['0:00:01', '0:00:04']"),
+            row("lmnopqrstuv_0")]
+    put(tmp_path / "raw", f"a_b-c_d-e_f.{suffix}", f"lmnopqrstuv_0.{suffix}",
+        data=clip(frames=33, fps=8, container=container))
+    path, limits = table(tmp_path / "k.csv", rows), LimitsConfig(max_frames=20)
+    index, ledger = index_of(path, tmp_path / "cache", kind="koala", limits=limits)
+    assert index.columns("ok")["ok"].tolist() == [True, False, False] and index.row(0).num_frames == 8
+    assert rejected(ledger) == {"too_many_frames": 2}
+    monkeypatch.setattr(catalogue, "MAX_SOURCE_FRAMES", 32)
+    _, ledger = index_of(path, tmp_path / "other", kind="koala", limits=limits)
+    assert rejected(ledger) == {"too_many_frames": 3}, "the header of the whole video has a bound of its own"
+
+
+@pytest.mark.parametrize("stated", ["xyz://bucket/a.mp4", "https://x.y/a.mp4", "a\0b.mp4", "x" * 300 + ".mp4"])
+def test_a_stated_path_that_is_no_path_is_one_bad_row(tmp_path, stated):
+    path = table(tmp_path / "k.csv", [[*row("abcdefghijk_0"), stated], [*row("abcdefghijk_1"), ""]],
+                 [*COLUMNS, "video_path"])
+    put(tmp_path, "abcdefghijk_0.mp4", "abcdefghijk_1.mp4")
+    index, ledger = index_of(path, tmp_path / "cache", kind="koala")
+    assert rejected(ledger) == {"unsafe_name": 1} and index.num_ok == 1
+
+
 @pytest.mark.parametrize("text, seconds", [
     ("['0:00:16.300', '0:00:20.900']", (16.3, 20.9)), ("['0:01:05', '1:00:00.5']", (65.0, 3600.5)),
     ('["00:00:01", "00:00:02"]', (1.0, 2.0)), ("['01:05', '02:10']", (65.0, 130.0)),
@@ -172,6 +219,15 @@ def test_panda_rows_hold_lists(tmp_path):
     assert index.row(0).num_frames == 8 and index.row(0).end_s == 1.0
     assert Path(index.row(1).path).name == "abcdefghijk_1.mp4" and index.row(1).end_s == 0
     assert rejected(ledger) == {"range_outside_video": 1, "bad_row": 2, "file_missing": 1}
+
+
+def test_half_a_character_in_a_caption_is_refused(tmp_path):
+    stamps = "[['0:00:00.000', '0:00:01.000'], ['0:00:00.000', '0:00:01.000']]"
+    path = table(tmp_path / "p.csv", [["abcdefghijk", "u", stamps, r"['half \ud83d', 'whole \U0001f600']"]],
+                 ["videoID", "url", "timestamp", "caption"])
+    put(tmp_path, "abcdefghijk.mp4")
+    index, ledger = index_of(path, tmp_path / "cache", kind="panda")
+    assert rejected(ledger) == {"caption_not_utf8": 1} and index.caption(1) == "whole \U0001f600"
 
 
 MEASURE = """

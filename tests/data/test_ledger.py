@@ -94,7 +94,19 @@ def test_draws_have_their_own_fraction():
     assert_breach(ledger, True)
 
 
-def test_missing_files_and_filters_never_stop_a_run_and_do_not_hide_faults():
+@pytest.mark.parametrize("reason", [Reason.FILE_MISSING, Reason.NO_MEDIA, Reason.DECODER_CRASH])
+def test_a_draw_that_cannot_be_had_counts_whatever_the_reason(reason):
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    ledger.add_indexed(1_000_000)
+    ledger.schedule(300)
+    ledger.deliver(296)
+    for _ in range(4):
+        ledger.skip(fault(reason))
+    with pytest.raises(DataError, match=f"4 of 300 samples .*worst: 4 {reason}"):
+        ledger.check_limits()
+
+
+def test_rows_without_files_and_filtered_ones_never_stop_a_run_and_do_not_hide_faults():
     ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
     ledger.add_indexed(100_000)
     ledger.reject_many(Reason.FILE_MISSING, 99_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data import storage
+from data.config import LimitsConfig
 from data.convert import convert
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from data.ledger import Ledger
 from tests.data.making import clip, index_of, picture, rejected, shard_faults
 
@@ -110,6 +113,58 @@ def test_frame_ranges(folder, tmp_path):
     assert len(set(columns["key"])) == 3 and rejected(ledger) == {"range_outside_video": 1}
 
 
+def test_open_sora_plan_cuts(folder, tmp_path):
+    cuts = [{"cut": [2, 6]}, {"cut": [2, 6], "num_frames": 3}, {"cut": [4, 100]}, {"cut": None}, {"num_frames": 5}]
+    (folder / "annotation.json").write_text(json.dumps(
+        [{"path": NAMES[0], "cap": ["text"], **cut} for cut in cuts] + [{"path": NAMES[2], "cap": "c", "cut": [0, 1]}]))
+    (folder / "data.txt").write_text(f"{folder},annotation.json\n")
+    index, ledger = index_of(folder / "data.txt", tmp_path / "cache", kind="manifest")
+    columns = index.columns("num_frames", "start_s", "image")
+    assert columns["num_frames"].tolist() == [4, 3, 5, 9, 9, 1] and not ledger.rejected
+    assert columns["start_s"].tolist() == [0.25, 0.25, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cut", [[2], [2, 4, 6], ["a", 6], [2, None], [6, 2], [-3, 2], [float("nan"), 2], [[2], 6],
+                                 {"start": 2}, "2-6", 5, True, []])
+def test_a_malformed_cut_is_one_bad_row(folder, tmp_path, cut):
+    rows = [{"path": NAMES[0], "cap": "bad", "cut": cut}, {"path": NAMES[0], "cap": "good", "cut": [2, 6]}]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"bad_timestamp": 1} and index.caption(1) == "good"
+
+
+def test_max_frames_bounds_what_is_left_of_a_cut(folder, tmp_path):
+    rows = [{"path": NAMES[0], "cap": "a", "cut": [2, 6]}, {"path": NAMES[0], "cap": "b", "cut": [2, 8]},
+            {"path": NAMES[0], "cap": "c"}]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest",
+                             limits=LimitsConfig(max_frames=5))
+    assert index.columns("ok")["ok"].tolist() == [True, False, False]
+    assert rejected(ledger) == {"too_many_frames": 2} and index.row(0).num_frames == 4
+
+
+@pytest.mark.parametrize("path", ["xyz://bucket/a.mp4", "ftp://x.y/a.mp4", "a\0b.mp4", "\ud83d.mp4",
+                                  "x" * 300 + ".mp4"])
+def test_a_path_that_is_none_is_one_bad_row(folder, tmp_path, path):
+    (folder / "list.json").write_text(json.dumps([{"path": path, "cap": "bad"}, {"path": NAMES[0], "cap": "good"}]))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"unsafe_name": 1} and index.num_ok == 1
+
+
+def test_storage_that_fails_is_no_bad_row(folder, tmp_path, monkeypatch):
+    (folder / "list.json").write_text(json.dumps([{"path": "/elsewhere/a.mp4", "cap": "text"}]))
+    plain = storage.stat
+
+    def failing(uri, retries=4):
+        if uri == "/elsewhere/a.mp4":
+            raise DataIOError("stat: Connection reset (5 attempts)")
+        return plain(uri, retries)
+
+    monkeypatch.setattr(storage, "stat", failing)
+    with pytest.raises(DataIOError, match="Connection reset"):
+        index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+
+
 def test_bad_rows_are_counted_one_by_one(folder, tmp_path):
     lines = [json.dumps({"video": NAMES[0], "caption": "good"}), "{broken", "[1, 2]", json.dumps({"caption": "x"}),
              json.dumps({"video": "videos/gone.mp4", "caption": "x"}), json.dumps({"video": NAMES[1]}),
@@ -156,6 +211,17 @@ def test_lists_of_unequal_length_are_refused(folder, tmp_path):
     _, ledger = index_of(folder, tmp_path / "cache", kind="manifest")
     assert shard_faults(ledger) == {"unreadable_manifest": 1}
     assert "3 videos but 2 lines in prompt.txt" in ledger.last.detail
+
+
+def test_edited_prompts_beside_a_list_of_videos_are_read_again(folder, tmp_path):
+    write(folder, "finetrainers")
+    first, _ = index_of(folder, tmp_path / "cache", kind="manifest")
+    prompts = folder / "prompt.txt"
+    before = prompts.stat()
+    prompts.write_text(prompts.read_text().replace("first", "FIRST"))
+    os.utime(prompts, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    second, _ = index_of(folder, tmp_path / "cache", kind="manifest")
+    assert second.caption(0) == "FIRST, caption" and second.hash != first.hash
 
 
 def test_converted_shards_hold_the_same_samples(folder, tmp_path):
