@@ -53,7 +53,7 @@ def begin(folder: Path) -> bool:
         return False
     if folder.exists():
         log.warning("%s: removing an incomplete checkpoint", folder)
-        _remove(folder)
+        shutil.rmtree(folder)
     folder.mkdir(parents=True)
     _sync_folder(folder.parent)
     return True
@@ -182,19 +182,17 @@ def model_state(folder: Path, ema: bool = True) -> dict[str, Tensor]:
 def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Remove old checkpoints; returns what was removed.
 
-    Kept are the `keep_last` newest complete ones, those whose step is a multiple of `keep_every`, and whatever is
-    newer than the newest complete one (it may be in the making).
+    Kept are the `keep_last` newest complete ones, those after a multiple of `keep_every` steps, and whatever is newer
+    than the newest complete one (it may be in the making). One that the storage does not let go now goes next time.
     """
     found = complete(root)
     if not found:
         return []
     keep = set(found[-max(1, keep_last) :])
-    keep |= {folder for folder in found if keep_every and _step_of(folder) % keep_every == 0}
+    keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
     newest = _step_of(found[-1])
-    removed = [folder for folder in _step_folders(root) if folder not in keep and _step_of(folder) <= newest]
-    for folder in removed:
-        _remove(folder)
-    return removed
+    old = [folder for folder in _step_folders(root) if folder not in keep and _step_of(folder) <= newest]
+    return [folder for folder in old if _removed(folder)]
 
 
 def forecast_bytes(total: int, *, ema: bool, num_shards: int = 1, num_parameters: int = 0) -> int:
@@ -299,7 +297,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(folder: Path) -> None:
+def _removed(folder: Path) -> bool:
     # COMPLETE goes first: a removal that is cut short must not leave something that looks whole.
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    try:
+        (folder / COMPLETE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:  # a file that somebody on NFS still reads, for one
+        log.warning("%s could not be removed: %s", folder, error)
+        return False
+    return True

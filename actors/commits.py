@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Uncommitted:
 
     collected: CollectedStep
     waiting: list[Any]
+    since: float  # monotonic seconds; when these acknowledgements were asked for
 
 
 @dataclass(kw_only=True)
@@ -30,33 +32,36 @@ class CommitLog:
 
     commit: Callable[[CollectedStep], None]
     committed: int
+    patience_s: float = 60.0  # a keeper that is silent for longer counts as gone
     _queue: deque[Uncommitted] = field(default_factory=deque)
 
     def add(self, collected: CollectedStep) -> None:
         acknowledgements = [a for snapshot in collected.snapshots for a in snapshot.acknowledgements]
-        self._queue.append(Uncommitted(collected=collected, waiting=acknowledgements))
+        self._queue.append(Uncommitted(collected=collected, waiting=acknowledgements, since=time.monotonic()))
 
     def settle(self, timeout_s: float = 0.0) -> bool:
-        """Commit what has become safe. Returns False when an acknowledgement failed: a keeper or worker is gone."""
-        healthy = True
+        """Commit what has become safe. Returns False when a keeper or worker is gone or silent: until the shards are
+        given to others (`replace_acknowledgements`) the step is not held."""
         while self._queue:
             first = self._queue[0]
             if first.waiting:
-                done, first.waiting = ray.wait(first.waiting, num_returns=len(first.waiting), timeout=timeout_s)
-                outcomes = [_succeeded(reference) for reference in done]
-                healthy = healthy and all(outcomes)
-            if first.waiting or not healthy:
+                done, late = ray.wait(first.waiting, num_returns=len(first.waiting), timeout=timeout_s)
+                failed = [reference for reference in done if not _succeeded(reference)]
+                first.waiting = [*failed, *late]
+                if failed or (late and time.monotonic() - first.since > self.patience_s):
+                    return False
+            if first.waiting:
                 break
             self._queue.popleft()
             self.committed = first.collected.running.step
             self.commit(first.collected)
-        return healthy
+        return True
 
     def replace_acknowledgements(self, snapshots: list[Snapshot]) -> None:
         """New keepers were given the newest shards: every open step is safe as soon as those are held."""
         fresh = [a for snapshot in snapshots for a in snapshot.acknowledgements]
         for open_step in self._queue:
-            open_step.waiting = list(fresh)
+            open_step.waiting, open_step.since = list(fresh), time.monotonic()
 
     def keep_until(self, step: int) -> None:
         """State up to `step` survived: those steps are committed; later ones will be computed again."""
@@ -78,8 +83,8 @@ class CommitLog:
 
 def _succeeded(reference: Any) -> bool:
     try:
-        ray.get(reference, timeout=30)  # it has resolved; what is waited for is its error, if any
+        held: bool = ray.get(reference, timeout=30)  # it has resolved; what is waited for is its error, if any
     except ray.exceptions.RayError as error:
         log.warning("a snapshot was not acknowledged: %s", error)
         return False
-    return True
+    return held

@@ -74,7 +74,7 @@ class CheckpointConfig:
 
     every: int = 100  # checkpointing_steps; 0: only at the end
     keep_last: int = 3
-    keep_every: int = 0  # besides, keep every checkpoint whose step is a multiple of this
+    keep_every: int = 0  # besides, keep those after a multiple of so many steps
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_every < 0 or self.keep_last < 1:

@@ -34,6 +34,7 @@ from actors.membership_types import (
     End,
     Event,
     Fail,
+    Finished,
     Form,
     Limits,
     Ready,
@@ -51,16 +52,17 @@ from actors.pool import Pool, start_monitor
 from actors.skips import Skips
 from actors.source import DataLost, PlannerClient, StepSource, feeder_of, profile_of
 from actors.speeds import Speeds
-from actors.state import RunState
+from actors.state import RunState, exports_of
 from actors.steps import CollectedStep, GenerationLost, Seat, StepRunner
 from actors.worker import FormTask, Worker, WorkerSettings
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from ops.models.load import resolve
 
 log = logging.getLogger(__name__)
 
 _STEPS_AHEAD = 2  # dispatched at a time: the running one and the next
 _LOOK_S = 0.2
+_UNWATCHED_S = 5.0  # a longer time without a look is not held against those who were not looked at
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
 
@@ -97,7 +99,9 @@ class Controller:
         self.store = torch.distributed.TCPStore(
             ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.commits = CommitLog(commit=self._commit, committed=-1)
+        self.commits = CommitLog(
+            commit=self._commit, committed=-1, patience_s=config.workers.collective_timeout_s
+        )
         self.state = RunState(
             self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event
         )
@@ -113,6 +117,8 @@ class Controller:
         self._skips = Skips(config.train.max_skipped_steps, self._event)
         self._stop_by = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
         self._last_look = 0.0
+        self._watched_at = time.monotonic()
+        self._unwatched_s = 0.0
         self._step_ended_at = 0.0
         self._data_wait_s = 0.0  # since the last committed step
         self._broken_at: float | None = None
@@ -120,7 +126,8 @@ class Controller:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Run to the end. Raises DataError and PlanError; every other trouble is answered or ends in the outcome."""
+        """Run to the end. Raises DataError, DataIOError and PlanError, and Ray's errors for what another controller can
+        continue; every other trouble is answered or ends in the outcome."""
         total = self.config.train.steps
         try:
             self._begin()
@@ -133,16 +140,16 @@ class Controller:
         except StopRun as stop:
             self._keep_last()
             return stop.outcome
-        except (DataError, PlanError):
+        except (DataError, DataIOError, PlanError):
             self._keep_last()
             raise
         finally:
             self._close()
 
     def _begin(self) -> None:
-        self._look()  # workers start while the data is opened
         origin = self.state.first()
         self.commits.committed = origin.step if origin is not None else -1
+        self._look()  # workers start while the data is opened
         self._next_step = self.commits.committed + 1
         accounting = self.source.open(self._next_step, self.state.data_token())
         where = "new" if origin is None else origin.checkpoint or "keepers"
@@ -155,6 +162,7 @@ class Controller:
         if now - self._last_look < _LOOK_S:
             return
         self._last_look = now
+        self._look_at_retiring()  # before anybody's patience is up: they may have answered long ago
         for event in self.lookout.look():
             self._observe(event)
         if self.lookout.stop and not self._stop_by:
@@ -162,9 +170,8 @@ class Controller:
             self._stop_by = now + self.config.workers.collective_timeout_s
         if self._stop_by:
             self._stop_when_quiet(now)
-        if self.lookout.hopeless and not self.view.workers:
+        if self.lookout.hopeless and len(self.view.members) < self.config.workers.min:
             raise StopRun(Outcome(code=1, reason=self.lookout.hopeless, last_step=self.commits.committed))
-        self._look_at_retiring()
         self._observe(Tick())
 
     def _stop_when_quiet(self, now: float) -> None:
@@ -264,8 +271,16 @@ class Controller:
         self._event("feeder_lost", why=why)
         self.source.open(self.commits.committed + 1, self.state.data_token())
 
+    def _now(self) -> float:
+        """Seconds by which others are judged. They stand still while this process waits for something itself, such as
+        data that is being opened: answers that come meanwhile are read late."""
+        now = time.monotonic()
+        self._unwatched_s += max(0.0, now - self._watched_at - _UNWATCHED_S)
+        self._watched_at = now
+        return now - self._unwatched_s
+
     def _observe(self, event: Event) -> None:
-        self.view, decisions = self.membership.observe(event, time.monotonic())
+        self.view, decisions = self.membership.observe(event, self._now())
         for decision in decisions:
             self._apply(decision)
 
@@ -297,11 +312,14 @@ class Controller:
     def _end(self, decision: End) -> None:
         """The generation is over. After a failure its survivors must leave the groups; then they report ready."""
         self._event("end", generation=decision.generation, why=decision.reason, clean=decision.clean)
-        self.runner = None
         self.state.survivors = []
-        if decision.clean:
+        if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
             self._settle_all()
+            if self.runner is not None:
+                self.state.survivors = exports_of(self.runner.world, self.commits.newest)
+            self.runner = None
             return
+        self.runner = None
         self._broken_at = self._broken_at or time.time()
         self.monitor.announce.remote(decision.generation + 1)
         for member in self.view.members:
@@ -398,6 +416,7 @@ class Controller:
         if self._broken_at is not None:
             self._event("recovered", step=done.running.step, seconds=round(done.collected_at - self._broken_at, 3))
             self._broken_at = None
+            self._observe(Finished())
         self._skips.check(done, self.commits.committed)
         self.state.finished(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
@@ -461,6 +480,8 @@ class Controller:
     def _let_go(self) -> None:
         if self.state.let_go():
             ray.kill(self.monitor)
+        else:
+            self.monitor.stopped.remote()
 
     def _finish_checkpoint(self) -> None:
         self.state.writer.wait()

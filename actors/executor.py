@@ -228,6 +228,8 @@ class Executor:
             loss = float(self._losses.pop(task.step, torch.zeros(())))
             weight = self._weights.pop(task.step, 0.0)
             result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of)
+            if self.groups is not None:
+                self.groups.check(f"finish of step {task.step}")
         except Exception as error:
             self.broken = f"finish of step {task.step}: {error!r}"
             raise

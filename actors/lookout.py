@@ -10,6 +10,7 @@ import ray
 
 from actors.config import WorkersConfig
 from actors.membership_types import Alive, Event, Joined, Leaving, Ready, Refused, Resize, Resources, Suspect
+from actors.messages import LOADING
 from actors.monitor import Report, Wishes
 from actors.pool import Pool, uses_gpu
 from actors.watch import Watch
@@ -17,6 +18,7 @@ from actors.watch import Watch
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # the monitor answers at once, or is being started again
+_LOADING_S = 600.0  # a worker that takes longer to load its modules hangs: a device or file system that does not answer
 _FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
 
 
@@ -37,7 +39,7 @@ class Lookout:
         events = self._starts()
         report = self._report()
         if report is not None:
-            events += [*self._heartbeats(report), *self._wish()]
+            events += [*self._hanging_starts(report), *self._heartbeats(report), *self._wish()]
         return [*events, Resources(available=self._room())]
 
     def _report(self) -> Report | None:
@@ -63,13 +65,25 @@ class Lookout:
             self._tell("ready", worker=info.worker, node=info.node, pid=info.pid, host=info.host)
             number = worker_number(info.worker)
             events += [Joined(worker=number, node=info.node), Ready(worker=number)]
-        for name, why in news.lost:
-            self._failed_starts += 1
-            if self._failed_starts >= _FAILED_STARTS:
-                self.hopeless = f"{self._failed_starts} workers in a row failed to start: {why}"
-            log.warning("worker %s did not start: %s", name, why)
-            self._tell("lost", worker=name, why=why)
-            events.append(Refused(count=1))
+        return events + [self._failed_start(name, why) for name, why in news.lost]
+
+    def _failed_start(self, name: str, why: str) -> Event:
+        self._failed_starts += 1
+        if self._failed_starts >= _FAILED_STARTS:
+            self.hopeless = f"{self._failed_starts} workers in a row failed to start: {why}"
+        log.warning("worker %s did not start: %s", name, why)
+        self._tell("lost", worker=name, why=why)
+        return Refused(count=1)
+
+    def _hanging_starts(self, report: Report) -> list[Event]:
+        """Its heartbeat begins before its modules are loaded; one that still waits for resources has none."""
+        events = []
+        for name in self._pool.pending:
+            seen = report.seen.get(name)
+            if seen is not None and seen.progress.activity == LOADING and report.now - seen.progress.since > _LOADING_S:
+                self._pool.discard(name)
+                self._monitor.forget.remote(name)
+                events.append(self._failed_start(name, f"it still loads its modules after {_LOADING_S:g} s"))
         return events
 
     def _heartbeats(self, report: Report) -> list[Event]:

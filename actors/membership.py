@@ -32,6 +32,7 @@ from actors.membership_types import (
     End,
     Event,
     Fail,
+    Finished,
     Form,
     Joined,
     Leaving,
@@ -124,7 +125,7 @@ class Membership:
                 self._broken(event, now)
             case Resize():
                 self._limits = replace(self._limits, min=event.min, max=event.max)
-            case Boundary():
+            case Boundary() | Finished():
                 self._breaks = 0
             case Tick():
                 pass

@@ -123,6 +123,11 @@ class Broken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """The running generation has finished a step after a break: breaks are counted from here on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Resize:
     """The user changed the size of the pool."""
 
@@ -147,6 +152,7 @@ Event = (
     | Refused
     | Boundary
     | Broken
+    | Finished
     | Resize
     | Tick
 )

@@ -16,6 +16,7 @@ from actors.plan.types import Module
 SumStart = Literal["", "before", "during", "behind"]
 
 IO = "io"  # the concurrency group in which a CUDA worker hands out results while its task thread goes on
+LOADING = "loading"  # activity of a worker until its modules are there
 
 
 class StaleGeneration(RuntimeError):

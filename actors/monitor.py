@@ -112,5 +112,9 @@ class Monitor:
         """`heddle workers stop`, Ctrl-C: finish the running steps, write a checkpoint, end with code 75."""
         self._wishes = replace(self._wishes, stop=reason)
 
+    def stopped(self) -> None:
+        """Called by the controller at its end: the wish is met, the next controller goes on."""
+        self._wishes = replace(self._wishes, stop="")
+
     def ping(self) -> bool:
         return True

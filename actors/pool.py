@@ -22,6 +22,9 @@ from data.placement import beside_me
 
 log = logging.getLogger(__name__)
 
+# PyTorch's own answer to a broken communicator is to end the process, and with it the state that a survivor holds.
+_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
 
 @dataclass(kw_only=True, slots=True)
 class Member:
@@ -117,7 +120,7 @@ class Pool:
             num_gpus=1 if uses_gpu(workers) else 0,
             max_restarts=0,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(workers.torch_threads)}},
+            runtime_env={"env_vars": {**_ENVIRONMENT, "OMP_NUM_THREADS": str(workers.torch_threads)}},
         ).remote(name, self._settings, self._monitor)
         self._members[name] = Member(name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time())
         return name

@@ -21,6 +21,7 @@ from actors.commits import CommitLog
 from actors.config import RuntimeConfig
 from actors.keepers import Keepers
 from actors.snapshots import Origin, Snapshot, origin_of
+from actors.source import DataLost
 from actors.steps import CollectedStep, Seat
 from ops.config import ModelConfig
 
@@ -43,7 +44,8 @@ class RunState:
         sealed: Callable[[Path, int], None],
         tell: Callable[..., None],
     ) -> None:
-        """`token(step)` is the data position after it, `sealed(folder, step)` is told of whole checkpoints."""
+        """`token(step)` is the data position before it, or raises DataLost; `sealed(folder, step)` is told of whole
+        checkpoints."""
         self._config, self._model, self._commits, self._token, self._tell = config, model, commits, token, tell
         self._run_dir = Path(config.run_dir)
         self.keepers = Keepers(run, config.snapshot, lost=lambda name: tell("keeper_lost", keeper=name))
@@ -114,6 +116,7 @@ class RunState:
 
         Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
         """
+        self.survivors, self.origin = [], None  # the generation holds a newer state: theirs may leave the memory
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
             self.keepers.commit(done.running.step)
         self.writer.poll()
@@ -179,8 +182,16 @@ class RunState:
             "parameters": self._parameters,
             "config": self._config.config_yaml,
             "seed": self._config.train.seed,
-            "data_token": self._token(step + 1),
+            "data_token": self._position_after(step),
         }
+
+    def _position_after(self, step: int) -> Mapping[str, Any] | None:
+        """The feeder's word, or without one the newest position that is known, from which the next feeder walks on."""
+        try:
+            return self._token(step + 1)
+        except DataLost as error:
+            log.info("step %d is written with an earlier position of the data: %s", step, error)
+            return self.data_token()
 
     def _not_written(self, step: int, why: str) -> None:
         self._tell("checkpoint_failed", step=step, why=why)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import ray
 
 from actors.dispatch import Call, Holdings, calls_of
+from actors.gone import GONE
 from actors.messages import IO, FinishTask, StepReport
 from actors.plan.types import Cluster, Done, Module
 from actors.planner import Assignment
@@ -211,7 +212,7 @@ class StepRunner:
                     ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
                     failed[seat.name] = f"could not form the generation: {error.cause}"
-                except ray.exceptions.RayActorError:
+                except GONE:
                     raise GenerationLost([seat.name], {}) from None
         if failed:
             raise GenerationLost([], failed)
@@ -226,7 +227,7 @@ class StepRunner:
                 continue
             try:
                 ray.get(reference)
-            except ray.exceptions.RayActorError as error:
+            except GONE as error:
                 log.debug("%s is gone: %s", seat.name, error)
                 dead.append(seat.name)
             except ray.exceptions.RayTaskError as error:
@@ -252,7 +253,7 @@ def has_lost_argument(call: Any) -> bool:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:
         return isinstance(error.cause, ray.exceptions.ObjectLostError) or _LOST_ARGUMENT in str(error)
-    except ray.exceptions.RayActorError as error:
+    except GONE as error:
         log.debug("an encode call failed: %s", error)
     except ray.exceptions.RayError:
         return True

@@ -31,7 +31,16 @@ from actors.checkpoint import load
 from actors.config import TrainConfig, WorkersConfig
 from actors.executor import Executor, FinishedStep, Modules, peak_rss_gib
 from actors.handoff import Encoded
-from actors.messages import CascadeTask, FinishTask, Progress, Published, StaleGeneration, StepReport, WorkerInfo
+from actors.messages import (
+    LOADING,
+    CascadeTask,
+    FinishTask,
+    Progress,
+    Published,
+    StaleGeneration,
+    StepReport,
+    WorkerInfo,
+)
 from actors.snapshots import Origin, Snapshot
 from actors.transfer import HostCopies, PinnedCopy
 from data.blocks import as_batch
@@ -90,7 +99,7 @@ class Worker:
             worker=name,
             generation=-1,
             step=-1,
-            activity="loading",
+            activity=LOADING,
             phase="",
             since=time.time(),
             predicted_s=0.0,
@@ -403,8 +412,19 @@ class Worker:
         orders = ray.get(self._monitor.beat.remote(replace(progress, leaving=self._leaving)), timeout=10)
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
+        elif groups is not None and self._hangs_on_device(progress):
+            cancel.set(f"{progress.activity!r} has not ended within {self.settings.workers.collective_timeout_s:g} s")
         if orders.dump_stack:
             self._monitor.stack.remote(self.name, _stacks())
+
+    def _hangs_on_device(self, progress: Progress) -> bool:
+        """Waits for NCCL are the device's: they have no time-out but this one."""
+        waited = time.time() - progress.since
+        return (
+            self.device.type == "cuda"
+            and progress.activity != "idle"
+            and waited > max(self.settings.workers.collective_timeout_s, 2 * progress.predicted_s)
+        )
 
     def _on_sigterm(self) -> None:
         """A preemption notice: finish the running step, then leave. Seen even while the task thread sits in C++."""

@@ -456,6 +456,14 @@ class Groups:
         """Per bag, what the watchdog wants to know."""
         return {members: group.progress for members, group in list(self._groups.items())}
 
+    def check(self, doing: str) -> None:
+        """Raise when the generation was cancelled or one of its bags has broken: on NCCL an aborted collective returns
+        without an error, and leaves anything in its tensors."""
+        self._cancel.check(doing)
+        for members, group in list(self._groups.items()):
+            if group.broken:
+                raise GroupError(f"{doing}: the group {members} is {group.broken}.")
+
     def close(self) -> None:
         """Close all bags. Returns at once also with dead or frozen peers."""
         self._closed = True

@@ -223,13 +223,27 @@ def test_loading_something_else_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_prune_keeps_the_newest_the_multiples_and_what_is_being_written(tmp_path: Path) -> None:
-    for step in (10, 20, 25, 30, 40):
+    for step in (9, 19, 24, 29, 39):  # after 10, 20, ... steps
         write(tmp_path, step)
-    begin(step_folder(tmp_path, 5))  # a torn one of long ago
-    begin(step_folder(tmp_path, 50))  # being written
+    begin(step_folder(tmp_path, 4))  # a torn one of long ago
+    begin(step_folder(tmp_path, 49))  # being written
     removed = prune(tmp_path, keep_last=2, keep_every=20)
-    assert [folder.name for folder in removed] == ["step-5", "step-10", "step-25"]
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-20", "step-30", "step-40", "step-50"]
+    assert [folder.name for folder in removed] == ["step-4", "step-9", "step-24"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-19", "step-29", "step-39", "step-49"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 19):
+        write(tmp_path, step)
+
+    def busy(folder: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(folder))
+
+    monkeypatch.setattr("actors.checkpoint.shutil.rmtree", busy)
+    assert prune(tmp_path, keep_last=1) == []
+    assert latest(tmp_path) == step_folder(tmp_path, 19)
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from actors.membership_types import (
     End,
     Event,
     Fail,
+    Finished,
     Form,
     Joined,
     Leaving,
@@ -218,10 +219,10 @@ def test_broken_without_a_death_recovers_with_the_same_workers_and_not_for_ever(
 
 def test_a_finished_step_forgives_earlier_breaks() -> None:
     pool = Pool().run(0, 1)
-    for step in range(3 * LIMITS.max_breaks):
+    for _ in range(3 * LIMITS.max_breaks):
         pool.see(Broken(generation=pool.view.generation, reason="x"), Ready(worker=0), Ready(worker=1))
         assert pool.view.state == "running"
-        pool.see(Boundary(step=step))
+        pool.see(Finished())
 
 
 def test_late_report_about_an_old_generation_is_ignored() -> None:
@@ -267,6 +268,7 @@ EVENTS = st.one_of(
     st.builds(Resources, available=st.integers(0, 5)),
     st.builds(Refused, count=st.integers(0, 2)),
     st.builds(Boundary, step=st.just(0)),
+    st.builds(Finished),
     st.builds(Broken, generation=st.integers(0, 6), reason=st.just("x")),
     st.builds(Tick),
 )

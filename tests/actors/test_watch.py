@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import ray
+import torch
 
 from actors.config import WorkersConfig
 from actors.messages import Orders, Progress
@@ -143,3 +145,21 @@ def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_me
     assert old.is_set() and not new.is_set()
     worker._beat()
     assert not new.is_set()
+
+
+@pytest.mark.parametrize(
+    ("device", "age_s", "activity", "cancelled"),
+    [("cuda", 50, "finish s3", True), ("cuda", 10, "finish s3", False), ("cuda", 50, "idle", False),
+     ("cpu", 50, "finish s3", False)],
+)
+def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_out(
+    monkeypatch: pytest.MonkeyPatch, device: str, age_s: float, activity: str, cancelled: bool
+) -> None:
+    worker = Worker.__new__(Worker)
+    began = replace(progress("w0", since=time.time() - age_s), activity=activity, predicted_s=0.0)
+    worker._progress, worker._cancel, worker._leaving, worker._monitor = began, CancelToken(), False, Mock()
+    worker.device, worker.executor = torch.device(device), Mock(groups=Mock(progress={}))
+    worker.settings = Mock(workers=WorkersConfig(collective_timeout_s=30))
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=began.generation))
+    worker._beat()
+    assert worker._cancel.is_set() == cancelled

@@ -256,6 +256,8 @@ def test_a_collective_of_an_aborted_group_never_looks_finished() -> None:
         group.abort()
         with pytest.raises(GroupError, match="aborted"):
             pending.wait()
+        with pytest.raises(GroupError, match="finish: the group .* is aborted"):
+            groups.check("finish")
 
     run_ranks(2, work)
 
@@ -266,6 +268,7 @@ def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
     def work(rank: int, groups: Groups) -> str:
         group = groups.world_group()
         group.barrier()
+        groups.check("nothing has happened")
         if rank == 1:
             time.sleep(1.5)
             return ""

@@ -1,0 +1,72 @@
+"""Parts of the controller that a small run does not bring up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import ray
+
+from actors.controller import Controller
+from actors.monitor import Monitor
+from actors.source import DataLost, StepSource
+from actors.state import RunState
+from data.errors import DataIOError
+from ops.geometry import Geometry
+
+ANOTHER_POSITION = {"step": 3}
+
+
+def test_time_in_which_nobody_was_looked_at_is_held_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller.__new__(Controller)
+    controller._watched_at, controller._unwatched_s = 100.0, 0.0
+    seen = []
+    for now in (100.2, 102.0, 702.0, 702.2):  # the data took ten minutes to open
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        seen.append(controller._now())
+    assert seen == pytest.approx([100.2, 102.0, 107.0, 107.2])
+
+
+def source(feeder: Any) -> StepSource:
+    made = StepSource(lambda: feeder, Geometry(), "sample", 10, 60.0)
+    made._feeder = feeder
+    return made
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("killed"),
+                                   ray.exceptions.NodeDiedError("gone"),
+                                   ray.exceptions.ActorUnschedulableError("its node is gone")])
+def test_a_feeder_that_is_gone_is_lost_data_whatever_ray_calls_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(ray, "get", Mock(side_effect=error))
+    with pytest.raises(DataLost):
+        source(Mock()).token(3)
+
+
+def test_storage_that_fails_keeps_its_name_on_the_way_to_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = ray.exceptions.RayTaskError("items", "traceback", DataIOError("storage: no answer from s3"))
+    monkeypatch.setattr(ray, "get", Mock(side_effect=failed))
+    with pytest.raises(DataIOError, match="no answer"):
+        source(Mock()).token(3)
+
+
+@pytest.mark.parametrize("open_", [True, False])
+def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_known(open_: bool) -> None:
+    feeder = source(Mock() if open_ else None)
+    state = RunState.__new__(RunState)
+    state._token = (lambda step: {"step": step}) if open_ else feeder.token
+    state.data_token = lambda: ANOTHER_POSITION  # type: ignore[method-assign]
+    found: Mapping[str, Any] | None = state._position_after(7)
+    assert found == ({"step": 8} if open_ else ANOTHER_POSITION)
+
+
+def test_a_met_wish_to_stop_does_not_stop_the_next_controller() -> None:
+    monitor = Monitor()
+    monitor.scale(3)
+    monitor.stop("Ctrl-C")
+    monitor.stopped()
+    assert monitor.report().wishes.stop == "" and monitor.report().wishes.target == 3
