@@ -85,6 +85,8 @@ class RunSection:
     def __post_init__(self) -> None:
         if not self.name or self.name in (".", "..") or set("/\\") & set(self.name):
             raise ValueError(f"run.name {self.name!r} must be one plain folder name.")
+        if "://" in self.dir:
+            raise ValueError(f"run.dir {self.dir!r} is a URI; a run folder is a local or shared one. Give its path.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +148,7 @@ class RunConfig:
 
 def from_here(config: RunConfig) -> RunConfig:
     """The same with local paths made absolute: processes of other nodes, and of a cluster that was started elsewhere,
-    have other working directories."""
+    have other working directories and homes."""
     model, data, planner = config.model, config.data, config.planner
     sources = tuple(replace(s, path=_absolute(s.path), media=_absolute(s.media), index=_absolute(s.index))
                     for s in data.sources)
@@ -160,10 +162,10 @@ def from_here(config: RunConfig) -> RunConfig:
 
 
 def _absolute(path: MaybePath) -> MaybePath:
-    """Every part of a `::` list; URIs, home folders and nothing at all stay what they are."""
+    """Every part of a `::` list; URIs and nothing at all stay what they are."""
     if path is None:
         return path
-    return "::".join(part if not part or "://" in part or part.startswith("~") else os.path.abspath(part)
+    return "::".join(part if not part or "://" in part else os.path.abspath(os.path.expanduser(part))
                      for part in path.split("::"))
 
 
@@ -178,6 +180,15 @@ def check(config: RunConfig) -> None:
     _check_schedule(config)
     _check_buckets(config)
     _check_sample(config)
+
+
+def notes(config: RunConfig) -> list[str]:
+    """What is legal but rarely meant, a sentence each; shown before a run and by its dry run."""
+    model = config.model
+    if model.dit.architecture != "wan" or not model.dit.path or model.text.pad_to:
+        return []
+    return [f"model.dit.path {model.dit.path} with model.text.pad_to 0: Wan's published weights were trained on text "
+            f"padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512."]
 
 
 def _check_degrees(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ def synth(folder: Path, clips: int | None = None, images: int | None = None, sha
           seed: int = 0, koala: bool = True) -> dict[str, object]:
     """Write WebDataset shards and a Koala-36M style table of synthetic clips, say what was made, return the summary.
 
-    Raises ValueError when `folder` already holds shards.
+    Raises ValueError when `folder` already holds either.
     """
     from data.synthetic import SynthConfig, synthesize
 

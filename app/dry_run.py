@@ -1,7 +1,8 @@
 """`heddle train --dry-run`: everything that can be known before a worker starts, and the exit code a run would get.
 
 Resolves the config and the model folders, opens the data (index, ledger, batch sizes), forms the items of the first
-steps and plans them on `workers.max` workers. Starts neither Ray nor a worker.
+steps and plans them on `workers.max` workers. A missing synthetic set is made, as a run would. Starts neither Ray nor a
+worker.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from actors.plan.check import check
 from actors.plan.planner import make_plan
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Plan
-from app.config import RunConfig, run_dir
+from app.config import RunConfig, from_here, notes, run_dir
 from app.data_account import print_account
+from app.data_synth import make_missing
 from app.plan import options_of, step_figures
-from app.plan_inputs import items_from_data, profile_of
-from data.dataset import Dataset
+from app.plan_inputs import items_from_data, open_dataset, profile_of
 from ops.config import ModelConfig
 from ops.folders import resolve
 
@@ -30,15 +31,18 @@ STEPS = 8  # planned as one rolling sequence
 
 def dry_run(path: Path, overrides: Sequence[str]) -> None:
     """Print the preview. Raises what a run would: ConfigError, DataError, PlanError."""
-    config = RunConfig.load(path, overrides)
+    config = from_here(RunConfig.load(path, overrides))
+    for note in notes(config):
+        print(f"note: {note}")
     model, geometry = resolve(config.model)
     print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
     _print_model(config, model)
-    dataset = Dataset.open(config.data, geometry, config.train.seed)
+    make_missing(config.data.sources)
+    profile = profile_of(config, model, geometry)
+    dataset = open_dataset(config, geometry, profile)
     print_account(dataset.account(), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
     steps = [items_from_data(dataset, step, config, model) for step in range(count)]
-    profile = profile_of(config, model, geometry)
     cluster = Cluster(nodes=(config.workers.max,))
     plan = make_plan(steps, profile, cluster, options_of(config))
     check(plan, steps, profile, cluster)

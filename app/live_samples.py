@@ -13,22 +13,22 @@ log = logging.getLogger(__name__)
 FINISH_S = 600.0  # the last samples of a run may take this long after its last step
 
 
-def make(run_dir: str) -> list[str]:
+def make(run_dir: str, device: str) -> list[str]:
     """Runs in the task: the config's prompts from the latest checkpoint, into RUN/samples."""
     from app.sample import sample_run
 
-    return [str(path) for path in sample_run(Path(run_dir))]
+    return [str(path) for path in sample_run(Path(run_dir), device=device)]
 
 
 class LiveSamples:
     """Starts a task at every checkpoint whose step count is a multiple of `sample.every`; one at a time.
 
-    On a GPU run the task asks for a GPU: it waits for one that no worker holds.
+    Where the workers use GPUs the task asks for one, too: it waits for one that no worker holds.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._every = config.sample.every if config.sample.prompts else 0
-        self._resources = {"num_cpus": 0.1, "num_gpus": 1.0 if config.workers.device == "cuda" else 0.0}
+        self._workers = config.workers
         self._run_dir = run_dir
         self._running: Any = None
 
@@ -38,10 +38,15 @@ class LiveSamples:
             return
         import ray
 
+        from actors.pool import uses_gpu
+
         if self._running is not None and not self._collect(0.0):
             log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)
             return
-        self._running = ray.remote(make).options(**self._resources, max_retries=0).remote(str(self._run_dir))
+        gpu = uses_gpu(self._workers)
+        task = ray.remote(make).options(num_cpus=0.1, num_gpus=1 if gpu else 0, max_retries=0)
+        # without a GPU of its own it would still see those of the node
+        self._running = task.remote(str(self._run_dir), "cuda" if gpu else "cpu")
 
     def close(self) -> None:
         """Wait for the samples that are being made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import math
 import re
@@ -169,14 +170,22 @@ def _samples(run: RunDir) -> str:
 
 
 def _caption(run: RunDir, path: Path) -> str:
-    """step-60-01 is prompt number 1 of the config, drawn at step 60; step-60 is the contact sheet of all."""
-    prompts = run.config().get("sample", {}).get("prompts") or []
-    match = re.fullmatch(r"(step-\d+)(?:-(\d+))?", path.stem)
-    if match is None:
+    """NAME.json lists the prompts of NAME-00.mp4, NAME-01.mp4 and so on, or the one of NAME.mp4.
+
+    Without that file step-60-01 is taken for prompt number 1 of the config, drawn at step 60. A contact sheet has no
+    caption but its name.
+    """
+    name, _, number = path.stem.rpartition("-")
+    if not number.isdecimal() or path.with_suffix(".json").is_file():
+        name, number = path.stem, ""
+    if (listed := path.with_name(f"{name}.json")).is_file():
+        prompts = json.loads(listed.read_text(encoding="utf-8"))
+    elif match := re.fullmatch(r"(step-\d+)(?:-(\d+))?", path.stem):
+        name, number, prompts = match[1], match[2] or "", run.config().get("sample", {}).get("prompts") or []
+    else:
         return path.stem
-    number = int(match[2] or 0)
-    alone = match[2] is None and (path.suffix != ".mp4" or len(prompts) != 1)
-    return match[1] if alone or number >= len(prompts) else f"{match[1]}: {prompts[number]}"
+    known = 1 < len(prompts) > int(number) if number else path.suffix == ".mp4" and len(prompts) == 1
+    return f"{name}: {prompts[int(number or 0)]}" if known else path.stem
 
 
 def _embed(path: Path) -> str:

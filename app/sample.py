@@ -8,7 +8,9 @@ wanted, `write_clips` for the files.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from actors.checkpoint import CheckpointError, is_complete, latest, load, model_state
 from app.config import RunConfig, names
+from app.profile import pick_device
 from app.settings import ConfigError, build, parse
 from app.video import contact_sheet, write_mp4
 from ops.comm import Group
@@ -105,12 +108,16 @@ def checkpoint_folder(path: Path) -> Path:
     return found
 
 
-def default_out(checkpoint: Path) -> Path:
-    """RUN/samples/step-N.mp4 for a checkpoint of a run, samples/NAME.mp4 here for any other."""
+def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
+    """RUN/samples/step-N.mp4 for a checkpoint of a run, samples/NAME.mp4 here for any other.
+
+    Clips of given prompts are step-N-prompts.mp4: they replace none of the config's prompts.
+    """
     folder = checkpoint_folder(checkpoint)
+    name = f"{folder.name}-prompts.mp4" if prompts else f"{folder.name}.mp4"
     if folder.parent.name == "checkpoints":
-        return folder.parent.parent / "samples" / f"{folder.name}.mp4"
-    return Path("samples") / f"{folder.name}.mp4"
+        return folder.parent.parent / "samples" / name
+    return Path("samples") / name
 
 
 def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
@@ -118,7 +125,7 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     folder = checkpoint_folder(path)
     meta, _ = load(folder)
     config = run_config(meta, folder)
-    target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    target = pick_device(device)
     resolved, geometry = resolve(config.model)
     dit = build_dit(resolved.dit, config.train.seed)
     put_weights(dit, model_state(folder, ema), str(folder))
@@ -159,13 +166,19 @@ def make_clips(model: Model, prompts: Sequence[str], settings: ClipSettings, gro
 
 
 def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
-    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside."""
+    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside.
+
+    Their prompts, in order, are left in `out`.json, where the report finds the captions.
+    """
     stem = out.with_suffix("") if out.suffix else out / "sample"
     one = len(videos) == 1
     files = [stem.with_name(f"{stem.name}.mp4" if one else f"{stem.name}-{index:02d}.mp4")
              for index in range(len(videos))]
     for file, video in zip(files, videos, strict=True):
         write_mp4(file, video, fps)
+    part = stem.with_name(f"{stem.name}.json.part")
+    part.write_text(json.dumps(list(prompts)), encoding="utf-8")
+    os.replace(part, stem.with_name(f"{stem.name}.json"))  # a report of the live run never reads half of it
     sheet = stem.with_name(f"{stem.name}.png")
     contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
     return [*files, sheet]

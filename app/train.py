@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from app.config import RunConfig, check_run_dir, from_here, prepare_run_dir
+from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir
 from app.data_synth import make_missing
 from app.errors import FAILURE, exit_code, is_ours
 from app.events import describe
@@ -45,6 +45,8 @@ def main(
     if UPLOADED in config.run.dir:
         print(f"note: this run lies in the upload of its job, which Ray deletes in time: {config.run.dir}. Give a "
               f"folder that stays and that all nodes see: --set run.dir=/shared/runs", flush=True)
+    for note in notes(config):
+        print(f"note: {note}", flush=True)
     make_missing(config.data.sources)
     _connect(config)
     try:
@@ -157,7 +159,7 @@ def _fit(config: RunConfig, run_dir: Path) -> None:
 
 def controller_loop(settings: dict[str, str]) -> None:
     """Runs in Ray Train's worker process. Ends normally also when the run failed for a reason that a retry repeats."""
-    from ray.exceptions import GetTimeoutError, RayActorError, RaySystemError
+    from ray.exceptions import RayError, RayTaskError
 
     from actors.controller import Controller
     from actors.outcome import Outcome
@@ -168,9 +170,9 @@ def controller_loop(settings: dict[str, str]) -> None:
     with Recorder(run_dir, samples=LiveSamples(config, run_dir)) as recorder:
         try:
             outcome = Controller(runtime_config(config, run_dir), recorder).train()
-        except (RayActorError, RaySystemError, GetTimeoutError):
-            raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
+            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+                raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
             if not is_ours(error):
                 (run_dir / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
                 log.exception("the controller failed")

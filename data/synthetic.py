@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,29 +86,42 @@ class Scene:
 
 
 def synthesize(folder: Path, config: SynthConfig) -> dict[str, Any]:
-    """Write the dataset into `folder`. Returns a summary: paths, counts and bytes. Raises ValueError if it has one."""
+    """Write the dataset into `folder`. Returns a summary: paths, counts and bytes. Raises ValueError if it has one.
+
+    It is built in folders named `*.part` and renamed, shards/ last: where that is, the whole set is.
+    """
     import webdataset  # the writer users' own tools have; it imports torch, so not at module load
 
-    shards = folder / "shards"
-    if shards.exists() and any(shards.iterdir()):
-        raise ValueError(f"{shards} is not empty. Choose another folder or remove it.")
-    shards.mkdir(parents=True, exist_ok=True)
+    shards, table = folder / "shards", folder / "koala"
+    wanted = [table, shards] if config.koala else [shards]
+    for path in wanted:
+        if path.exists() and any(path.iterdir()):
+            raise ValueError(f"{path} is not empty. Choose another folder or remove it.")
+        shutil.rmtree(_part(path), ignore_errors=True)  # of a process that was ended
+    _part(shards).mkdir(parents=True)
     scenes = list(make_scenes(config))
     koala: list[tuple[Scene, bytes]] = []
     for shard in range(config.shards):
         chosen = scenes[shard::config.shards]
-        with webdataset.TarWriter(str(shards / f"{shard:05d}.tar"), user="heddle", group="heddle", mtime=0) as writer:
+        file = str(_part(shards) / f"{shard:05d}.tar")
+        with webdataset.TarWriter(file, user="heddle", group="heddle", mtime=0) as writer:
             for position, scene in enumerate(chosen):
                 media = encode(scene, config.stable)
                 writer.write(_members(f"{shard:05d}{position:04d}", scene, media))
                 if scene.fps and config.koala:
                     koala.append((scene, media))
     if config.koala:
-        _write_koala(folder / "koala", sorted(koala, key=lambda pair: pair[0].number), config.seed)
+        _write_koala(_part(table), sorted(koala, key=lambda pair: pair[0].number), config.seed)
+    for path in wanted:
+        _part(path).rename(path)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {"shards": str(shards / f"{{00000..{config.shards - 1:05d}}}.tar"), "clips": config.clips,
             "images": config.images, "bytes": size,
-            "koala": str(folder / "koala" / "Koala_36M_1.csv") if config.koala else ""}
+            "koala": str(table / "Koala_36M_1.csv") if config.koala else ""}
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.part")
 
 
 def make_scenes(config: SynthConfig) -> Iterator[Scene]:

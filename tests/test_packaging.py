@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +32,15 @@ def test_every_dependency_is_pinned() -> None:
     names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     wanted = {normal(re.split(r"[\[<>=!~ ;]", name)[0]) for name in names}
     assert wanted <= pinned(), wanted - pinned()
+
+
+def test_triton_is_asked_for_only_where_it_has_wheels() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    triton, = (needed for needed in map(Requirement, names) if needed.name == "triton")
+    assert triton.marker is not None
+    assert triton.marker.evaluate({"platform_system": "Linux"})
+    assert not triton.marker.evaluate({"platform_system": "Darwin"})
 
 
 def test_every_package_is_installed() -> None:
@@ -61,7 +71,24 @@ def test_the_kubernetes_job_scales_its_workers_and_asks_for_the_token() -> None:
 
 def test_the_kubernetes_job_starts_a_shipped_config() -> None:
     entrypoint = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["entrypoint"].split()
-    assert (ROOT / entrypoint[entrypoint.index("--config") + 1]).is_file()
+    config = Path(entrypoint[entrypoint.index("--config") + 1])
+    assert (ROOT / config.relative_to("/heddle")).is_file()
+
+
+def test_the_kubernetes_job_works_where_its_claim_holds_data_and_models() -> None:
+    cluster = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+        for container in pod["containers"]:
+            mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims]
+            assert mounts == [container["workingDir"]], container["name"]
+
+
+def test_the_image_has_what_the_probes_of_kuberay_call() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    installed = re.search(r"apt-get install -y --no-install-recommends ([^\\]+)", dockerfile)
+    assert installed is not None and "wget" in installed[1].split()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -69,6 +96,25 @@ def test_the_kubernetes_job_starts_a_shipped_config() -> None:
 def test_make_targets_exist(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert result.returncode == 0, result.stderr
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
+    """Debian's venv leaves such a one where python3-venv is not installed."""
+    inside = script(tmp_path / "venv" / "bin" / "python", "exit 1")
+    whole = script(tmp_path / "whole", "exit 0")
+    outside = script(tmp_path / "python", f'case "$*" in "-m venv"*) cp {whole} {inside};; esac')
+    result = subprocess.run(["make", "install", f"PYTHON={outside}", f"VENV={tmp_path / 'venv'}"], cwd=ROOT,
+                            capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "venv" / ".installed").is_file()
 
 
 def test_no_file_names_a_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 from app.cli import main
 from app.errors import exit_code, is_ours
 from app.settings import ConfigError
+from ops.config import DiTConfig
+from ops.folders import dit_json
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "configs" / "runs" / "demo.yaml"
@@ -117,6 +120,35 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert "17x32x48" in printed
     assert "plan      cascade on 3 workers" in printed
     assert not (small_data / "runs").exists()
+
+
+def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(dry_run: Dry, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, err = dry_run("data.sources.0.path=made/shards/{00000..00003}.tar", "run.dir=runs")
+    assert code == 0, err
+    assert len(list((tmp_path / "made" / "shards").glob("*.tar"))) == 4
+    assert f"run       {tmp_path}/runs/demo\n" in printed
+
+
+def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
+        dry_run: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from app import train
+
+    def no_cluster(_: object) -> None:
+        raise ConfigError("no cluster here")
+
+    (tmp_path / "config.json").write_text(json.dumps(dit_json(DiTConfig())))
+    said = f"note: model.dit.path {tmp_path} with model.text.pad_to 0"
+    code, printed, err = dry_run(f"model.dit.path={tmp_path}")
+    assert code == 0 and printed.startswith(said), err
+    code, printed, err = dry_run(f"model.dit.path={tmp_path}", "model.text.pad_to=512")
+    assert code == 0 and "note: " not in printed, err
+    monkeypatch.setattr(train, "_connect", no_cluster)
+    overrides = [f"model.dit.path={tmp_path}", f"run.dir={tmp_path}", "data.sources.0.synthetic=false"]
+    with pytest.raises(ConfigError, match="no cluster here"):
+        train.main(DEMO, overrides)
+    assert said in capsys.readouterr().out
 
 
 def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config import ELSEWHERE, RunConfig, from_here, names, prepare_run_dir, run_dir
+from app.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
 from app.settings import ConfigError
 from data.config import SourceConfig
@@ -131,6 +131,11 @@ def test_a_run_directory_is_made_once(tmp_path: Path) -> None:
         prepare_run_dir(config)
 
 
+def test_a_run_is_not_written_to_a_uri(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir 's3://b/runs' is a URI; a run folder is a local or shared one"):
+        load(tmp_path, "", "run.dir=s3://b/runs")
+
+
 def test_resume_keeps_and_overwrite_empties_the_run_directory(tmp_path: Path) -> None:
     config = load(tmp_path, "", f"run.dir={tmp_path / 'runs'}")
     kept = prepare_run_dir(config) / "metrics.jsonl"
@@ -153,16 +158,33 @@ def test_overwrite_refuses_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
 
 def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/weaver")
     overrides = ["data.sources.0.path=a/shards/{00000..00003}.tar", "data.sources.0.media=~/videos",
                  "data.cache.path=cache", "planner.profile=/profiles/h100.json", "run.dir=../runs"]
     config = from_here(RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", overrides))
     source = config.data.sources[0]
-    assert source.path == f"{tmp_path}/a/shards/{{00000..00003}}.tar" and source.media == "~/videos"
+    assert source.path == f"{tmp_path}/a/shards/{{00000..00003}}.tar" and source.media == "/home/weaver/videos"
     assert config.data.cache.path == f"{tmp_path}/cache" and config.run.dir == f"{tmp_path.parent}/runs"
     assert config.planner.profile == "/profiles/h100.json" and config.model.dit.path is None
     bucket = RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml",
                             ["data.sources.0.path=s3://bucket/shards/{0..9}.tar::x.tar"])
     assert from_here(bucket).data.sources[0].path == f"s3://bucket/shards/{{0..9}}.tar::{tmp_path}/x.tar"
+
+
+def test_wan_weights_without_their_padding_are_noted() -> None:
+    plain = RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml")
+    wan = replace(plain, model=replace(plain.model, dit=replace(plain.model.dit, path="models/wan")))
+    hunyuan = replace(wan, model=replace(wan.model, dit=replace(wan.model.dit, architecture="hunyuan")))
+    padded = replace(wan, model=replace(wan.model, text=replace(wan.model.text, pad_to=512)))
+    assert [len(notes(config)) for config in (plain, wan, hunyuan, padded)] == [0, 1, 0, 0]
+    assert "models/wan with model.text.pad_to 0" in notes(wan)[0]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_shipped_runs_count_the_padding_that_their_weights_need(path: Path) -> None:
+    config = RunConfig.load(path)
+    assert notes(config) == []
+    assert config.data.batch.text_tokens >= config.model.text.pad_to
 
 
 def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -177,3 +199,19 @@ def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(tmp_path: P
     assert capsys.readouterr().out.count("still images") == 1
     with pytest.raises(ValueError, match="synthetic"):
         SourceConfig(path="elsewhere", synthetic=True)
+
+
+def test_an_interrupted_synthetic_set_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from data import synthetic
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = synthetic.SynthConfig(clips=2, images=1, shards=1, frames=(5,))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(synthetic, "_write_koala", interrupted)
+        synthetic.synthesize(tmp_path, config)
+    assert not (tmp_path / "shards").exists() and not (tmp_path / "koala").exists()
+    synthetic.synthesize(tmp_path, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["koala", "shards"]
+    assert len(list((tmp_path / "koala" / "videos").iterdir())) == 2

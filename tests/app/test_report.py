@@ -16,6 +16,7 @@ from app import report_facts as facts
 from app.report import write_report
 from app.report_svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
 from app.rundir import RunDir
+from app.sample import write_clips
 from app.settings import ConfigError
 from app.timeline import final_windows
 
@@ -73,6 +74,19 @@ def test_clips_and_their_contact_sheets_are_embedded(run_folder: Path) -> None:
     assert text.count("data:image/png;base64,") == 1
     assert "step-30: a red circle moving to the right on a black background<" in text
     assert "<figcaption>step-30<" in text
+
+
+def test_clips_are_captioned_with_the_prompts_they_were_made_from(run_folder: Path) -> None:
+    video, samples = np.zeros((2, 32, 32, 3), np.uint8), run_folder / "samples"
+    write_clips(samples / "step-30.mp4", [video] * 2, ["an earlier prompt", "and another"], 8)
+    write_clips(samples / "step-30-prompts.mp4", [video], ["a typed prompt"], 8)
+    write_clips(samples / "step-29-prompts.mp4", [video] * 2, ["two", "were typed"], 8)
+    write_clips(samples / "red.mp4", [video], ["a red circle"], 8)
+    run = RunDir.open(run_folder)
+    assert {path.suffix for path in run.samples()} == {".mp4", ".png"}
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", write_report(run).read_text()) == [
+        "step-30: an earlier prompt", "step-30: and another", "step-30-prompts: a typed prompt",
+        "step-29-prompts: two", "step-29-prompts: were typed", "red: a red circle", "step-30", "step-29-prompts"]
 
 
 def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import av
@@ -82,6 +83,17 @@ def test_command_and_library_make_the_same_clip(tmp_path: Path) -> None:
     assert np.array_equal(decode(file), decode(command[0]))
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=len)
+def test_clips_of_typed_prompts_replace_none_of_the_run(tmp_path: Path, prompts: list[str]) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    own = sample.sample_run(tmp_path)
+    typed = sample.run(tmp_path, prompts, sample.default_out(tmp_path, prompts), steps=1)
+    assert sample.default_out(tmp_path) == own[0]
+    assert not set(own) & set(typed)
+    assert json.loads((tmp_path / "samples" / "step-3.json").read_text()) == ["a disc"]
+    assert json.loads((tmp_path / "samples" / "step-3-prompts.json").read_text()) == prompts
+
+
 def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
     model = sample.load_model(tmp_path)
@@ -96,6 +108,9 @@ def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> N
     ({"prompts": [], "out": "x.avi"}, r"must end in \.mp4"),
     ({"prompts": PROMPTS, "out": "x.mp4", "frames": 6}, r"6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1"),
     ({"prompts": PROMPTS, "out": "x.mp4", "steps": 0}, "0 sampling steps"),
+    ({"prompts": PROMPTS, "out": "x.mp4", "device": "gpu"}, "--device 'gpu' is not one of auto, cpu, cuda"),
+    pytest.param({"prompts": PROMPTS, "out": "x.mp4", "device": "cuda"}, "this machine has no usable CUDA device",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
 ])
 def test_wrong_requests_are_one_sentence(tmp_path: Path, arguments: dict[str, object], sentence: str) -> None:
     write_checkpoint(tmp_path, tiny_run())

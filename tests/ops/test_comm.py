@@ -256,7 +256,7 @@ def test_a_collective_of_an_aborted_group_never_looks_finished() -> None:
         group.abort()
         with pytest.raises(GroupError, match="aborted"):
             pending.wait()
-        with pytest.raises(GroupError, match="finish: the group .* is aborted"):
+        with pytest.raises(GroupError, match=r"finish: the group .* is aborted"):
             groups.check("finish")
 
     run_ranks(2, work)
