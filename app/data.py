@@ -143,10 +143,10 @@ def preview(config: Annotated[Path, typer.Option("--config", "-c", help="The run
             samples: Annotated[int, typer.Option(help="Clips per bucket.", min=1)] = 8,
             frames: Annotated[int, typer.Option(help="Pictures per clip.", min=1)] = 5) -> None:
     """A contact sheet per bucket: the frames, crops and captions that training would see."""
-    from app.config import RunConfig
+    from app.config import RunConfig, from_here
     from app.data_preview import preview as make
 
-    make(RunConfig.load(config, overrides or []), out, samples, frames)
+    make(from_here(RunConfig.load(config, overrides or [])), out, samples, frames)
 
 
 def _sources(paths: list[str] | None, config: Path | None, overrides: list[str] | None, kind: str, media: str,
@@ -158,9 +158,9 @@ def _sources(paths: list[str] | None, config: Path | None, overrides: list[str] 
     if bool(paths) == (config is not None):
         raise typer.BadParameter("give PATH or --config, one of them")
     if config is not None:
-        from app.config import RunConfig
+        from app.config import RunConfig, from_here
 
-        data = RunConfig.load(config, overrides or []).data
+        data = from_here(RunConfig.load(config, overrides or [])).data
         return data.sources, data.limits
     path = "::".join(paths or [])  # a shell expands braces and globs before we see them
     kinds = ("webdataset", "koala", "panda", "pairs", "manifest")
@@ -172,12 +172,16 @@ def _sources(paths: list[str] | None, config: Path | None, overrides: list[str] 
 
 def _admitted(config: Path, overrides: list[str] | None, indexes: list[Index], ledger: Ledger) -> list[np.ndarray]:
     """Masks of the rows that a run trains; what its filters and buckets refuse is counted in the ledger."""
-    from app.config import RunConfig
+    from actors.batching import TargetBatch
+    from app.config import RunConfig, from_here
+    from app.plan_inputs import profile_of
     from data.dataset import Dataset
     from ops.folders import resolve
 
-    run = RunConfig.load(config, overrides or [])
-    return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, resolve(run.model)[1], ledger).codes]
+    run = from_here(RunConfig.load(config, overrides or []))
+    model, geometry = resolve(run.model)
+    timed = TargetBatch(profile=profile_of(run, model, geometry), geometry=geometry)
+    return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, geometry, ledger, timed).codes]
 
 
 def _open(sources: tuple[SourceConfig, ...], limits: LimitsConfig, cache: Path | None, ledger: Ledger,

@@ -24,7 +24,7 @@ from actors.plan.problem import Problem as PlanProblem
 from actors.plan.profile import Profile
 from actors.plan.types import Cascade, Cluster, Item, Plan, StepPlan
 from app import plan_inputs
-from app.config import RunConfig
+from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
 from app.settings import ConfigError
 
@@ -123,7 +123,7 @@ def _from_config(request: Request) -> Problem:
     from ops.folders import resolve
 
     assert request.config is not None
-    config = RunConfig.load(request.config, request.overrides)
+    config = from_here(RunConfig.load(request.config, request.overrides))
     model, geometry = resolve(config.model)
     profile = Profile.load(request.profile) if request.profile else plan_inputs.profile_of(config, model, geometry)
     if request.from_data:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.batching import TargetBatch
 from actors.plan.profile import Profile
 from actors.plan.types import Module
-from app.config import RunConfig
+from app.config import RunConfig, from_here
 from app.settings import ConfigError
 from data.buckets import Table, planned_batch
 from data.types import Bucket
@@ -48,7 +48,7 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
 
     from ops.folders import resolve
 
-    config = RunConfig.load(path, overrides)
+    config = from_here(RunConfig.load(path, overrides))
     model, geometry = resolve(config.model)
     target = pick_device(device)
     torch.set_num_threads(config.workers.torch_threads)
