@@ -1,13 +1,13 @@
 """Latents and text embeddings kept by content, so that no run encodes the same thing twice.
 
     cache = Cache(config.cache)
-    key = latent_key(sample, bucket, fps, vae="haar-4x8x8-48 float32")
+    key = latent_key(sample, bucket, fps, vae="haar-4x8x8-48 float32", decoder="data.decode:decode_clip 1")
     latent = cache.get("latents", key)           # None: not there, encode and put it
     cache.put("latents", key, latent)
 
 A key names everything the result depends on: the bytes of the clip, the frames taken from them, the shape, the
-encoder. So folders may be shared by runs, by machines and by bucket tables, and a stopped run goes on where it was.
-A latent of 81 frames at 480x832 is 4 MB, more than its clip: the cache saves encoder time, not space.
+decoder, the encoder. So folders may be shared by runs, by machines and by bucket tables, and a stopped run goes on
+where it was. A latent of 81 frames at 480x832 is 4 MB, more than its clip: the cache saves encoder time, not space.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Kind = Literal["latents", "text"]
 ANSWERS_KEPT = 1 << 16  # items; far more than are under way at once
 
 
-def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, crop: bool = False) -> str:
-    """64 hex digits. `vae` names the encoder with its weights and dtype."""
-    return _digest("latent", sample.content, str(bucket), sample.start_frame, fps, crop, vae)
+def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, decoder: str, crop: bool = False) -> str:
+    """64 hex digits. `vae` names the encoder with its weights and dtype, `decoder` the decoder with its version."""
+    return _digest("latent", sample.content, str(bucket), sample.start_frame, fps, crop, vae, decoder)
 
 
 def text_key(caption: str, encoder: str, max_length: int) -> str:
@@ -111,13 +111,17 @@ class CachedLatents:
 
     def __init__(self, cache: Cache, vae: str, config: DataConfig) -> None:
         """`vae` names the encoder as in `latent_key`."""
+        from data.decode import DECODE_VERSION  # imports PyAV, which a worker that reads the cache has no use for
+
         self._cache, self._vae = cache, vae
+        self._decoder = f"{config.engine.decoder} {DECODE_VERSION}"
         self._fps, self._crop = config.fps, config.buckets.oversize == "crop"
         self._answers: OrderedDict[str, bool] = OrderedDict()
 
     def keys(self, item: DataItem) -> tuple[str, ...]:
         """Cache keys of the latents of an item's samples."""
-        return tuple(latent_key(sample, item.bucket, self._fps, self._vae, self._crop) for sample in item.samples)
+        return tuple(latent_key(sample, item.bucket, self._fps, self._vae, self._decoder, self._crop)
+                     for sample in item.samples)
 
     def has(self, item: DataItem) -> bool:
         if item.id not in self._answers:

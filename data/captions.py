@@ -25,7 +25,8 @@ def parse_policy(policy: str) -> tuple[tuple[str, ...], ...]:
 
 
 def choose(policy: tuple[tuple[str, ...], ...], find: Callable[[str], list[str]]) -> list[tuple[str, int, str]]:
-    """(field, position in its list, text) of every caption offered. `find(field)` gives its texts, empty if absent."""
+    """(field, position in its list, text) of every caption offered. `find(field)` gives its texts, empty if absent.
+    Raises BadSample for a text that UTF-8 cannot hold."""
     found = []
     for offer in policy:
         for name in offer:
@@ -33,14 +34,21 @@ def choose(policy: tuple[tuple[str, ...], ...], find: Callable[[str], list[str]]
             if any(text.strip() for text in texts):
                 found += [(name, i, text) for i, text in enumerate(texts) if text.strip()]
                 break
+    for _, _, text in found[:MAX_CHOICES]:
+        check_encodable(text)
     return found[:MAX_CHOICES]
 
 
 def read_caption(ref: CaptionRef, limits: LimitsConfig | None = None) -> str:
-    """The text of a caption. Raises BadSample if the bytes changed since they were indexed."""
+    """The text of a caption, which UTF-8 can hold. Raises BadSample if the bytes changed since they were indexed."""
+    text = _text_of(ref, limits or LimitsConfig())
+    check_encodable(text)
+    return text
+
+
+def _text_of(ref: CaptionRef, limits: LimitsConfig) -> str:
     if ref.text is not None:
         return ref.text
-    limits = limits or LimitsConfig()
     data = read_range(ref.path, ref.offset, ref.size, limits.retries)
     if not ref.field:
         return decode_text(data, limits)
@@ -95,8 +103,17 @@ def scores_of(value: dict[str, Any], limit: int = 64) -> dict[str, float]:
     return found
 
 
+def check_encodable(text: str) -> None:
+    """Raises BadSample for half a surrogate pair, such as the JSON escape of a cut emoji: no block could hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSample(Reason.CAPTION_NOT_UTF8, f"{error.reason} at character {error.start}") from error
+
+
 def check_lengths(texts: Sequence[str], limits: LimitsConfig) -> None:
     for text in texts:
-        if len(text.encode("utf-8", "surrogateescape")) > limits.max_caption_bytes:
+        check_encodable(text)
+        if len(text.encode()) > limits.max_caption_bytes:
             raise BadSample(Reason.CAPTION_TOO_LARGE, f"{len(text)} characters > max_caption_bytes "
                                                       f"{limits.max_caption_bytes}")

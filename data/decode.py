@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -23,17 +23,30 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from data.captions import read_caption
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
+from data.media_info import square_width
 from data.storage import ByteRange, ReadFile, open_file, read_range
 from data.types import Batch, Clip, Job
 
+DECODE_VERSION = 1  # raised when the same bytes give other pixels: latents cached before are of no use then
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
+FRAMES_SHORT_ALLOWED = 0.02  # of those a header promises: edit lists make its count differ a little
 # Without FULL_CHR_H_INT swscale's table makes RGB one to two levels too dark; with it, area averaging is as fast as the
 # table's bicubic (1080p to 480p 5.2 ms). BITEXACT: the same pixels on every CPU.
 SCALING = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 Decoder = Callable[[Clip, Job], np.ndarray]
+
+
+class Shown(NamedTuple):
+    """A decoded frame, and its width when its pixels are made square."""
+
+    frame: Any
+    width: int
+
+
+Frames = Iterator[tuple[float, Shown]]  # seconds from the start of the video, frame
 
 
 def decode_job(job: Job) -> Batch:
@@ -146,16 +159,18 @@ def decode_video(source: Any, clip: Clip, job: Job, into: np.ndarray) -> np.ndar
     """Fills `into`, uint8 [T, H, W, 3], from a seekable stream of one video, a frame at a time: copies and page faults
     of whole clips cost a tenth of their decoding. Raises BadSample and av.error.FFmpegError."""
     begin = clip.start_seconds + (clip.start_frame / clip.fps if clip.fps else 0.0)
-    frames = _frames_from(source, clip, job, begin)
     wanted = _in_a_row if job.fps <= 0 else _at_times
-    scaler = VideoReformatter()
-    for number, frame in enumerate(wanted(frames, clip, job, begin)):
-        _fit(frame, job, clip.rotation, scaler, into[number])
+    scaler, given = VideoReformatter(), 0
+    for shown in wanted(source, clip, job, begin):
+        _fit(shown, job, clip.rotation, scaler, into[given % len(into)])
+        given += 1
+    if given % len(into):
+        into[:] = np.roll(into, -given, axis=0)
     return into
 
 
-def _frames_from(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[tuple[float, Any]]:
-    """(seconds from the start of the video, frame) from a keyframe at or before `begin` on."""
+def _frames_from(source: Any, clip: Clip, job: Job, begin: float) -> Frames:
+    """From a keyframe at or before `begin` on."""
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
         origin = float((stream.start_time or 0) * stream.time_base)
@@ -168,13 +183,13 @@ def _frames_from(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[tu
             yield seconds, frame
         else:
             return
-    source.seek(0)
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
         yield from _decoded(container, stream, float((stream.start_time or 0) * stream.time_base), clip)
 
 
 def _container(source: Any, job: Job) -> Any:
+    source.seek(0)
     return av.open(source, options={"max_pixels": str(job.limits.max_pixels)}, metadata_errors="ignore")
 
 
@@ -192,33 +207,49 @@ def _video_stream(container: Any, clip: Clip, job: Job) -> Any:
     return stream
 
 
-def _decoded(container: Any, stream: Any, origin: float, clip: Clip) -> Iterator[tuple[float, Any]]:
+def _decoded(container: Any, stream: Any, origin: float, clip: Clip) -> Frames:
     rate = float(stream.average_rate or clip.fps or 25)
-    seconds = -1 / rate
+    seconds, pixel_aspect = -1 / rate, stream.sample_aspect_ratio
     for frame in container.decode(stream):
         seconds = frame.time - origin if frame.pts is not None else seconds + 1 / rate
-        yield seconds, frame
+        yield seconds, Shown(frame, square_width(frame.width, pixel_aspect))
 
 
-def _in_a_row(frames: Iterator[tuple[float, Any]], clip: Clip, job: Job, begin: float) -> Iterator[Any]:
-    """Consecutive frames of the file."""
-    half, left = 0.5 / clip.fps if clip.fps else 0.0, job.bucket.frames
-    for seconds, frame in frames:
-        if seconds < begin - half:
-            continue
-        yield frame
+def _in_a_row(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
+    """Consecutive frames of the file, of which the last ones given count.
+
+    A start counted in frames is sought by the average rate. Where the rate varies too few may follow it: then the clip
+    is decoded as a whole for its last ones, unless it is shorter than its header says.
+    """
+    left = least = job.bucket.frames
+    for shown in _frames_since(source, clip, job, begin):
+        yield shown
         left -= 1
         if not left:
             return
-    raise BadSample(Reason.TRUNCATED_VIDEO, f"ends {left} frames early: {job.bucket.frames} wanted from {begin:.2f} s",
-                    clip.offset)
+    if not clip.start_seconds:  # else its frames were counted by the average rate, too
+        least = max(least, clip.frames - max(1, int(FRAMES_SHORT_ALLOWED * clip.frames)))
+    count = 0
+    if clip.start_frame:
+        for shown in _frames_since(source, clip, job, clip.start_seconds):
+            count += 1
+            if count > least - job.bucket.frames:
+                yield shown
+    if count < least:
+        raise BadSample(Reason.TRUNCATED_VIDEO, f"ends {left} frames early: {job.bucket.frames} wanted from "
+                                                f"{begin:.2f} s", clip.offset)
 
 
-def _at_times(frames: Iterator[tuple[float, Any]], clip: Clip, job: Job, begin: float) -> Iterator[Any]:
+def _frames_since(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
+    half = 0.5 / clip.fps if clip.fps else 0.0
+    return (shown for seconds, shown in _frames_from(source, clip, job, begin) if seconds >= begin - half)
+
+
+def _at_times(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
     """Of every wanted time the frame that is on screen then, by time stamps: right for variable frame rates too."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
     shown, next_time, since = None, 0, 0.0
-    for seconds, frame in frames:
+    for seconds, frame in _frames_from(source, clip, job, begin):
         while next_time < len(times) and shown is not None and times[next_time] + TIME_SLACK < seconds:
             yield shown
             next_time += 1
@@ -232,19 +263,19 @@ def _at_times(frames: Iterator[tuple[float, Any]], clip: Clip, job: Job, begin: 
         yield shown
 
 
-def _fit(frame: Any, job: Job, rotation: int, scaler: VideoReformatter, into: np.ndarray) -> None:
+def _fit(shown: Shown, job: Job, rotation: int, scaler: VideoReformatter, into: np.ndarray) -> None:
     """Fills `into` with RGB of the bucket's size: scaled to cover it in one step, cut centrally, turned upright.
 
     swscale gives planes in a third of the time of packed RGB, for which it has no vector code.
     """
-    bucket = job.bucket
+    bucket, frame = job.bucket, shown.frame
     if frame.width * frame.height > job.limits.max_pixels:
         raise BadSample(Reason.TOO_MANY_PIXELS, f"a frame of {frame.width}x{frame.height}")
     turned = rotation in (90, 270)
     height, width = (bucket.width, bucket.height) if turned else (bucket.height, bucket.width)
-    scaled_height, scaled_width = covering(frame.height, frame.width, height, width, job.crop)
+    scaled_height, scaled_width = covering(frame.height, shown.width, height, width, job.crop)
     scaled: Any = scaler.reformat(frame, width=scaled_width, height=scaled_height, format="gbrp", interpolation=SCALING,
-                             threads=1)
+                                  threads=1)
     green, blue, red = scaled.planes
     for channel, plane in enumerate((red, green, blue)):
         rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
@@ -274,7 +305,9 @@ def _check_pixels(width: int, height: int, clip: Clip, job: Job) -> None:
 
 def _decode_image(clip: Clip, job: Job) -> np.ndarray:
     """uint8 [H, W, 3] of a JPEG, PNG, WebP, ..."""
-    from PIL import Image, ImageOps
+    from PIL import Image
+
+    from data.media import EXIF_TRANSPOSES, orientation
 
     try:
         data = read_range(clip.media, clip.offset, clip.size, job.limits.retries)
@@ -285,7 +318,9 @@ def _decode_image(clip: Clip, job: Job) -> np.ndarray:
         with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
             warnings.simplefilter("ignore")  # our own limit decides, not Pillow's warning
             _check_pixels(*image.size, clip, job)
-            upright = ImageOps.exif_transpose(image).convert("RGB")
+            image.load()  # a PNG may say behind its pixels how it is turned
+            turn = EXIF_TRANSPOSES.get(orientation(image))
+            upright = (image if turn is None else image.transpose(turn)).convert("RGB")
             height, width = covering(upright.height, upright.width, bucket.height, bucket.width, job.crop)
             scaled = upright.resize((width, height), Image.Resampling.BICUBIC)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:

@@ -16,7 +16,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -275,8 +275,9 @@ def build_index(source: SourceConfig, cache_dir: Path | None, ledger: Ledger, *,
     """
     limits = limits or LimitsConfig()
     folder = cache_dir or index_folder(source)
-    reader = reader_of(source, limits)
-    settings = _settings(source, limits)
+    located = replace(source, path=storage.absolute(source.path), media=storage.absolute(source.media))
+    reader = reader_of(located, limits)
+    settings = _settings(located, limits)
     parts = reader.parts()
     files = [folder / f"{_stem(part.uri)}-{blake2b((part.uri + settings).encode(), digest_size=8).hexdigest()}.parquet"
              for part in parts]
@@ -287,7 +288,7 @@ def build_index(source: SourceConfig, cache_dir: Path | None, ledger: Ledger, *,
                  "; `heddle data index --workers N` does it in parallel" if len(stale) >= MANY_SHARDS > workers else "")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            jobs = [(source, limits, parts[i], files[i]) for i in stale]
+            jobs = [(located, limits, parts[i], files[i]) for i in stale]
             for count, _ in enumerate(_build_parts(jobs, workers), 1):
                 if progress:
                     progress(count, len(jobs))

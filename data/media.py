@@ -7,15 +7,17 @@ Nothing is decoded on the first two ways. PyAV opens Matroska, WebM, AVI and fra
 from __future__ import annotations
 
 import io
+import struct
 
 import av
 import av.error
 from PIL import Image, UnidentifiedImageError
+from PIL.Image import Transpose
 
 from data import mp4
 from data.config import LimitsConfig
 from data.ledger import BadSample, Reason
-from data.media_info import MediaInfo
+from data.media_info import MediaInfo, square_width
 from data.storage import ByteRange, ReadFile
 
 BOX_SUFFIXES = frozenset(("mp4", "mov", "m4v"))
@@ -24,7 +26,13 @@ IMAGE_SUFFIXES = frozenset(("jpg", "jpeg", "png", "webp", "bmp"))
 MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 PICKLE_SUFFIXES = frozenset(("pkl", "pickle", "pyd", "pth", "pt", "dill", "joblib"))
 EXIF_ORIENTATION = 274
+# by orientation: what makes the pixels upright (Pillow turns against the clock), and the rotation in that
+EXIF_TRANSPOSES = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
+                   5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
 EXIF_ROTATIONS = {3: 180, 4: 180, 5: 90, 6: 90, 7: 270, 8: 270}
+# what Pillow's plugins raise on broken bytes, besides DecompressionBombError
+PILLOW_ERRORS = (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, OverflowError, EOFError,
+                 struct.error)
 
 
 def suffix_of(name: str) -> str:
@@ -54,25 +62,24 @@ def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -
         with Image.open(stream) as image:
             width, height = image.size
             check_pixels(width, height, limits)
-            orientation = _orientation(image.info.get("exif"))
+            rotation = EXIF_ROTATIONS.get(orientation(image), 0)
     except Image.DecompressionBombError as error:
         raise BadSample(Reason.TOO_MANY_PIXELS, str(error)) from error
     except UnidentifiedImageError as error:
         raise BadSample(Reason.NOT_MEDIA, "not an image Pillow knows") from error
-    except (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
-        # Pillow's plugins raise any of these on a broken header
+    except PILLOW_ERRORS as error:
         raise BadSample(Reason.DECODE_ERROR, f"image header: {error}") from error
     return MediaInfo(width=width, height=height, fps=0.0, num_frames=1, duration=0.0, image=True,
-                     rotation=EXIF_ROTATIONS.get(orientation, 0))
+                     rotation=rotation)
 
 
-def _orientation(exif: bytes | None) -> int:
-    """From what `open` already read: `image.getexif()` would decode a whole PNG to look for it."""
-    if not exif:
+def orientation(image: Image.Image) -> int:
+    """EXIF orientation, from what Pillow has read so far: `image.getexif()` would decode a whole PNG to look for it.
+    EXIF that cannot be read counts as none."""
+    try:
+        return Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
+    except PILLOW_ERRORS:
         return 1
-    tags = Image.Exif()
-    tags.load(exif)
-    return tags.get(EXIF_ORIENTATION, 1)
 
 
 def _probe_with_av(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -> MediaInfo:
@@ -108,8 +115,8 @@ def _info_from_packets(stream: av.VideoStream, times: list[int], num_keyframes: 
         rate = (len(times) - 1) / float(span * stream.time_base)
     if rate <= 0:
         raise BadSample(Reason.DECODE_ERROR, "no frame rate")
-    return MediaInfo(width=width, height=height, fps=rate, num_frames=len(times), duration=len(times) / rate,
-                     num_keyframes=max(num_keyframes, 1))
+    return MediaInfo(width=square_width(width, stream.sample_aspect_ratio), height=height, fps=rate,
+                     num_frames=len(times), duration=len(times) / rate, num_keyframes=max(num_keyframes, 1))
 
 
 def check_pixels(width: int, height: int, limits: LimitsConfig) -> None:

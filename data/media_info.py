@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_PIXEL_ASPECT = 4  # anamorphic film is 2; what claims more, or less than the inverse, is broken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaInfo:
-    """Header of a clip or image. Width and height are those of the stored frames, before any rotation."""
+    """Header of a clip or image. Width and height are those of a frame with square pixels, before any rotation."""
 
     width: int
     height: int
@@ -23,3 +26,11 @@ class MediaInfo:
     def shown_size(self) -> tuple[int, int]:
         """(width, height) as displayed."""
         return (self.height, self.width) if self.rotation in (90, 270) else (self.width, self.height)
+
+
+def square_width(width: int, pixel_aspect: Fraction | float | None) -> int:
+    """Columns of a stored frame of `width` when its pixels, `pixel_aspect` times as wide as high, are made square:
+    1440 with 4:3 are shown as 1920. Aspects that are absent or absurd count as 1."""
+    if not pixel_aspect or not 1 / MAX_PIXEL_ASPECT <= pixel_aspect <= MAX_PIXEL_ASPECT:
+        return width
+    return max(round(width * pixel_aspect), 1)

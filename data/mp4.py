@@ -6,6 +6,7 @@ Everything a box claims is checked against what contains it, so a hostile header
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from zlib import crc32
@@ -14,13 +15,14 @@ import numpy as np
 
 from data.config import LimitsConfig
 from data.ledger import BadSample, Reason
-from data.media_info import MediaInfo
+from data.media_info import MediaInfo, square_width
 
 Read = Callable[[int, int], bytes]
 TOP_LEVEL = frozenset(b"ftyp moov mdat free skip wide pnot styp sidx moof mfra uuid meta udta pdin ssix prft".split())
 ROTATIONS = {(0, 1, -1, 0): 90, (-1, 0, 0, -1): 180, (0, -1, 1, 0): 270}
 FIRST_READ_BYTES = 64  # covers ftyp, free and the header of mdat in what ffmpeg writes
 LAST_READ_BYTES = 4096  # what follows mdat, if short, is read at once
+SAMPLE_ENTRY_BYTES = 86  # of a video sample entry, before the boxes in it
 
 
 class Fragmented(Exception):
@@ -146,7 +148,8 @@ def _parse_track(moov: bytes, track: dict[bytes, tuple[int, int]], media: dict[b
     num_keyframes = num_frames
     if b"stss" in table:
         num_keyframes = struct.unpack_from(">I", moov, table[b"stss"][0] + 4)[0]
-    return MediaInfo(width=width, height=height, fps=fps, num_frames=visible, duration=visible / fps,
+    shown = square_width(width, _pixel_aspect(moov, track[b"tkhd"][0], table[b"stsd"], width, height))
+    return MediaInfo(width=shown, height=height, fps=fps, num_frames=visible, duration=visible / fps,
                      rotation=_rotation(moov, track[b"tkhd"][0]), num_keyframes=min(num_keyframes, num_frames),
                      header_crc=crc32(moov))
 
@@ -203,6 +206,19 @@ def _visible_frames(moov: bytes, track: dict[bytes, tuple[int, int]], table: dic
     end = begin + length * scale / movie_scale + slack if length else np.inf
     inside = int(((times > begin - slack) & (times < end)).sum())
     return inside or num_frames
+
+
+def _pixel_aspect(moov: bytes, tkhd: int, stsd: tuple[int, int], width: int, height: int) -> float:
+    """Width of a pixel over its height: by the pasp box of the sample entry, else by the size in tkhd, as libav has it.
+    0 if nothing says."""
+    entry = stsd[0] + 8
+    end = min(entry + struct.unpack_from(">I", moov, entry)[0], stsd[1])
+    with contextlib.suppress(ValueError, struct.error):  # QuickTime's entries may hold other things than boxes
+        for kind, low, _ in _boxes(moov, entry + SAMPLE_ENTRY_BYTES, end):
+            if kind == b"pasp" and all(sides := struct.unpack_from(">II", moov, low)):
+                return sides[0] / sides[1]
+    shown_width, shown_height = struct.unpack_from(">H2xH2x", moov, tkhd + (88 if moov[tkhd] == 1 else 76))
+    return shown_width * height / (shown_height * width) if shown_height else 0.0
 
 
 def _rotation(moov: bytes, tkhd: int) -> int:

@@ -11,11 +11,13 @@ import fnmatch
 import io
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -27,6 +29,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one request serves several headers
+PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset library runs them
+ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
+OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
 RETRY_SECONDS = 0.05  # doubled at each attempt
 _registered: dict[str, pafs.FileSystem] = {}
 
@@ -53,13 +58,30 @@ def local_path(uri: str) -> str:
     return uri[len("file://"):] if uri.startswith("file://") else os.path.expanduser(uri)
 
 
+def absolute(paths: str) -> str:
+    """The same with the local paths of `a::b` made absolute: files are named alike wherever a command is started."""
+    def located(part: str) -> str:
+        kept = not part or not is_local(part) or part.lstrip().startswith(PIPES) or ABSOLUTE_IN_BRACES.search(part)
+        return part if kept else os.path.abspath(local_path(part))
+
+    return "::".join(map(located, paths.split("::")))
+
+
 def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
-    """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it."""
+    """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it.
+
+    What follows the bucket is a name as a listing gives it, also with spaces, `%`, `#` or `?`, without escapes; options
+    of PyArrow (`?region=...`) may stand behind it.
+    """
     scheme, _, path = uri.partition("://")
     if scheme in _registered:
         return _registered[scheme], path
+    plain = scheme == "hf" or scheme.startswith("fsspec+")  # these PyArrow takes by the letter, others it unquotes
+    found = OPTIONS.search(path)
+    options = found[0] if found else ""
+    bucket, slash, name = path.removesuffix(options).partition("/")
     try:
-        return pafs.FileSystem.from_uri(uri)
+        return pafs.FileSystem.from_uri(uri if plain else f"{scheme}://{bucket}{slash}{quote(name)}{options}")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
                         f"hdfs:// or hf://.") from error
@@ -235,7 +257,7 @@ def expand(path: str, suffixes: tuple[str, ...]) -> list[str]:
     """
     found: list[str] = []
     for pattern in (piece for part in path.split("::") for piece in braceexpand(part)):
-        if pattern.lstrip().startswith(("pipe:", "|")):
+        if pattern.lstrip().startswith(PIPES):
             raise DataError(f"{pattern!r}: pipe: runs a shell command and is refused. Give paths or file system URIs.")
         if any(sign in pattern for sign in "*?["):
             matches = _glob(pattern)

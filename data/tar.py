@@ -66,7 +66,7 @@ def read_members(file: ReadFile) -> Iterator[Member | Fault]:
             yield Fault(reason, file.uri, "", position, f"{reason} at {position}: {end - position} bytes unreachable")
             return
         kind, size = header[156:157], _number(header[124:136])
-        if kind in b"xgLK" and size > MAX_EXTENDED_HEADER_BYTES:
+        if kind in b"xgLK" and not 0 <= size <= MAX_EXTENDED_HEADER_BYTES:
             yield Fault(Reason.GARBAGE_HEADER, file.uri, "", position,
                         f"extended header of {size} bytes at {position}: {end - position} bytes unreachable")
             return

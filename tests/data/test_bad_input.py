@@ -288,7 +288,7 @@ def patched(data: bytes, box: bytes, offset: int, value: bytes) -> bytes:
 def test_pixel_bomb_behind_a_lying_header_is_refused_by_the_decoder(tmp_path):
     index, _ = indexed(tmp_path, with_sample(4, mp4=patched(pixel_bomb(), b"avc1", 24, struct.pack(">HH", 64, 64))))
     assert usable_keys(index) == KEYS
-    assert index.columns("width")["width"][4] == 64
+    assert index.columns("height")["height"][4] == 64
     faults = decode_faults(index)
     assert sum(faults.values()) == 1 and faults.keys() <= {"too_many_pixels", "decode_error"}
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.cache import Cache, latent_key, text_key
-from data.config import CacheConfig
-from data.types import Bucket, SampleRef
+from data.cache import Cache, CachedLatents, latent_key, text_key
+from data.config import CacheConfig, DataConfig
+from data.decode import DECODE_VERSION
+from data.types import Bucket, DataItem, SampleRef
 
 SAMPLE = SampleRef(source=0, epoch=0, row=3, start_frame=5, key="a", caption_chars=4, content="ab12")
 BUCKET = Bucket(17, 64, 96)
@@ -20,7 +21,7 @@ def cache(folder: Path) -> Cache:
 
 def test_what_was_put_comes_back_also_in_another_run(tmp_path: Path) -> None:
     latent = np.random.default_rng(0).standard_normal((48, 5, 8, 12)).astype(np.float32)
-    key = latent_key(SAMPLE, BUCKET, 8.0, "vae")
+    key = latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
     assert cache(tmp_path).get("latents", key) is None
     assert cache(tmp_path).put("latents", key, latent)
     again = cache(tmp_path)
@@ -31,20 +32,32 @@ def test_what_was_put_comes_back_also_in_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [
-    latent_key(replace(SAMPLE, start_frame=6), BUCKET, 8.0, "vae"),
-    latent_key(replace(SAMPLE, content="cd34"), BUCKET, 8.0, "vae"),
-    latent_key(SAMPLE, Bucket(17, 96, 64), 8.0, "vae"),
-    latent_key(SAMPLE, BUCKET, 16.0, "vae"),
-    latent_key(SAMPLE, BUCKET, 8.0, "vae bf16"),
-    latent_key(SAMPLE, BUCKET, 8.0, "vae", crop=True),
+    latent_key(replace(SAMPLE, start_frame=6), BUCKET, 8.0, "vae", "decoder 1"),
+    latent_key(replace(SAMPLE, content="cd34"), BUCKET, 8.0, "vae", "decoder 1"),
+    latent_key(SAMPLE, Bucket(17, 96, 64), 8.0, "vae", "decoder 1"),
+    latent_key(SAMPLE, BUCKET, 16.0, "vae", "decoder 1"),
+    latent_key(SAMPLE, BUCKET, 8.0, "vae bf16", "decoder 1"),
+    latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1", crop=True),
+    latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 2"),
 ])
 def test_everything_a_latent_depends_on_is_in_its_key(other: str) -> None:
-    assert other != latent_key(SAMPLE, BUCKET, 8.0, "vae")
+    assert other != latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
 
 
 def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
     moved = replace(SAMPLE, epoch=7, row=9, source=1, key="b", caption_drop=True)
-    assert latent_key(moved, BUCKET, 8.0, "vae") == latent_key(SAMPLE, BUCKET, 8.0, "vae")
+    assert latent_key(moved, BUCKET, 8.0, "vae", "decoder 1") == latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
+
+
+def test_latents_are_those_of_a_decoder_and_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    item, ours = DataItem(id="s0.0", bucket=BUCKET, samples=(SAMPLE,)), DataConfig(sources=())
+
+    def keys(config: DataConfig) -> tuple[str, ...]:
+        return CachedLatents(cache(tmp_path), "vae", config).keys(item)
+
+    found = {keys(ours), keys(replace(ours, engine=replace(ours.engine, decoder="my.module:decode")))}
+    monkeypatch.setattr("data.decode.DECODE_VERSION", DECODE_VERSION + 1)
+    assert len({*found, keys(ours)}) == 3 and keys(ours) == keys(ours)
 
 
 def test_texts_are_told_apart_by_caption_encoder_and_length() -> None:

@@ -85,6 +85,29 @@ def test_variable_frame_rates_are_sampled_by_time_stamps(tmp_path: Path) -> None
     assert found == [max(k for k, time in enumerate(times) if time <= n / 4 + 1e-4) for n in range(9)]
 
 
+# dense, then sparse: by the average rate of 6.4 frames/s the last legal start lies where too few frames follow
+SLOWING = [k / RATE for k in range(48)] + [4 + k / 2 for k in range(12)]
+
+
+@pytest.mark.parametrize("name", ["slowing.mp4", "slowing.mkv"])
+@pytest.mark.parametrize("start", [0, 20, 39, 40, 45, 51])
+def test_a_start_too_late_in_a_variable_frame_rate_gives_the_last_frames(tmp_path: Path, name: str, start: int) -> None:
+    path = write_video(tmp_path / name, SLOWING)
+    slowing = clip(path, 60, fps=60 / 10, start_frame=start)
+    first = sum(time < start / 6 - 0.5 / 6 for time in SLOWING)
+    found = decode_clip(slowing, job(bucket=Bucket(9, 64, 96)))
+    assert numbers(found) == list(range(min(first, 51), min(first, 51) + 9))
+    batch = decode_job(job(slowing, bucket=Bucket(9, 64, 96)))
+    assert batch.ok == [True] and np.array_equal(batch.video[0], found)
+
+
+def test_a_part_of_a_variable_frame_rate_may_have_fewer_frames_than_counted(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "slowing.mp4", SLOWING)
+    part = clip(path, 36, fps=6.0, start_seconds=4.0, start_frame=27)
+    assert numbers(decode_clip(part, job(bucket=Bucket(9, 64, 96)))) == list(range(51, 60))
+    assert reason_of(part, job(bucket=Bucket(17, 64, 96))) is Reason.TRUNCATED_VIDEO
+
+
 def test_memory_is_taken_again_only_when_nobody_has_the_batch(steady: Path) -> None:
     work = job(clip(steady, 72), bucket=Bucket(frames=5, height=64, width=96))
     first = decode_job(work)

@@ -15,6 +15,7 @@ from PIL import Image, ImageFile
 from data import media, mp4
 from data.config import LimitsConfig
 from data.ledger import BadSample, Reason
+from data.media_info import MAX_PIXEL_ASPECT
 from data.storage import ReadFile
 from tests.data.making import clip, picture
 
@@ -136,7 +137,7 @@ def test_any_damage_of_other_media_ends_in_a_reason(tmp_path, suffix):
         except BadSample:
             refused += 1
             continue
-        assert 0 < info.width * info.height <= LIMITS.max_pixels and info.num_frames > 0
+        assert 0 < info.width * info.height <= MAX_PIXEL_ASPECT * LIMITS.max_pixels and info.num_frames > 0
     assert refused > 0, "the damage must be seen"
 
 
@@ -206,5 +207,5 @@ def test_any_damage_of_the_header_ends_in_a_reason(damage, cut):
         info = probe(data)
     except (BadSample, mp4.Fragmented):
         return
-    assert 0 < info.width * info.height <= LIMITS.max_pixels
+    assert 0 < info.width * info.height <= MAX_PIXEL_ASPECT * LIMITS.max_pixels
     assert 0 < info.num_frames <= LIMITS.max_frames and info.fps > 0 and np.isfinite(info.duration)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
 
 import pytest
@@ -72,6 +73,23 @@ def test_hostile_extended_header_is_not_read(tmp_path):
     info.type, info.size = tarfile.XHDTYPE, 1 << 40
     fault, = members_of(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     assert fault.reason is Reason.GARBAGE_HEADER
+
+
+@pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"])
+@pytest.mark.parametrize("size", [b"-1000", b"-3000", b"-1", b"what"])
+def test_extended_header_of_negative_size_ends_the_archive(tmp_path, kind, size):
+    info, first = tarfile.TarInfo("x"), shard([("a.txt", b"x" * 1000)])[:1536]
+    info.type = kind
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = size.rjust(12, b"0") if size == b"what" else size.ljust(11) + b"\0"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path = tmp_path / "a.tar"
+    path.write_bytes(first + header + bytes(1024))
+    with ReadFile(str(path)) as file:
+        member, fault = itertools.islice(read_members(file), 3)
+    assert member.name == "a.txt"
+    assert fault.reason is Reason.GARBAGE_HEADER and fault.offset == 1536 and "1536 bytes unreachable" in fault.detail
 
 
 @pytest.mark.parametrize("size", ["-5", "abc"])

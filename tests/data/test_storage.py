@@ -1,0 +1,129 @@
+"""Names of files: as a listing gives them, and the same wherever a command is started."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from data import storage
+from data.config import SourceConfig
+from data.errors import DataError
+from data.index import build_index
+from data.ledger import Ledger
+from data.storage import absolute, expand, list_files, read_range, resolve, stat
+from tests.data.making import clip, good, index_of, shard
+
+ODD_NAMES = ("my clip.mp4", "a#1.mp4", "what?.mp4", "100%.mp4", "50%20.mp4", "caf\u00e9 \U0001f600.mp4", "a+b&c=d.mp4")
+
+
+@pytest.fixture
+def through_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """file:// goes through PyArrow as s3:// does, not through `os`."""
+    monkeypatch.setattr(storage, "is_local", lambda uri: "://" not in uri)
+
+
+def test_files_of_any_name_are_listed_and_read_through_pyarrow(tmp_path: Path, through_pyarrow: None) -> None:
+    folder = tmp_path / "my videos #1"
+    folder.mkdir()
+    for name in ODD_NAMES:
+        (folder / name).write_bytes(name.encode())
+    listed = list_files(f"file://{folder}")
+    assert [file.uri for file in listed] == sorted(f"file://{folder}/{name}" for name in ODD_NAMES)
+    for file in listed:
+        assert read_range(file.uri, 0, -1) == storage.name_of(file.uri).encode()
+        assert stat(file.uri) == file
+    assert expand(f"file://{folder}/100%*", (".mp4",)) == [f"file://{folder}/100%.mp4"]
+
+
+def test_a_folder_of_odd_names_is_indexed_through_pyarrow(tmp_path: Path, through_pyarrow: None) -> None:
+    folder = tmp_path / "my set"
+    folder.mkdir()
+    for name in ODD_NAMES:
+        (folder / name).write_bytes(clip())
+        (folder / name.replace(".mp4", ".txt")).write_text(name)
+    index, _ = index_of(f"file://{folder}", tmp_path / "cache", kind="pairs")
+    assert index.num_ok == len(ODD_NAMES)
+    for number in range(len(index)):
+        row = index.row(number)
+        assert index.caption(number) == storage.name_of(row.path)
+        assert read_range(row.path, row.offset, row.size) == clip()
+
+
+@pytest.mark.parametrize("uri, path", [
+    ("gs://anonymous@bucket/videos/my clip #1?.mp4", "bucket/videos/my clip #1?.mp4"),
+    ("gs://anonymous@bucket/50%20/\u00e9.mp4", "bucket/50%20/\u00e9.mp4"), ("gs://anonymous@bucket", "bucket"),
+    ("fsspec+memory://videos/my clip%20.mp4", "/videos/my clip%20.mp4")])
+def test_what_follows_the_bucket_is_the_name(uri: str, path: str) -> None:
+    assert resolve(uri)[1] == path
+
+
+def test_options_of_pyarrow_stand_behind_the_name() -> None:
+    system, path = resolve("s3://bucket/my clips/a?.tar?region=eu-west-3&endpoint_override=localhost:9000")
+    assert (path, system.region) == ("bucket/my clips/a?.tar", "eu-west-3")
+
+
+def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert absolute("a/{0..3}.tar::../b/::s3://c/d") == f"{tmp_path}/a/{{0..3}}.tar::{tmp_path.parent}/b::s3://c/d"
+    assert absolute("~/a/*.tar") == "/home/me/a/*.tar" and absolute("{a,b}.tar") == f"{tmp_path}/{{a,b}}.tar"
+    for kept in ("", "/a/b.tar", "{/a,~/b}/c.tar", "gs://a/../b", "pipe:cat a"):
+        assert absolute(kept) == kept
+    assert absolute("file:///a/../b") == "/b"
+
+
+def test_a_folder_given_as_a_file_uri_is_that_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(clip())
+    (folder / "a.txt").write_text("a clip")
+    index, _ = index_of(f"file://{folder}", tmp_path / "cache", kind="pairs")
+    assert index.num_ok == 1 and index.row(0).path == f"{folder}/a.mp4"
+
+
+def test_a_pipe_behind_a_path_is_still_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(shard(good(1)))
+    with pytest.raises(DataError, match="pipe: runs a shell command"):
+        index_of(f"{tmp_path}/a.tar::pipe:cat {tmp_path}/a.tar", tmp_path / "cache")
+
+
+def make_source(kind: str, folder: Path) -> str:
+    """A source of two clips; its path below `folder`."""
+    if kind == "webdataset":
+        (folder / "a.tar").write_bytes(shard(good(2)))
+        return "{a,a}.tar"
+    (folder / "videos").mkdir()
+    for name in ("a", "b"):
+        (folder / "videos" / f"{name}.mp4").write_bytes(clip())
+        (folder / "videos" / f"{name}.txt").write_text(name)
+    if kind == "pairs":
+        return "videos"
+    with (folder / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("videoID", "timestamp", "caption"), *((name, "", name) for name in "ab")]
+                                   if kind == "koala" else [("video", "caption"), ("a.mp4", "a"), ("b.mp4", "b")])
+    return "table.csv"
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "pairs", "koala", "manifest"])
+def test_an_index_made_by_a_relative_path_is_that_of_the_absolute_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                      kind: str) -> None:
+    path = make_source(kind, tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    media = "videos" if kind in ("koala", "manifest") else ""
+    monkeypatch.chdir(elsewhere)
+    made, _ = index_of(f"../{path}", tmp_path / "cache", kind=kind, media=media and f"../{media}")
+    assert made.num_ok == 2
+    monkeypatch.chdir("/")
+    read: list[int] = []
+    source = SourceConfig(path=f"{tmp_path}/{path}", kind=kind, media=media and f"{tmp_path}/{media}")  # type: ignore[arg-type]
+    found = build_index(source, tmp_path / "cache", Ledger(), progress=lambda done, _: read.append(done))
+    assert not read and found.hash == made.hash
+    for number in range(2):
+        row = made.row(number)
+        assert row == found.row(number) and made.content_id(number) == found.content_id(number)
+        assert len(read_range(row.path, row.offset, row.size)) == row.size > 0
+        assert found.caption(number) == made.caption(number) != ""
+    made.verify()
