@@ -14,6 +14,7 @@ import numpy as np
 
 from data.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.config import LimitsConfig
+from data.decode import FRAMES_SHORT_ALLOWED
 from data.index import Index, Row
 from data.ledger import BadSample, Ledger, Reason
 from data.storage import ByteRange, ReadFile
@@ -21,7 +22,6 @@ from data.types import Bucket, Clip, Job
 
 CLIPS_PER_JOB = 16
 ENTIRE = Bucket(1, 1, 1)  # the pixels of a check are thrown away
-FRAMES_SHORT_ALLOWED = 0.02  # variable frame rates and edit lists make the header's count differ a little
 TIME_SLACK_SECONDS = 1e-3
 
 
