@@ -221,8 +221,8 @@ class Dataset:
         row = self._row(ref.source, ref.row)
         return Clip(key=row.key, media=row.path, offset=row.offset, size=row.size, suffix=row.suffix, image=row.image,
                     frames=row.num_frames, fps=row.fps, start_frame=ref.start_frame, start_seconds=row.start_s,
-                    rotation=row.rotation, captions=row.captions, caption_pick=ref.caption_pick,
-                    caption_drop=ref.caption_drop, shard=row.shard)
+                    end_seconds=row.end_s, rotation=row.rotation, captions=row.captions,
+                    caption_pick=ref.caption_pick, caption_drop=ref.caption_drop, shard=row.shard)
 
     def _load_row(self, source: int, row: int) -> Row:
         return self.indexes[source].row(row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import math
 import struct
 import sys
@@ -31,6 +32,7 @@ DECODE_VERSION = 1  # raised when the same bytes give other pixels: latents cach
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
+END_SLACK = 1e-6  # seconds; a part ends before the frame of its end
 FRAMES_SHORT_ALLOWED = 0.02  # of those a header promises: edit lists make its count differ a little
 # Without FULL_CHR_H_INT swscale's table makes RGB one to two levels too dark; with it, area averaging is as fast as the
 # table's bicubic (1080p to 480p 5.2 ms). BITEXACT: the same pixels on every CPU.
@@ -227,7 +229,7 @@ def _in_a_row(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown
         left -= 1
         if not left:
             return
-    if not clip.start_seconds:  # else its frames were counted by the average rate, too
+    if not clip.end_seconds:  # else its frames were counted by the average rate, too
         least = max(least, clip.frames - max(1, int(FRAMES_SHORT_ALLOWED * clip.frames)))
     count = 0
     if clip.start_frame:
@@ -241,8 +243,9 @@ def _in_a_row(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown
 
 
 def _frames_since(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
-    half = 0.5 / clip.fps if clip.fps else 0.0
-    return (shown for seconds, shown in _frames_from(source, clip, job, begin) if seconds >= begin - half)
+    half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_seconds or math.inf
+    frames = itertools.takewhile(lambda frame: frame[0] < end - END_SLACK, _frames_from(source, clip, job, begin))
+    return (shown for seconds, shown in frames if seconds >= begin - half)
 
 
 def _at_times(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:

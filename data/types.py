@@ -92,7 +92,8 @@ class Clip:
     frames: int  # number of frames the header promises
     fps: float  # frame rate the header promises; 0 for images
     start_frame: int
-    start_seconds: float = 0.0  # the sample is a part of a longer video that begins here
+    start_seconds: float = 0.0  # the sample is a part of a longer video that begins here,
+    end_seconds: float = 0.0  # and ends before this; 0: with the video
     rotation: int = 0
     captions: tuple[CaptionRef, ...] = ()
     caption_pick: float = 0.0

@@ -103,9 +103,18 @@ def test_a_start_too_late_in_a_variable_frame_rate_gives_the_last_frames(tmp_pat
 
 def test_a_part_of_a_variable_frame_rate_may_have_fewer_frames_than_counted(tmp_path: Path) -> None:
     path = write_video(tmp_path / "slowing.mp4", SLOWING)
-    part = clip(path, 36, fps=6.0, start_seconds=4.0, start_frame=27)
+    part = clip(path, 36, fps=6.0, start_seconds=4.0, end_seconds=10.0, start_frame=27)
     assert numbers(decode_clip(part, job(bucket=Bucket(9, 64, 96)))) == list(range(51, 60))
     assert reason_of(part, job(bucket=Bucket(17, 64, 96))) is Reason.TRUNCATED_VIDEO
+
+
+@pytest.mark.parametrize("start_seconds", [0.0, 1.0])
+def test_a_part_of_a_variable_frame_rate_does_not_run_into_what_follows(tmp_path: Path, start_seconds: float) -> None:
+    path = write_video(tmp_path / "slowing.mp4", SLOWING)
+    end = SLOWING[54]
+    part = clip(path, round((end - start_seconds) * 6), fps=6.0, start_seconds=start_seconds, end_seconds=end,
+                start_frame=round((end - start_seconds) * 6) - 9)
+    assert numbers(decode_clip(part, job(bucket=Bucket(9, 64, 96)))) == list(range(45, 54))
 
 
 def test_memory_is_taken_again_only_when_nobody_has_the_batch(steady: Path) -> None:
