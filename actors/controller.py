@@ -313,6 +313,7 @@ class Controller:
         """The generation is over. After a failure its survivors must leave the groups; then they report ready."""
         self._event("end", generation=decision.generation, why=decision.reason, clean=decision.clean)
         self.state.survivors = []
+        self.lookout.try_again()
         if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
             self._settle_all()
             if self.runner is not None:

@@ -42,6 +42,10 @@ class Lookout:
             events += [*self._hanging_starts(report), *self._heartbeats(report), *self._wish()]
         return [*events, Resources(available=self._room())]
 
+    def try_again(self) -> None:
+        """A worker has started, or the pool has become smaller: what failed to start before says nothing any more."""
+        self._failed_starts, self.hopeless = 0, ""
+
     def _report(self) -> Report | None:
         """The monitor's report, or None while it is being started again; a new one is told what the old one knew."""
         try:
@@ -61,7 +65,7 @@ class Lookout:
         news = self._pool.poll()
         events: list[Event] = []
         for info in news.ready:
-            self._failed_starts, self.hopeless = 0, ""
+            self.try_again()
             self._tell("ready", worker=info.worker, node=info.node, pid=info.pid, host=info.host)
             number = worker_number(info.worker)
             events += [Joined(worker=number, node=info.node), Ready(worker=number)]

@@ -35,3 +35,19 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
     events: list[Any] = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, told).look()
     assert (Refused(count=1) in events) == given_up
     assert pool.discard.called == handle.forget.remote.called == told.called == given_up
+
+
+def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, pool = Mock(), Mock(pending=[], names=[])
+    pool.poll.return_value = PoolNews(lost=(("w5", "CUDA error: unknown"),))
+    handle.collect.remote.return_value = Monitor().collect()
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    lookout = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, Mock())
+    for _ in range(3):
+        lookout.look()
+    assert "CUDA error" in lookout.hopeless
+    lookout.try_again()
+    assert not lookout.hopeless
+    lookout.look()
+    assert not lookout.hopeless, "three more, not one"
