@@ -345,6 +345,9 @@ class Controller:
         before = self.commits.committed
         holders = self.runner.world if self.runner is not None else ()  # a clean change: everyone holds the last step
         origin = self.state.choose(decision.generation, holders)
+        held = origin.step if origin is not None else -1
+        if held != self.commits.committed:  # training on from another state would go unnoticed
+            raise RuntimeError(f"step {self.commits.committed} is committed, but the state is of step {held}")
         if self.commits.committed < before:
             self.source.open(self.commits.committed + 1, self.state.data_token())
         keepers = self.state.keepers

@@ -53,36 +53,36 @@ class RunState:
         self.writer = checkpoints.Writer(self._run_dir, config.checkpoint, last, self._meta, sealed, self._not_written)
         # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
         self.standing = self.keepers.standing(timeout_s=_EXPORT_S)
-        self.origin: Origin | None = None
         self.survivors: list[Snapshot] = []  # held by workers that have left a failed generation
         self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
-        self._from_first = False  # `first` found something that no generation has used yet
+        self._first: Origin | None = None  # found by `first`, used by no generation yet
+        self._generation = 0  # the newest that has been given a state
         self._forecast_told = False
         self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
         """What this controller continues from; None: a new run."""
         newest = self.standing.committed
-        self.origin = origin_of(self.keepers, [], self.on_disk(), timeout_s=_EXPORT_S, newest=newest)
-        self._from_first = self.origin is not None
-        return self.origin
+        self._first = origin_of(self.keepers, [], self.on_disk(), timeout_s=_EXPORT_S, newest=newest)
+        return self._first
 
     def choose(self, generation: int, world: Sequence[Seat]) -> Origin | None:
         """The newest whole state for a generation; `world` are workers of a cleanly ended one, which still hold it."""
-        if self._from_first:
-            self._from_first = False
-            return self.origin
+        self._generation = generation
+        if (first := self._first) is not None:
+            self._first = None
+            return first
         newest = self._commits.newest
         exports = [*self.survivors, *exports_of(world, newest)]
-        self.origin = origin_of(self.keepers, exports, self.on_disk(), timeout_s=10, newest=newest)
-        step = self.origin.step if self.origin is not None else -1
+        origin = origin_of(self.keepers, exports, self.on_disk(), timeout_s=10, newest=newest)
+        step = origin.step if origin is not None else -1
         if (lost := self._commits.committed - step) > 0:
-            where = self.origin.checkpoint if self.origin is not None else "the start"
+            where = origin.checkpoint if origin is not None else "the start"
             self._tell("fallback", to_step=step, lost_steps=lost)
             log.warning("no snapshot is whole; %d steps are computed again from %s", lost, where)
         self._commits.keep_until(step)
         self.keepers.rollback(step, generation)
-        return self.origin
+        return origin
 
     def data_token(self) -> Mapping[str, Any] | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
@@ -116,7 +116,8 @@ class RunState:
 
         Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
         """
-        self.survivors, self.origin = [], None  # the generation holds a newer state: theirs may leave the memory
+        if done.running.generation == self._generation:  # it holds a newer state: theirs may leave the memory
+            self.survivors = []
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
             self.keepers.commit(done.running.step)
         self.writer.poll()

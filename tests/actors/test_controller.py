@@ -10,10 +10,13 @@ from unittest.mock import Mock
 import pytest
 import ray
 
+from actors.commits import CommitLog
 from actors.controller import Controller
 from actors.monitor import Monitor
+from actors.snapshots import Origin
 from actors.source import DataLost, StepSource
 from actors.state import RunState
+from actors.steps import CollectedStep
 from data.errors import DataIOError
 from ops.geometry import Geometry
 
@@ -62,6 +65,27 @@ def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_k
     state.data_token = lambda: ANOTHER_POSITION  # type: ignore[method-assign]
     found: Mapping[str, Any] | None = state._position_after(7)
     assert found == ({"step": 8} if open_ else ANOTHER_POSITION)
+
+
+@pytest.mark.parametrize("generation", [3, 4])
+def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
+    monkeypatch: pytest.MonkeyPatch, generation: int
+) -> None:
+    """A loss finds finished steps that nobody has committed yet: they are, when their state is found to be whole."""
+    state, collected = RunState.__new__(RunState), Mock(spec=CollectedStep, snapshots=("s7",))
+    collected.running.step, collected.running.generation = 7, 3
+    found = Mock(spec=Origin, step=7, checkpoint=None)
+    monkeypatch.setattr("actors.state.origin_of", lambda *arguments, **named: found)
+    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: ([], references))
+    state.keepers, state.writer, state.on_disk = Mock(), Mock(), Mock()  # type: ignore[method-assign]
+    state._positions, state._first, state.survivors = {}, None, ["export"]  # type: ignore[list-item]
+    state._commits = CommitLog(commit=lambda done: state.committed(done, "position"), committed=6)
+    state._commits.add(Mock(spec=CollectedStep, snapshots=(), running=collected.running))
+    assert state.choose(4, ()) is found
+    assert state._commits.committed == 7 and state.survivors == ["export"]
+    collected.running.generation = generation
+    state.committed(collected, "next position")
+    assert bool(state.survivors) == (generation < 4), "the new generation's first commit lets them go"
 
 
 def test_a_met_wish_to_stop_does_not_stop_the_next_controller() -> None:
