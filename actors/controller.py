@@ -401,9 +401,12 @@ class Controller:
     def _settle_all(self) -> None:
         """Wait for the commits of a clean boundary, so that the next generation starts from the last finished step."""
         deadline = time.monotonic() + self.config.workers.collective_timeout_s
-        while len(self.commits) and time.monotonic() < deadline:
-            if not self.commits.settle(timeout_s=_LOOK_S) and self.runner is not None:
-                self.state.repair_keepers(self.runner.world)
+        try:
+            while len(self.commits) and time.monotonic() < deadline:
+                if not self.commits.settle(timeout_s=_LOOK_S) and self.runner is not None:
+                    self.state.repair_keepers(self.runner.world)
+        except GenerationLost as lost:
+            log.warning("uncommitted steps are left to what others hold: %s", lost)
 
     def _remove(self, name: str, frozen: bool = False) -> None:
         self.pool.discard(name, frozen=frozen)

@@ -19,15 +19,17 @@ from actors import checkpoints, keeper
 from actors.checkpoint import load, trained_parameters
 from actors.commits import CommitLog
 from actors.config import RuntimeConfig
+from actors.gone import GONE
 from actors.keepers import Keepers
 from actors.snapshots import Origin, Snapshot, origin_of
 from actors.source import DataLost
-from actors.steps import CollectedStep, Seat
+from actors.steps import CollectedStep, GenerationLost, Seat
 from ops.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
 _EXPORT_S = 30.0  # a worker between two steps answers at once
+_REPAIR_S = 60.0  # steps that are under way come first
 _REPAIR_PAUSE_S = 0.5  # between two repairs of the keepers
 
 
@@ -134,18 +136,30 @@ class RunState:
             log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
 
     def repair_keepers(self, world: Sequence[Seat]) -> None:
-        """A keeper is gone: start another and give it the newest shards of the workers it served.
+        """A keeper is gone: start another and give it the newest shards of the workers it served. Raises GenerationLost
+        when it is a worker that is gone.
 
         On a lost node that Ray has not noticed yet, every new one is lost at once: such tries keep a distance.
         """
         time.sleep(max(0.0, self._repaired_at + _REPAIR_PAUSE_S - time.monotonic()))
         self._repaired_at = time.monotonic()
         self.keepers.repair([seat.node for seat in world])
-        asked = [seat.handle.set_keepers.remote(self.keepers.of(rank)) for rank, seat in enumerate(world)]
-        try:
-            self._commits.replace_acknowledgements([s for s in ray.get(asked, timeout=60) if s is not None])
-        except ray.exceptions.RayError as error:
-            log.warning("workers could not be given new keepers yet: %s", error)
+        asked = {seat.handle.set_keepers.remote(self.keepers.of(rank)): seat for rank, seat in enumerate(world)}
+        held: list[Snapshot] = []
+        while asked:
+            done, _ = ray.wait(list(asked), timeout=_REPAIR_S)
+            if not done:
+                log.warning("%s could not be given new keepers yet", ", ".join(seat.name for seat in asked.values()))
+                return
+            seat = asked.pop(done[0])
+            try:
+                held += filter(None, [ray.get(done[0])])
+            except GONE:
+                raise GenerationLost([seat.name], {}) from None
+            except ray.exceptions.RayError as error:
+                log.warning("%s could not be given new keepers yet: %s", seat.name, error)
+                return
+        self._commits.replace_acknowledgements(held)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -251,14 +251,13 @@ class Worker:
         return report, snapshot
 
     def set_keepers(self, keepers: tuple[Any, ...]) -> Snapshot | None:
-        """Other keepers from now on; they get the newest shard at once."""
+        """Other keepers from now on; they get what the lost ones may have held of uncommitted steps at once."""
         self._snapshot_to = keepers
         if not self._exports:
             return None
-        newest = self._exports[-1]
         return replace(
-            newest,
-            acknowledgements=tuple(k.put.remote(newest.step, newest.shard, newest.generation) for k in keepers),
+            self._exports[-1],
+            acknowledgements=tuple(k.put.remote(e.step, e.shard, e.generation) for e in self._exports for k in keepers),
         )
 
     def parameters_digest(self) -> str:

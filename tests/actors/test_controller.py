@@ -16,7 +16,7 @@ from actors.monitor import Monitor
 from actors.snapshots import Origin
 from actors.source import DataLost, StepSource
 from actors.state import RunState
-from actors.steps import CollectedStep
+from actors.steps import CollectedStep, GenerationLost, Seat
 from data.errors import DataIOError
 from ops.geometry import Geometry
 
@@ -86,6 +86,33 @@ def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
     collected.running.generation = generation
     state.committed(collected, "next position")
     assert bool(state.survivors) == (generation < 4), "the new generation's first commit lets them go"
+
+
+def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_repair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = RunState.__new__(RunState)
+    state.keepers, state._commits, state._repaired_at = Mock(), Mock(), 0.0
+    answers: dict[str, Any] = {"w0": None, "w1": ray.exceptions.ActorDiedError()}
+    world = [Mock(spec=Seat, node="n", handle=Mock()) for _ in answers]
+    for seat, name in zip(world, answers, strict=True):
+        seat.name = name
+        seat.handle.set_keepers.remote.return_value = name
+
+    def get(reference: str) -> Any:
+        if isinstance(answers[reference], Exception):
+            raise answers[reference]
+        return answers[reference]
+
+    monkeypatch.setattr(ray, "wait", lambda references, timeout: (references[:1], references[1:]))
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(GenerationLost) as lost:
+        state.repair_keepers(world)
+    assert lost.value.dead == ("w1",) and not state._commits.replace_acknowledgements.called
+    answers["w1"] = "newest shard of w1"
+    state._repaired_at = 0.0
+    state.repair_keepers(world)
+    state._commits.replace_acknowledgements.assert_called_once_with(["newest shard of w1"])
 
 
 def test_a_met_wish_to_stop_does_not_stop_the_next_controller() -> None:
