@@ -192,7 +192,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
     keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
     newest = _step_of(found[-1])
     old = [folder for folder in _step_folders(root) if folder not in keep and _step_of(folder) <= newest]
-    return [folder for folder in old if _removed(folder)]
+    return [folder for folder in old if _try_to_remove(folder)]
 
 
 def forecast_bytes(total: int, *, ema: bool, num_shards: int = 1, num_parameters: int = 0) -> int:
@@ -297,7 +297,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _removed(folder: Path) -> bool:
+def _try_to_remove(folder: Path) -> bool:
     # COMPLETE goes first: a removal that is cut short must not leave something that looks whole.
     try:
         (folder / COMPLETE).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Ray's words for an actor that is gone. Only the first of them is a RayActorError."""
+"""Ray's words for an actor that is gone."""
 
 from __future__ import annotations
 
-from ray.exceptions import ActorUnschedulableError, NodeDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError, RayActorError
 
-GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ActorUnschedulableError)
+FOR_GOOD = (ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError)
+GONE = (RayActorError, *FOR_GOOD)  # also one that is out of reach, and may answer again

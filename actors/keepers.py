@@ -10,12 +10,12 @@ from typing import Any
 import ray
 
 from actors.config import SnapshotConfig
+from actors.gone import FOR_GOOD
 from actors.keeper import Held, Standing, attach, place, spawn
 from actors.names import NAMESPACE, keeper_name
 
 log = logging.getLogger(__name__)
 
-_GONE = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError)
 
 
 class Keepers:
@@ -88,7 +88,7 @@ class Keepers:
                 found[name] = ray.get(reference, timeout=timeout_s)
             except ray.exceptions.RayError as error:
                 log.warning("keeper %s does not answer: %s", name, type(error).__name__)
-                if isinstance(error, _GONE):  # not asked again; `prepare` starts another
+                if isinstance(error, FOR_GOOD):  # not asked again; `prepare` starts another
                     self._forget(name)
         return found
 

@@ -137,8 +137,6 @@ class KoalaReader:
             caption = listed.caption.strip()
             if not caption:
                 raise BadSample(Reason.NO_CAPTION, "empty")
-            if any(0xD800 <= ord(sign) < 0xE000 for sign in caption):
-                raise BadSample(Reason.CAPTION_NOT_UTF8, "stray bytes in the caption")
             check_lengths([caption], self.limits)
             sample.captions = [writer.put_caption(caption)]
         except BadSample as fault:

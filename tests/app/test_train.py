@@ -68,8 +68,8 @@ def cluster() -> Iterator[Any]:
     """The head of a cluster with a job server that runs beside the tests.
 
     Its folder is its own: of several clusters on a machine, the job server takes for its own the one that a file there
-    names, or any one without that file. `ray start` writes it into the cluster's folder, `Cluster` into /tmp/ray, where
-    clusters of other test processes do so too. Its agent's usual port may be theirs as well.
+    names, or any one without that file. `ray start` writes it into the cluster's folder, `Cluster` into Ray's usual
+    one, where clusters of other test processes do so too. Its agent's usual port may be theirs as well.
     """
     from ray._private.utils import write_ray_address
     from ray.cluster_utils import Cluster
