@@ -137,8 +137,6 @@ class ManifestReader:
         found = [text for _, _, text in choose(self.policy, find)]
         if not found:
             raise BadSample(Reason.NO_CAPTION, f"no text among {', '.join(map(str, row))}"[:300])
-        if any(0xD800 <= ord(sign) < 0xE000 for text in found for sign in text):
-            raise BadSample(Reason.CAPTION_NOT_UTF8, "stray bytes in the caption")
         check_lengths(found, self.limits)
         return found
 
