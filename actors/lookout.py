@@ -9,7 +9,18 @@ from typing import Any
 import ray
 
 from actors.config import WorkersConfig
-from actors.membership_types import Alive, Event, Joined, Leaving, Ready, Refused, Resize, Resources, Suspect
+from actors.membership_types import (
+    START_S,
+    Alive,
+    Event,
+    Joined,
+    Leaving,
+    Ready,
+    Refused,
+    Resize,
+    Resources,
+    Suspect,
+)
 from actors.messages import LOADING
 from actors.monitor import Report, Wishes
 from actors.pool import Pool, uses_gpu
@@ -18,7 +29,6 @@ from actors.watch import Watch
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # the monitor answers at once, or is being started again
-_LOADING_S = 600.0  # a worker that takes longer to load its modules hangs: a device or file system that does not answer
 _FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
 
 
@@ -84,10 +94,10 @@ class Lookout:
         events = []
         for name in self._pool.pending:
             seen = report.seen.get(name)
-            if seen is not None and seen.progress.activity == LOADING and report.now - seen.progress.since > _LOADING_S:
+            if seen is not None and seen.progress.activity == LOADING and report.now - seen.progress.since > START_S:
                 self._pool.discard(name)
                 self._monitor.forget.remote(name)
-                events.append(self._failed_start(name, f"it still loads its modules after {_LOADING_S:g} s"))
+                events.append(self._failed_start(name, f"it still loads its modules after {START_S:g} s"))
         return events
 
     def _heartbeats(self, report: Report) -> list[Event]:

@@ -9,6 +9,7 @@ from actors.config import WorkersConfig
 
 Phase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
+START_S = 600.0  # a worker that takes longer to load hangs: a device or file system that does not answer
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity
 
 
@@ -24,7 +25,7 @@ class Limits:
     # hold it up until Ray has noticed the loss, in some 30 s; to replace it sooner loses the state that it holds.
     recover_s: float = 60.0
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
-    start_s: float = 600.0  # a worker that takes longer to load is replaced
+    start_s: float = START_S
     request_s: float = 60.0  # a request that brought no worker is made again after this
     max_breaks: int = 3  # generations that break in a row without a death and without a finished step
 
