@@ -57,10 +57,13 @@ class SnapshotConfig:
     """State of committed steps in host memory of other nodes."""
 
     enabled: bool = True
-    every: int = 1
+    every: int = 1  # steps between snapshots; with N, a loss costs up to N - 1 steps, which are computed again
     copies: int = 1
+    patience_s: float = 600.0  # so long a keeper that lives and does not answer is waited for, not taken for lost
 
     def __post_init__(self) -> None:
+        if self.patience_s <= 0:
+            raise ValueError(f"snapshot.patience_s is {self.patience_s:g}; it must be larger than 0.")
         if self.every < 1 or self.copies < 1:
             raise ValueError(
                 f"snapshot.every {self.every} and snapshot.copies {self.copies} must be at least 1; "

@@ -100,7 +100,10 @@ class Controller:
             ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.commits = CommitLog(
-            commit=self._commit, committed=-1, patience_s=config.workers.collective_timeout_s
+            commit=self._commit,
+            committed=-1,
+            patience_s=config.snapshot.patience_s,
+            slow=lambda step, waited: self._event("keepers_slow", step=step, seconds=round(waited, 1)),
         )
         self.state = RunState(
             self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event
@@ -191,7 +194,7 @@ class Controller:
             if runner.running and (done := runner.collect(timeout_s=_LOOK_S)) is not None:
                 self._collected(done)
             if not self.commits.settle():
-                self.state.repair_keepers(runner.world)
+                self.state.repair_keepers(runner.world, quiet=not runner.running)
             if not runner.running:
                 self._at_boundary(runner)
         except GenerationLost as lost:
@@ -226,7 +229,7 @@ class Controller:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change."""
         if self._next_step >= self.config.train.steps or self._stop_by or not self._change_pending():
             if not self.commits.settle(timeout_s=_LOOK_S):
-                self.state.repair_keepers(runner.world)
+                self.state.repair_keepers(runner.world, quiet=True)
             return
         self._observe(Boundary(step=self._next_step - 1))
 
@@ -404,7 +407,7 @@ class Controller:
         try:
             while len(self.commits) and time.monotonic() < deadline:
                 if not self.commits.settle(timeout_s=_LOOK_S) and self.runner is not None:
-                    self.state.repair_keepers(self.runner.world)
+                    self.state.repair_keepers(self.runner.world, quiet=True)
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
