@@ -41,6 +41,7 @@ from actors.messages import (
     StepReport,
     WorkerInfo,
 )
+from actors.process import birth
 from actors.snapshots import Origin, Snapshot
 from actors.transfer import HostCopies, PinnedCopy
 from data.blocks import as_batch
@@ -133,6 +134,7 @@ class Worker:
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             pid=os.getpid(),
+            born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=memory,
             publishes_later=self.executor.copies is not None,
