@@ -21,15 +21,20 @@ from app.settings import ConfigError, as_plain
 
 Kind = Literal["function", "weights", "sources", "schedule", "free"]
 
-FUNCTION = """
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+FUNCTION = _names("""
     model.dit model.vae model.text
     data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow
-""".split()  # another value is another training
-WEIGHTS = "model.dit.path model.vae.path model.text.path".split()  # may move, must hold the same
+""")  # another value is another training
+WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
-SCHEDULE = """
+SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     data.segments data.min_coverage data.limits data.engine data.cache
     train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps
@@ -37,8 +42,8 @@ SCHEDULE = """
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
     train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
-""".split()  # a person may want it; told
-FREE = "run sample".split()
+""")  # a person may want it; told
+FREE = ["run", "sample"]
 _TABLES: tuple[tuple[list[str], Kind], ...] = (
     (FUNCTION, "function"), (WEIGHTS, "weights"), (SOURCES, "sources"), (SCHEDULE, "schedule"), (FREE, "free"))
 KINDS: dict[str, Kind] = {name: kind for names, kind in _TABLES for name in names}
@@ -94,7 +99,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
             if before.get(key, usual[key]) != value]
 
 
-def leaves(tree: Mapping[str, Any], known: Mapping[str, Any] | None = None, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    tree: Mapping[str, Any], known: Mapping[str, Any] | None = None, path: str = ""
+) -> Iterator[tuple[str, Any]]:
     """(section.key, value). Lists end a path, and so does a mapping that is itself a value of `known`."""
     for name, value in tree.items():
         key = f"{path}.{name}" if path else str(name)

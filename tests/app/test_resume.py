@@ -81,7 +81,7 @@ def test_another_head_size_of_the_same_width_is_refused(tmp_path: Path, folder: 
     dit = config(tmp_path).model.dit
     heads = [f"model.dit.num_heads={dit.num_heads // 2}", f"model.dit.head_dim={dit.head_dim * 2}",
              "planner.degrees=[]"]
-    with pytest.raises(ConfigError, match="num_heads .* -> .*head_dim"):
+    with pytest.raises(ConfigError, match=r"num_heads .* -> .*head_dim"):
         check_resume(config(tmp_path, *heads))
 
 
@@ -99,13 +99,13 @@ def test_the_same_settings_are_no_change(tmp_path: Path, folder: Path) -> None:
 def test_what_the_checkpoint_was_trained_with_counts_not_an_edited_file(tmp_path: Path, folder: Path) -> None:
     edited = config(tmp_path, "model.text.seed=7")
     (folder / "config.yaml").write_text(edited.to_yaml())
-    with pytest.raises(ConfigError, match="model.text.seed 0 -> 7"):
+    with pytest.raises(ConfigError, match=r"model.text.seed 0 -> 7"):
         check_resume(edited)
 
 
 def test_without_a_checkpoint_the_runs_own_file_counts(tmp_path: Path, folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints")  # its keepers may live
-    with pytest.raises(ConfigError, match="something else than .*config.yaml says: model.text.seed"):
+    with pytest.raises(ConfigError, match=r"something else than .*config.yaml says: model.text.seed"):
         check_resume(config(tmp_path, "model.text.seed=7"))
 
 
@@ -130,7 +130,7 @@ def test_a_run_of_an_older_version_had_the_defaults_of_settings_it_did_not_know(
     (folder / "config.yaml").write_text(text)
     (folder / "checkpoints" / "step-9" / "meta.json").write_text(json.dumps({"step": 9, "config": text}))
     assert check_resume(config(tmp_path)) == []
-    with pytest.raises(ConfigError, match="train.loss_weight sample -> token"):
+    with pytest.raises(ConfigError, match=r"train.loss_weight sample -> token"):
         check_resume(config(tmp_path, "train.loss_weight=token"))
 
 
@@ -152,7 +152,7 @@ def test_weights_may_move_but_not_change(tmp_path: Path, edit: str, refused: boo
     (made / "metrics.jsonl").write_text('{"step": 9}\n')
     now = config(tmp_path, f"model.text.path={tmp_path}/new", "model.text.num_heads=2")  # not read beside a folder
     if refused:
-        with pytest.raises(ConfigError, match="model.text.path"):
+        with pytest.raises(ConfigError, match=r"model.text.path"):
             check_resume(now)
         return
     assert "model.text.path" in {change.key for change in check_resume(now)}
