@@ -54,6 +54,7 @@ from actors.source import DataLost, PlannerClient, StepSource, feeder_of, profil
 from actors.speeds import Speeds
 from actors.state import RunState, exports_of
 from actors.steps import CollectedStep, GenerationLost, Seat, StepRunner
+from actors.weights import weights_bytes
 from actors.worker import FormTask, Worker, WorkerSettings
 from ops.models.load import resolve
 
@@ -101,15 +102,19 @@ class Controller:
             ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.commits = CommitLog(
-            commit=self._commit, committed=-1, patience_s=config.workers.collective_timeout_s
+            commit=self._commit,
+            committed=-1,
+            patience_s=config.snapshot.patience_s,
+            slow=lambda step, waited: self._event("keepers_slow", step=step, seconds=round(waited, 1)),
         )
         self.state = RunState(
             self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event
         )
-        reported = ray.get(self.monitor.report.remote(), timeout=_START_S)
+        reported = ray.get(self.monitor.begin.remote(), timeout=_START_S)
         generation = max(reported.generation, self.state.standing.generation)
         self.membership = Membership(Limits.of(config.workers), generation=generation)
-        self.lookout = Lookout(config.workers, self.pool, self.monitor, self._event)
+        start_s = config.workers.start_patience_s(weights_bytes(config.model))
+        self.lookout = Lookout(config.workers, self.pool, self.monitor, self._event, start_s)
         self.runner: StepRunner | None = None
         self.view: View = self.membership.view()
         self._retiring: dict[Any, int] = {}
@@ -123,6 +128,7 @@ class Controller:
         self._step_ended_at = 0.0
         self._data_wait_s = 0.0  # since the last committed step
         self._broken_at: float | None = None
+        self._proven = 0  # the newest generation that has finished a step
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -196,7 +202,7 @@ class Controller:
             if runner.running and (done := runner.collect(timeout_s=_LOOK_S)) is not None:
                 self._collected(done)
             if not self.commits.settle():
-                self.state.repair_keepers(runner.world)
+                self.state.repair_keepers(runner.world, quiet=not runner.running)
             if not runner.running:
                 self._at_boundary(runner)
         except GenerationLost as lost:
@@ -231,7 +237,7 @@ class Controller:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change."""
         if self._next_step >= self.config.train.steps or self._stop_by or not self._change_pending():
             if not self.commits.settle(timeout_s=_LOOK_S):
-                self.state.repair_keepers(runner.world)
+                self.state.repair_keepers(runner.world, quiet=True)
             return
         self._observe(Boundary(step=self._next_step - 1))
 
@@ -264,12 +270,13 @@ class Controller:
         generation = self.view.generation
         for name in lost.dead:
             self._remove(name)
-            self._event("dead", worker=name)
-            self._observe(Dead(worker=worker_number(name)))
+            reason = f"died{self.lookout.doing(name)}"
+            self._event("dead", worker=name, why=reason)
+            self._observe(Dead(worker=worker_number(name), reason=reason))
         if lost.pixels_lost:
             self._reopen_data("decoded batches were lost")
         if lost.failed:
-            self._observe(Broken(generation=generation, reason=str(lost)))
+            self._observe(Broken(generation=generation, reason=f"{lost}{self.lookout.late()}"))
 
     def _reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
@@ -409,7 +416,7 @@ class Controller:
         try:
             while len(self.commits) and time.monotonic() < deadline:
                 if not self.commits.settle(timeout_s=_LOOK_S) and self.runner is not None:
-                    self.state.repair_keepers(self.runner.world)
+                    self.state.repair_keepers(self.runner.world, quiet=True)
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
@@ -428,6 +435,8 @@ class Controller:
         if self._broken_at is not None:
             self._event("recovered", step=done.running.step, seconds=round(done.collected_at - self._broken_at, 3))
             self._broken_at = None
+        if self._proven < done.running.generation:
+            self._proven = done.running.generation
             self._observe(Finished())
         self._skips.check(done, self.commits.committed)
         self.state.finished(done)
