@@ -183,6 +183,7 @@ class Controller:
             self._stop_when_quiet(now)
         if self.lookout.hopeless and len(self.view.members) < self.config.workers.min:
             raise StopRun(Outcome(code=1, reason=self.lookout.hopeless, last_step=self.commits.committed))
+        self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self._observe(Tick())
 
     def _stop_when_quiet(self, now: float) -> None:
