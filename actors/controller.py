@@ -45,9 +45,9 @@ from actors.membership_types import (
     Wait,
 )
 from actors.names import run_id
-from actors.outcome import Listener, Outcome, StopRun
+from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.plan.profile import Profile
-from actors.plan.types import Cluster, PlanError
+from actors.plan.types import Cluster
 from actors.pool import Pool, start_monitor
 from actors.skips import Skips
 from actors.source import DataLost, PlannerClient, StepSource, feeder_of, profile_of
@@ -56,7 +56,6 @@ from actors.state import RunState, exports_of
 from actors.steps import CollectedStep, GenerationLost, Seat, StepRunner
 from actors.weights import weights_bytes
 from actors.worker import FormTask, Worker, WorkerSettings
-from data.errors import DataError, DataIOError
 from ops.models.load import resolve
 
 log = logging.getLogger(__name__)
@@ -81,6 +80,8 @@ class Controller:
     ) -> None:
         """`profile`, `worker_class` and `feeder` replace the ones that the config describes (benchmarks, own data)."""
         self.config, self.listener = config, listener
+        self.left = ""  # after `train`: what is not on disk, and how to go on
+        self._ending = False
         self.run_dir = Path(config.run_dir)
         self.run = run_id(self.run_dir)
         self.model, self.geometry = resolve(config.model)
@@ -132,8 +133,8 @@ class Controller:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Run to the end. Raises DataError, DataIOError and PlanError, and Ray's errors for what another controller can
-        continue; every other trouble is answered or ends in the outcome."""
+        """Run to the end. Ray's errors leave the state to the controller that comes next; whatever else ends the run,
+        raised or returned, its last committed step is on disk then, or `self.left` says where it is."""
         total = self.config.train.steps
         try:
             self._begin()
@@ -146,8 +147,12 @@ class Controller:
         except StopRun as stop:
             self._keep_last()
             return stop.outcome
-        except (DataError, DataIOError, PlanError):
-            self._keep_last()
+        except Superseded:  # the folder and what the keepers hold are another start's now
+            raise
+        except Exception as error:
+            if not continues(error):
+                log.exception("the run ends")
+                self._keep_last()
             raise
         finally:
             self._close()
@@ -178,6 +183,7 @@ class Controller:
             self._stop_when_quiet(now)
         if self.lookout.hopeless and len(self.view.members) < self.config.workers.min:
             raise StopRun(Outcome(code=1, reason=self.lookout.hopeless, last_step=self.commits.committed))
+        self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self._observe(Tick())
 
     def _stop_when_quiet(self, now: float) -> None:
@@ -475,7 +481,11 @@ class Controller:
         timeline = [
             record for r in done.reports for record in timeline_records(facts, r, self._node_of(r.worker), begin)
         ]
-        self.listener.on_step(metrics, timeline, running.assignment)
+        try:
+            self.listener.on_step(metrics, timeline, running.assignment)
+        except Exception:
+            self.commits.committed = running.step - 1  # without its line it is computed again; keepers hold that one
+            raise
         self.state.committed(done, self.source.release(running.step))
 
     def _node_of(self, worker: str) -> str:
@@ -488,44 +498,63 @@ class Controller:
         self.listener.on_checkpoint(folder, step)
 
     def _keep_last(self) -> None:
-        """The run ends before its last step: what can be resumed goes to disk, nothing stays behind."""
+        """The run ends before its last step: what can be resumed goes to disk, nothing stays behind. Never raises."""
+        self._ending = True
         runner = self.runner
-        self.state.keep_last(runner.world if runner is not None and not runner.running else ())
-        self._let_go()
+        try:
+            self.state.keep_last(runner.world if runner is not None and not runner.running else ())
+        except Exception:  # whatever it is, the rest of the end must come
+            log.exception("the last committed step was not written")
+        try:
+            self._let_go()
+        except Exception:
+            log.exception("keepers and monitor could not be ended")
 
     def _let_go(self) -> None:
         if self.state.let_go():
             ray.kill(self.monitor)
-        else:
-            self.monitor.stopped.remote()
+            return
+        self.monitor.stopped.remote()
+        on_disk = self.state.on_disk()
+        self.left = only_in_memory(self.commits.committed, on_disk[0] if on_disk is not None else -1, self.run_dir)
 
     def _finish_checkpoint(self) -> None:
+        """Returns when the last step is on disk: an attempt may have lost its shards with their workers."""
         self.state.writer.wait()
         last = self.config.train.steps - 1
+        if (self.state.on_disk() or (-1,))[0] < last:
+            self.state.keep_last(self.runner.world if self.runner is not None else ())
         if (self.state.on_disk() or (-1,))[0] < last:
             raise StopRun(
                 Outcome(
                     code=1,
                     last_step=self.commits.committed,
-                    reason=f"all steps are done, but the checkpoint of step {last} was not written (see the log). "
-                    f"Make room in {self.run_dir} and continue with --resume.",
+                    reason=f"all steps are done, but the checkpoint of step {last} was not written (see "
+                    f"{self.run_dir}/events.jsonl). Make room in {self.run_dir} and continue with --resume.",
                 )
             )
         self._event("finish", step=self.commits.committed, ledger=self.source.ledger())
 
     def _event(self, event: str, **detail: Any) -> None:
-        self.listener.on_event(
-            {
-                "time": time.time(),
-                "event": event,
-                "generation": self.view.generation if hasattr(self, "view") else 0,
-                **detail,
-            }
-        )
+        try:
+            self.listener.on_event(
+                {
+                    "time": time.time(),
+                    "event": event,
+                    "generation": self.view.generation if hasattr(self, "view") else 0,
+                    **detail,
+                }
+            )
+        except Exception:
+            if not self._ending:
+                raise
+            log.warning("event %s was not written: %s", event, detail)  # on a full disk the state still comes first
 
     def _close(self) -> None:
         """End the run's workers and helpers. Keepers and monitor are ended by `_let_go`: after an error that Ray Train
         answers with another controller they are what it continues from."""
-        self.pool.close()
-        self.source.close()
-        self.planner.close()
+        for part in (self.pool, self.source, self.planner):
+            try:
+                part.close()
+            except Exception:  # Ray may be gone: the others are ended all the same, and the first error is the one told
+                log.warning("%s could not be ended", type(part).__name__, exc_info=True)

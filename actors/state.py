@@ -26,6 +26,7 @@ from actors.outcome import Outcome, StopRun
 from actors.snapshots import Origin, Snapshot, origin_of
 from actors.source import DataLost
 from actors.steps import CollectedStep, GenerationLost, Seat
+from data.errors import DataError, DataIOError
 from ops.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -310,7 +311,7 @@ class RunState:
         """The feeder's word, or without one the newest position that is known, from which the next feeder walks on."""
         try:
             return self._token(step + 1)
-        except DataLost as error:
+        except (DataLost, DataError, DataIOError, ray.exceptions.RayError) as error:  # it may be what ends the run
             log.info("step %d is written with an earlier position of the data: %s", step, error)
             return self.data_token()
 

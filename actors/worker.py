@@ -342,8 +342,9 @@ class Worker:
             peak_memory_gib=peak,
             rss_gib=peak_rss_gib(),
             snapshot_s=snapshot_s,
+            bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
-            bag_losses=done.item_losses,
+            item_losses=done.item_losses,
         )
 
     def _to_cache(self, task: CascadeTask, results: list[Encoded]) -> None:

@@ -57,6 +57,24 @@ def test_storage_that_fails_keeps_its_name_on_the_way_to_the_controller(monkeypa
         source(Mock()).token(3)
 
 
+def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feeder = Mock()
+    feeder.items.remote.side_effect = lambda step: f"items {step}"
+    feeder.batches.remote.side_effect = lambda step: f"batches {step}"
+    done = ["items 3", "items 4", "batches 3"]  # the batches of step 4 never come
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (done, [a for a in asked if a not in done]))
+
+    def get(reference: str, timeout: float) -> None:
+        if reference == "batches 3":
+            raise ray.exceptions.RayTaskError("batches", "traceback", DataIOError("00001.tar is gone"))
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(DataIOError, match=r"00001\.tar"):
+        source(feeder).has(3)
+
+
 @pytest.mark.parametrize("open_", [True, False])
 def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_known(open_: bool) -> None:
     feeder = source(Mock() if open_ else None)

@@ -177,10 +177,8 @@ def test_a_step_with_a_nan_loss_changes_nothing_and_names_its_samples() -> None:
     executor, items = hosts[0].executor, items_of(np.random.default_rng(0), 1)
     before = [p.detach().clone() for p in executor.modules.dit.parameters()]
     real, executor.modules.vae = executor.modules.vae, NaNVAE(executor.modules.vae)
-    run_step(hosts, items, one_worker(items), finish=False)
-    from actors.messages import FinishTask
-
-    done = executor.finish(FinishTask(generation=1, step=0, export=False))
+    run_step(hosts, items, one_worker(items))
+    done = hosts[0].done
     assert not done.result.applied and done.bad_samples[0].startswith("non-finite loss: 0/0/s0.0/")
     assert all(torch.equal(a, b) for a, b in zip(before, executor.modules.dit.parameters(), strict=True))
     executor.modules.vae = real
