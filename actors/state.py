@@ -107,7 +107,7 @@ class RunState:
             f"{names} may hold the newest state and has not answered for {patience:g} s (snapshot.patience_s). Nothing "
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
         )
-        self._tell("keeper_silent", keepers=list(self._silent), seconds=patience)
+        self._tell("keeper_silent", silent=list(self._silent), seconds=patience)
         raise StopRun(Outcome(code=EXIT_RESUMABLE, reason=reason, last_step=self._commits.committed))
 
     def choose(self, generation: int, world: Sequence[Seat]) -> Origin | None:
