@@ -93,8 +93,7 @@ class RunState:
         found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
         while found is not None and found.checkpoint is not None and self._is_damaged(Path(found.checkpoint)):
             found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
-        if (found.step if found is not None else -1) < newest:
-            self._silent = self.keepers.silent
+        self._silent = self.keepers.silent if (found.step if found is not None else -1) < newest else ()
         return found
 
     def _refuse_to_guess(self, step: int) -> None:
@@ -269,8 +268,9 @@ class RunState:
         if self._silent:
             return
         newest = self._commits.newest
-        exports = [*self.survivors, *exports_of(world, newest)]
-        found = self._find(exports, newest)
+        found = self._find(self.survivors, newest)
+        if world and (found.step if found is not None else -1) < newest:  # they may be slow to answer
+            found = self._find([*self.survivors, *exports_of(world, newest)], newest)
         if found is not None and found.checkpoint is None:
             self.writer.save_origin(found)
         self.writer.wait()
