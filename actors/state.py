@@ -7,6 +7,7 @@ on disk (`keep_last`) and nothing in the cluster's memory (`let_go`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -65,6 +66,7 @@ class RunState:
             config.snapshot,
             lost=lambda name: tell("keeper_lost", keeper=name),
             slow=lambda name, waited: tell("keeper_slow", keeper=name, seconds=round(waited, 1)),
+            needs=lambda: self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1),
         )
         last = config.train.steps - 1
         self.writer = checkpoints.Writer(self._run_dir, config.checkpoint, last, self._meta, sealed, self._not_written)
@@ -318,13 +320,17 @@ class RunState:
     def _not_written(self, step: int, why: str) -> None:
         self._tell("checkpoint_failed", step=step, why=why)
 
+    def _bytes_kept(self, total: int, keepers: int) -> int:
+        """What each of so many keepers holds of a state of `total` elements."""
+        ema, copies = self._config.train.optimizer.ema_decay > 0, self._config.snapshot.copies
+        return keeper.forecast_bytes(total, ema=ema, copies=copies, num_keepers=keepers)
+
     def _forecast(self, snapshots: Sequence[Snapshot]) -> None:
         """Say what snapshots take of the nodes' memory, and where there is too little of it."""
         total, keepers = max((s.total for s in snapshots), default=0), len(self.keepers.in_use())
         if not (total and keepers):
             return
-        ema = self._config.train.optimizer.ema_decay > 0
-        held = keeper.forecast_bytes(total, ema=ema, copies=self._config.snapshot.copies, num_keepers=keepers)
+        held = self._bytes_kept(total, keepers)
         self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:
