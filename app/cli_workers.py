@@ -27,7 +27,7 @@ def list_workers(run: Run) -> None:
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
         leaving = "  leaving" if progress.leaving or name in report.wishes.drain else ""
-        doing = f"{progress.activity} ({progress.phase}) for {max(report.now - progress.since, 0):.1f} s"
+        doing = f"{progress.activity} ({progress.phase}) for {max(report.now - seen.since, 0):.1f} s"
         print(f"{name:8} step {progress.step:<6} heard {age:4.1f} s ago  {doing}{leaving}")
 
 
