@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from actors import checkpoints, keeper
+from actors import checkpoint, checkpoints, keeper
 from actors.checkpoint import load, trained_parameters
 from actors.commits import CommitLog
 from actors.config import RuntimeConfig
@@ -76,6 +76,7 @@ class RunState:
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._generation = 0  # the newest that has been given a state
         self._forecast_told = False
+        self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
         self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
@@ -83,11 +84,15 @@ class RunState:
         newest = self.standing.committed
         if not self._silent:
             self._first = self._find([], newest)
+            self._tell_torn()
         self._refuse_to_guess(self._first.step if self._first is not None else -1)
         return self._first
 
     def _find(self, exports: Sequence[Snapshot], newest: int) -> Origin | None:
-        found = origin_of(self.keepers, exports, self.on_disk(), self._config.snapshot.patience_s, newest)
+        patience = self._config.snapshot.patience_s
+        found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
+        while found is not None and found.checkpoint is not None and self._is_damaged(Path(found.checkpoint)):
+            found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
         if (found.step if found is not None else -1) < newest:
             self._silent = self.keepers.silent
         return found
@@ -131,11 +136,32 @@ class RunState:
         position = self.keepers.standing(_POSITION_S).position
         if position is not None and position[0] <= self._commits.committed:
             return position[1]
-        found = self.on_disk()
-        return load(found[1])[0].get("data_token") if found is not None else None
+        while (found := self.on_disk()) is not None:
+            if not self._is_damaged(found[1]):
+                return load(found[1])[0].get("data_token")
+        return None
 
     def on_disk(self) -> tuple[int, Path] | None:
-        return checkpoints.latest(self._run_dir)
+        """The newest complete checkpoint that has not been found damaged."""
+        folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
+        whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
+        return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
+
+    def _is_damaged(self, folder: Path) -> bool:
+        """Reads it, once per checkpoint."""
+        if (stamp := _stamp(folder)) not in self._verdicts:
+            self._verdicts[stamp] = why = checkpoint.damage(folder)
+            if why:
+                log.warning("%s is passed over: %s", folder, why)
+                self._tell("checkpoint_damaged", folder=folder.name, why=why)
+        return bool(self._verdicts[stamp])
+
+    def _tell_torn(self) -> None:
+        """A person who looks for the newest checkpoint is told why another is used."""
+        on_disk = self.on_disk()
+        for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), on_disk[0] if on_disk else -1):
+            log.warning("%s is passed over: it is not complete", folder)
+            self._tell("checkpoint_passed_over", folder=folder.name, why="it is not complete")
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -318,3 +344,11 @@ def exports_of(world: Sequence[Seat], step: int) -> list[Snapshot]:
         except ray.exceptions.RayError as error:
             log.warning("%s did not hand over its state: %s", name, error)
     return answers
+
+
+def _stamp(folder: Path) -> tuple[Path, int]:
+    """A checkpoint as it was written: one that is written again has another."""
+    try:
+        return folder, (folder / checkpoint.COMPLETE).stat().st_mtime_ns
+    except OSError:
+        return folder, 0
