@@ -56,7 +56,6 @@ class RunState:
         # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
         self.standing = self.keepers.standing(timeout_s=_EXPORT_S)
         self.survivors: list[Snapshot] = []  # held by workers that have left a failed generation
-        self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._generation = 0  # the newest that has been given a state
         self._forecast_told = False
@@ -88,11 +87,12 @@ class RunState:
 
     def data_token(self) -> Mapping[str, Any] | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
-        position = self.keepers.standing(timeout_s=_EXPORT_S).position
-        if position is not None and position[0] <= self._commits.committed:
-            return position[1]
-        found = self.on_disk()
-        return load(found[1])[0].get("data_token") if found is not None else None
+        position, found = self.keepers.standing(timeout_s=_EXPORT_S).position, self.on_disk()
+        committed = self._commits.committed
+        held = position if position is not None and position[0] <= committed else None
+        if found is not None and (held is None or held[0] < found[0] <= committed):
+            return load(found[1])[0].get("data_token")
+        return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
         return checkpoints.latest(self._run_dir)
@@ -113,27 +113,14 @@ class RunState:
         if done.snapshots and self.writer.due(done.running.step):
             self.writer.save(done.running.step, done.snapshots)
 
-    def committed(self, done: CollectedStep, position: Any) -> None:
-        """The step is safe: older ones may go. `position` refers to the data's position behind it.
-
-        Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
-        """
+    def committed(self, done: CollectedStep, position: Mapping[str, Any] | None) -> None:
+        """The step is safe: older ones may go. `position` is the data's behind it, with its counts: kept with the
+        state, so that whoever goes on from that state has them exactly."""
         if done.running.generation == self._generation:  # it holds a newer state: theirs may leave the memory
             self.survivors = []
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self.keepers.commit(done.running.step)
+            self.keepers.commit(done.running.step, position)
         self.writer.poll()
-        self._positions[position] = done.running.step
-        known, _ = ray.wait(list(self._positions), num_returns=len(self._positions), timeout=0)
-        steps = {self._positions.pop(reference): reference for reference in known}
-        if steps:
-            self._note(max(steps), steps[max(steps)])
-
-    def _note(self, step: int, position: Any) -> None:
-        try:
-            self.keepers.note(step, ray.get(position, timeout=_EXPORT_S))
-        except ray.exceptions.RayError as error:
-            log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
 
     def repair_keepers(self, world: Sequence[Seat]) -> None:
         """A keeper is gone: start another and give it the newest shards of the workers it served. Raises GenerationLost
