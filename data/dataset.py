@@ -55,6 +55,7 @@ class Dataset:
         self.options = [_choices(table, self.shapes, config.fps) for table in self.tables]
         self.codes = self._admit(codes)
         self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]
+        self._warn_of_single_samples(segments)
         stages = [self._stage(number, segment) for number, segment in enumerate(segments)]
         populations = [Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape,
                                   window=source.shuffle_window)
@@ -288,6 +289,19 @@ class Dataset:
     def _planned_batches(self, table: Table, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
         limits = segment.batch or self.config.batch
         return {bucket: planned_batch(table, bucket, limits, self.geometry, self.timed) for bucket in table.buckets}
+
+    def _warn_of_single_samples(self, segments: Sequence[SegmentConfig]) -> None:
+        """A batch has one sample at least: where that alone is above the limit, it does not protect the device."""
+        for table, segment in zip(self.tables, segments):
+            limits = segment.batch or self.config.batch
+            sizes = {bucket: limits.text_tokens + self._visual_tokens(bucket) for bucket in table.buckets}
+            above = {bucket: size for bucket, size in sizes.items() if size > limits.memory_tokens}
+            if above and not limits.from_table:
+                bucket = max(above, key=above.__getitem__)
+                log.warning("one sample of bucket %s has %d tokens, more than data.batch.memory_tokens %g allows at "
+                            "once (so do %d of %d buckets): batches of 1 are made all the same. Raise memory_tokens if "
+                            "the device holds it, or leave the bucket out.", bucket, above[bucket],
+                            limits.memory_tokens, len(above), len(sizes))
 
     def _visual_tokens(self, bucket: Bucket) -> int:
         return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
