@@ -135,9 +135,9 @@ class RunState:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
         position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
         held = position if position is not None and position[0] <= committed else None
-        found = self._whole_on_disk()
-        if found is not None and (held is None or held[0] < found[0] <= committed):
-            return load(found[1])[0].get("data_token")
+        while (found := self.on_disk()) is not None and (held is None or held[0] < found[0] <= committed):
+            if not self._is_damaged(found[1]):
+                return load(found[1])[0].get("data_token")
         return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
@@ -145,13 +145,6 @@ class RunState:
         folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
         whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
         return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
-
-    def _whole_on_disk(self) -> tuple[int, Path] | None:
-        """The newest checkpoint that has been read and found whole."""
-        while (found := self.on_disk()) is not None:
-            if not self._is_damaged(found[1]):
-                return found
-        return None
 
     def _is_damaged(self, folder: Path) -> bool:
         """Reads it, once per checkpoint."""
