@@ -95,6 +95,7 @@ def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
     found = Mock(spec=Origin, step=7, checkpoint=None)
     monkeypatch.setattr("actors.state.origin_of", lambda *arguments, **named: found)
     state.keepers, state.writer, state.on_disk = Mock(), Mock(), Mock()  # type: ignore[method-assign]
+    state._config = Mock()
     state._first, state.survivors = None, ["export"]  # type: ignore[list-item]
     state._commits = CommitLog(commit=lambda done: state.committed(done, {}), committed=6)
     state._commits.add(Mock(spec=CollectedStep, snapshots=(), running=collected.running))
@@ -110,6 +111,7 @@ def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_
 ) -> None:
     state = RunState.__new__(RunState)
     state.keepers, state._commits, state._repaired_at = Mock(), Mock(), 0.0
+    state._config, state._tell = Mock(), Mock()
     answers: dict[str, Any] = {"w0": None, "w1": ray.exceptions.ActorDiedError()}
     world = [Mock(spec=Seat, node="n", handle=Mock()) for _ in answers]
     for seat, name in zip(world, answers, strict=True):
@@ -124,11 +126,11 @@ def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_
     monkeypatch.setattr(ray, "wait", lambda references, timeout: (references[:1], references[1:]))
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(GenerationLost) as lost:
-        state.repair_keepers(world)
+        state.repair_keepers(world, quiet=True)
     assert lost.value.dead == ("w1",) and not state._commits.replace_acknowledgements.called
     answers["w1"] = "newest shard of w1"
     state._repaired_at = 0.0
-    state.repair_keepers(world)
+    state.repair_keepers(world, quiet=True)
     state._commits.replace_acknowledgements.assert_called_once_with(["newest shard of w1"])
 
 
