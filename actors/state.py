@@ -52,7 +52,7 @@ class RunState:
         config: RuntimeConfig,
         model: ModelConfig,
         commits: CommitLog,
-        token: Callable[[int], dict[str, Any]],
+        token: Callable[[int], Mapping[str, Any]],
         sealed: Callable[[Path, int], None],
         tell: Callable[..., None],
     ) -> None:
@@ -134,6 +134,8 @@ class RunState:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
         position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
         held = position if position is not None and position[0] <= committed else None
+        if held is not None and held[0] == committed:
+            return held[1]  # exact; a checkpoint would be read whole first
         found = self._whole_on_disk()
         if found is not None and (held is None or held[0] < found[0] <= committed):
             return load(found[1])[0].get("data_token")
