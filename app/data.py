@@ -75,10 +75,14 @@ def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None
         check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
     ledger.close()
     ledger.check()
+    long = None if config is None or admitted is None else _long_captions(config, overrides, indexes, admitted)
     if as_json:
-        print(json.dumps(ledger.summary(), indent=1))
+        print(json.dumps(ledger.summary() | ({"long_captions": long["count"]} if long else {}), indent=1))
     else:
         _print_ledger(ledger)
+        if long and long["count"]:
+            print("{count} of {captions} captions have more than model.text.max_length {most} tokens and are cut there"
+                  .format_map(long))
         if out.exists():
             print(f"faults    {out}")
     ledger.check_limits()
@@ -185,6 +189,18 @@ def _admitted(config: Path, overrides: list[str] | None, indexes: list[Index], l
     model, geometry = resolve(run.model)
     timed = TargetBatch(profile=profile_of(run, model, geometry), geometry=geometry)
     return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, geometry, ledger, timed).codes]
+
+
+def _long_captions(config: Path, overrides: list[str] | None, indexes: list[Index],
+                   admitted: list[np.ndarray]) -> dict[str, int]:
+    """How many captions the run's text encoder cuts."""
+    from app.config import RunConfig, from_here
+    from data.lint import count_long_captions
+    from ops.models.text import token_counter
+
+    text = from_here(RunConfig.load(config, overrides or [])).model.text
+    long, captions = count_long_captions(indexes, admitted, token_counter(text), text.max_length)
+    return {"count": long, "captions": captions, "most": text.max_length}
 
 
 def _open(sources: tuple[SourceConfig, ...], limits: LimitsConfig, cache: Path | None, ledger: Ledger,

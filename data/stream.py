@@ -5,7 +5,7 @@
 One block is one microbatch. Whoever makes the engine (the feeder actor) owns the blocks; consumers get references and
 see the pixels in shared memory. Ray Data holds no position worth saving: the plan is the position, and a window may
 start at any step. This is the only module that imports ray.data. What it relies on beyond Ray's stable interface, each
-held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`.
+held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`, `get_log_directory`.
 
 How far decoding runs ahead is decided here and not by Ray Data's backpressure, whose scheduling loop spins on a core
 for as long as finished output waits: every decode task asks a gate before it begins, and finished blocks are taken at
@@ -37,6 +37,7 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 
 import ray.data
 from ray.data import ExecutionResources
+from ray.data._internal.logging import get_log_directory
 
 from data.blocks import as_batch, fault_from_json, fault_to_json, to_block
 from data.buckets import BatchSize
@@ -335,6 +336,7 @@ class Window:
                 self._take(microbatches.iter_internal_ref_bundles())
             finally:
                 await_executions(microbatches.get_dataset_id())
+            remove_log(microbatches.get_dataset_id())  # that of one that failed stays
         except Exception as error:  # handed to whoever waits for the next reference
             self.references.put(error)
 
@@ -383,3 +385,11 @@ def await_executions(dataset_id: str = "") -> None:
     for thread in threading.enumerate():
         if thread.name.startswith(f"StreamingExecutor-{dataset_id}"):
             thread.join(timeout=EXECUTION_END_S)
+
+
+def remove_log(dataset_id: str) -> None:
+    """Ray Data opens a log file per execution and keeps all of them: 15,000 in a million steps."""
+    folder = get_log_directory()
+    if folder is not None:
+        with contextlib.suppress(OSError):  # never written, or gone with the session
+            os.unlink(os.path.join(folder, f"ray-data-{dataset_id}.log"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +103,17 @@ def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
         encoder = T5EncoderModel(shape)
         _look_at_neighbours(encoder)
     return T5Text(encoder, ByT5Tokenizer(), config, device)
+
+
+def token_counter(config: TextConfig) -> Callable[[str], int]:
+    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    tokenizer: Any = ByT5Tokenizer()
+    if config.path:
+        folder = tokenizer_of(component(config.path, "text_encoder"))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return lambda caption: len(tokenizer(clean(caption), verbose=False).input_ids)
 
 
 def _look_at_neighbours(encoder: Any) -> None:

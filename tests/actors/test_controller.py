@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -83,6 +84,23 @@ def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_k
     state.data_token = lambda: ANOTHER_POSITION  # type: ignore[method-assign]
     found: Mapping[str, Any] | None = state._position_after(7)
     assert found == ({"step": 8} if open_ else ANOTHER_POSITION)
+
+
+@pytest.mark.parametrize(("keepers", "disk", "expected"), [
+    (7, None, "keepers"), (7, 7, "keepers"), (7, 5, "keepers"), (3, 7, "disk"), (3, 5, "disk"), (None, 5, "disk"),
+    (8, 5, "disk"), (3, 8, "keepers"), (8, None, None), (None, None, None),
+])
+def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
+    monkeypatch: pytest.MonkeyPatch, keepers: int | None, disk: int | None, expected: str | None
+) -> None:
+    state = RunState.__new__(RunState)
+    state._commits, state.keepers = Mock(committed=7), Mock()
+    position = (keepers, {"from": "keepers"}) if keepers is not None else None
+    state.keepers.standing.return_value.position = position
+    found = (disk, Path("step")) if disk is not None else None
+    monkeypatch.setattr(RunState, "_whole_on_disk", lambda self: found)
+    monkeypatch.setattr("actors.state.load", lambda folder: ({"data_token": {"from": "disk"}}, None))
+    assert state.data_token() == ({"from": expected} if expected else None)
 
 
 @pytest.mark.parametrize("generation", [3, 4])

@@ -142,6 +142,21 @@ def test_a_conversion_that_is_stopped_leaves_whole_shards_only(folder, tmp_path,
     assert "5 of 5 samples usable" in run("index", tmp_path / "out")
 
 
+@pytest.mark.parametrize(("most", "cut"), [(4, 11), (200, 0)])
+def test_lint_of_a_run_counts_the_captions_that_its_encoder_cuts(folder, most, cut):
+    config = Path("run.yaml")
+    config.write_text(f"""
+run: {{name: x}}
+model: {{text: {{max_length: {most}}}}}
+data:
+  sources: [{{path: {folder}}}]
+  buckets: {{table: [1x32x48, 9x48x64]}}
+""")
+    text = run("lint", "--config", config, "--headers-only")
+    assert (f"{cut} of 11 captions have more than model.text.max_length {most} tokens" in text) == bool(cut)
+    assert json.loads(run("lint", "--config", config, "--headers-only", "--json"))["long_captions"] == cut
+
+
 def test_lint_of_headers_does_not_decode(folder):
     spoil(folder)
     with pytest.raises(DataError):
