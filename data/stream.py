@@ -38,14 +38,16 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 import ray.data
 from ray.data import ExecutionResources
 
-from data.blocks import fault_from_json, fault_to_json, to_block
+from data.blocks import as_batch, fault_from_json, fault_to_json, to_block
 from data.buckets import BatchSize
 from data.child import decode_isolated
 from data.config import DataConfig, EngineConfig
 from data.dataset import Dataset
 from data.decode import decode_job
+from data.engine import was_denied, with_pixels
 from data.errors import DataIOError
 from data.gate import Gate
+from data.ledger import Fault
 from data.placement import beside_me
 from data.types import DataItem, Job
 
@@ -127,8 +129,21 @@ class RayEngine:
         items = self.dataset.step(step).items
         references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
         faults = [fault_from_json(text) for _, found in parts for text in found]
+        for slot, item in enumerate(items):
+            if was_denied(self.dataset, item):
+                references[slot], faults = self._with_pixels(item, references[slot], faults)
         self.dataset.count_draws(step, sum(item.batch for item in items), faults)
         return references
+
+    def _with_pixels(self, item: DataItem, reference: Any, faults: list[Fault]) -> tuple[Any, list[Fault]]:
+        """The reference of a batch with pixels, and the step's faults with those of this batch as they then are."""
+        spared = as_batch(ray.get(reference))
+        whole = with_pixels(self.dataset, item, spared, self.config.clip_timeout_s)
+        if whole is spared:
+            return reference, faults
+        for fault in spared.faults:
+            faults.remove(fault)
+        return ray.put(to_block(whole)), [*faults, *whole.faults]
 
     def take(self, step: int) -> tuple[list[Any], list[str]]:
         """References of this engine's share of a step, and the faults found in them."""
@@ -217,14 +232,18 @@ class Blocks:
         self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
         self._begun: deque[int] = deque()  # bytes of the microbatches behind the open gate, oldest first
         self._opened = 0
+        self._failure: Exception | None = None  # what ended the stream; every further call is told the same
         # the first window is short: making its jobs is part of the wait for the first batch
         self._windows = [self._open(min(config.window, 4 * config.decode_workers + 2 * ahead))]
         self._admit()
 
     def next(self, item: str) -> Any:
-        """The next reference; `item` is only named in alarms and errors."""
+        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError, the same
+        one again when it is asked for more after that: nothing more will come."""
         waited = time.monotonic()
         while True:
+            if self._failure is not None:
+                raise self._failure
             try:
                 value = self._windows[0].references.get(timeout=self._config.stall_s)
             except queue.Empty:
@@ -232,7 +251,8 @@ class Blocks:
                             self._windows[0].state())
                 continue
             if isinstance(value, BaseException):
-                self._raise(value, item)
+                self._failure = self._named(value, item)
+                raise self._failure from value
             if value is FINISHED:
                 self._windows.pop(0)
             if not self._windows or (self._windows[0].ends_soon and len(self._windows) == 1):
@@ -273,12 +293,10 @@ class Blocks:
         if self._opened > before:
             self._gate.open.remote(self._opened, spared)
 
-    def _raise(self, error: BaseException, item: str) -> None:
+    def _named(self, error: BaseException, item: str) -> Exception:
         """Ray reports what a task raised as an error of its own; the tasks said before what it was."""
         failure = ray.get(self._gate.failure.remote())
-        if failure:
-            raise DataIOError(failure) from None
-        raise RuntimeError(f"Ray Data failed at or after item {item}: {error}") from error
+        return DataIOError(failure) if failure else RuntimeError(f"Ray Data failed at or after item {item}: {error}")
 
 
 def pixel_bytes(item: DataItem) -> int:
