@@ -80,7 +80,7 @@ def test_a_number_that_nobody_means_is_refused_or_usable(path: str, length: int)
             assert is_ours(error) and exit_code(error) in (USAGE, 3), f"{path}={text}: {error!r}"
             assert "\n" not in str(error) and len(str(error)) < 400, f"{path}={text}: {error}"
         else:
-            assert value == "0" or (value[0] == "-" and path in SIGNED) or value == "null" and path in OPTIONAL, \
+            assert value == "0" or (value[0] == "-" and path in SIGNED) or (value == "null" and path in OPTIONAL), \
                 f"{path}={text} was accepted"
 
 
