@@ -1,6 +1,8 @@
 """Metrics of a finished step, from the reports of its workers. Pure.
 
 idle_ratio  1 - busy / (workers * step time), busy: inside a cascade     Arachne sec. 2; the gradient sum is idle
+Of a packed cascade (several items in one) every number is the sum over its pieces.
+
 cv_step     (len_max - len_min) / len_max of tokens per worker         AdaptiveLoad sec. 4.1
 cv_compute  standard deviation / mean of B S^2 per worker              AdaptiveLoad sec. 4.1
 wir         largest / smallest DiT seconds per worker                  KnapFormer sec. 4 (workload imbalance ratio)
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.messages import Span, StepReport
+from actors.messages import Piece, Span, StepReport
 from actors.plan.types import StepPlan
 from ops.geometry import Geometry
 
@@ -86,11 +88,10 @@ def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
     weights: dict[str, float] = {}
     buckets: dict[str, str] = {}
     for report in reports:
-        for span in report.spans:
-            if span.module == "dit" and span.bucket is not None:
-                buckets[span.item] = "x".join(map(str, span.bucket))
+        for piece in _pieces(report.spans):
+            buckets[piece.item] = "x".join(map(str, piece.bucket))
     for report in reports:
-        for item, loss, weight in report.bag_losses:
+        for item, loss, weight in report.item_losses:
             bucket = buckets.get(item)
             if bucket is not None:
                 weighted[bucket] = weighted.get(bucket, 0.0) + loss
@@ -119,6 +120,7 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             "cascade": s.cascade,
             "item": s.item,
             "bucket": list(s.bucket) if s.bucket else None,
+            "pieces": [{"item": p.item, "bucket": list(p.bucket), "batch": p.batch} for p in s.pieces],
             "batch": s.batch,
             "degree": s.degree,
             "start": s.start,
@@ -135,9 +137,15 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
     ]
 
 
+def _pieces(spans: Sequence[Span]) -> list[Piece]:
+    return [piece for span in spans if span.module == "dit" for piece in span.pieces]
+
+
 def _tokens(spans: Sequence[Span], geometry: Geometry) -> float:
-    return sum(s.batch * geometry.tokens(*s.bucket) / s.degree for s in spans if s.module == "dit" and s.bucket)
+    dit = [s for s in spans if s.module == "dit"]
+    return sum(p.batch * geometry.tokens(*p.bucket) / s.degree for s in dit for p in s.pieces)
 
 
 def _pressure(spans: Sequence[Span], geometry: Geometry) -> float:
-    return sum(s.batch * geometry.tokens(*s.bucket) ** 2 / s.degree for s in spans if s.module == "dit" and s.bucket)
+    dit = [s for s in spans if s.module == "dit"]
+    return sum(p.batch * geometry.tokens(*p.bucket) ** 2 / s.degree for s in dit for p in s.pieces)

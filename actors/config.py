@@ -8,6 +8,9 @@ from typing import Literal
 from data.config import DataConfig
 from ops.config import FlowConfig, ModelConfig, OptimizerConfig
 
+_LEAST_START_S = 600.0  # for a device or file system that is slow to answer
+_SHARED_BYTES_PER_S = 1e9  # of a storage that all workers read at the same time
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersConfig:
@@ -20,16 +23,31 @@ class WorkersConfig:
     torch_threads: int = 1
     wait_s: float = 300.0  # below `min` for longer than this: checkpoint and stop with exit code 75
     heartbeat_s: float = 0.5
+    # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, and the time in which all
+    # workers read the weights from a storage of 1 GB/s together.
+    start_s: float = 0.0
     suspect_s: float = 20.0  # silent for this long: suspected, then replaced
-    collective_timeout_s: float = 120.0
+    collective_timeout_s: float = 120.0  # a worker that waits for another one for longer gives the generation up
+    state_timeout_s: float = 1800.0  # to fetch a worker's part of the state from keepers that live, before a first step
+    # In a generation that has not finished a step, a worker that is still busy when the others gave up is left alone
+    # for so long: its first steps may compile or tune kernels for minutes, and a new worker would begin that anew.
+    first_step_s: float = 900.0
     stall_factor: float = 10.0  # a cascade this many times over its prediction is reported with its stack
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"workers.min {self.min} and workers.max {self.max} must satisfy 1 <= min <= max.")
-        for name in ("cpus_per_worker", "heartbeat_s", "suspect_s", "collective_timeout_s", "stall_factor"):
+        for name in ("cpus_per_worker", "heartbeat_s", "suspect_s", "collective_timeout_s", "first_step_s",
+                     "state_timeout_s", "stall_factor"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"workers.{name} is {getattr(self, name)}; it must be larger than 0.")
+        if self.start_s < 0:
+            raise ValueError(f"workers.start_s is {self.start_s:g}; it must be 0 (derived from the weights) or more.")
+
+
+    def start_patience_s(self, weights_bytes: int) -> float:
+        """How long a worker may load that reads so many bytes."""
+        return self.start_s or _LEAST_START_S + self.max * weights_bytes / _SHARED_BYTES_PER_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +75,13 @@ class SnapshotConfig:
     """State of committed steps in host memory of other nodes."""
 
     enabled: bool = True
-    every: int = 1
+    every: int = 1  # steps between snapshots; with N, a loss costs up to N - 1 steps, which are computed again
     copies: int = 1
+    patience_s: float = 600.0  # so long a keeper that lives and does not answer is waited for, not taken for lost
 
     def __post_init__(self) -> None:
+        if self.patience_s <= 0:
+            raise ValueError(f"snapshot.patience_s is {self.patience_s:g}; it must be larger than 0.")
         if self.every < 1 or self.copies < 1:
             raise ValueError(
                 f"snapshot.every {self.every} and snapshot.copies {self.copies} must be at least 1; "

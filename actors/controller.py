@@ -45,17 +45,17 @@ from actors.membership_types import (
     Wait,
 )
 from actors.names import run_id
-from actors.outcome import Listener, Outcome, StopRun
+from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.plan.profile import Profile
-from actors.plan.types import Cluster, PlanError
+from actors.plan.types import Cluster
 from actors.pool import Pool, start_monitor
 from actors.skips import Skips
 from actors.source import DataLost, PlannerClient, StepSource, feeder_of, profile_of
 from actors.speeds import Speeds
 from actors.state import RunState, exports_of
 from actors.steps import CollectedStep, GenerationLost, Seat, StepRunner
+from actors.weights import weights_bytes
 from actors.worker import FormTask, Worker, WorkerSettings
-from data.errors import DataError, DataIOError
 from ops.models.load import resolve
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ class Controller:
     ) -> None:
         """`profile`, `worker_class` and `feeder` replace the ones that the config describes (benchmarks, own data)."""
         self.config, self.listener = config, listener
+        self.left = ""  # after `train`: what is not on disk, and how to go on
+        self._ending = False
         self.run_dir = Path(config.run_dir)
         self.run = run_id(self.run_dir)
         self.model, self.geometry = resolve(config.model)
@@ -100,15 +102,19 @@ class Controller:
             ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.commits = CommitLog(
-            commit=self._commit, committed=-1, patience_s=config.workers.collective_timeout_s
+            commit=self._commit,
+            committed=-1,
+            patience_s=config.snapshot.patience_s,
+            slow=lambda step, waited: self._event("keepers_slow", step=step, seconds=round(waited, 1)),
         )
         self.state = RunState(
             self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event
         )
-        reported = ray.get(self.monitor.report.remote(), timeout=_START_S)
+        reported = ray.get(self.monitor.begin.remote(), timeout=_START_S)
         generation = max(reported.generation, self.state.standing.generation)
         self.membership = Membership(Limits.of(config.workers), generation=generation)
-        self.lookout = Lookout(config.workers, self.pool, self.monitor, self._event)
+        start_s = config.workers.start_patience_s(weights_bytes(config.model))
+        self.lookout = Lookout(config.workers, self.pool, self.monitor, self._event, start_s)
         self.runner: StepRunner | None = None
         self.view: View = self.membership.view()
         self._retiring: dict[Any, int] = {}
@@ -122,12 +128,13 @@ class Controller:
         self._step_ended_at = 0.0
         self._data_wait_s = 0.0  # since the last committed step
         self._broken_at: float | None = None
+        self._proven = 0  # the newest generation that has finished a step
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Run to the end. Raises DataError, DataIOError and PlanError, and Ray's errors for what another controller can
-        continue; every other trouble is answered or ends in the outcome."""
+        """Run to the end. Ray's errors leave the state to the controller that comes next; whatever else ends the run,
+        raised or returned, its last committed step is on disk then, or `self.left` says where it is."""
         total = self.config.train.steps
         try:
             self._begin()
@@ -140,8 +147,12 @@ class Controller:
         except StopRun as stop:
             self._keep_last()
             return stop.outcome
-        except (DataError, DataIOError, PlanError):
-            self._keep_last()
+        except Superseded:  # the folder and what the keepers hold are another start's now
+            raise
+        except Exception as error:
+            if not continues(error):
+                log.exception("the run ends")
+                self._keep_last()
             raise
         finally:
             self._close()
@@ -172,6 +183,7 @@ class Controller:
             self._stop_when_quiet(now)
         if self.lookout.hopeless and len(self.view.members) < self.config.workers.min:
             raise StopRun(Outcome(code=1, reason=self.lookout.hopeless, last_step=self.commits.committed))
+        self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self._observe(Tick())
 
     def _stop_when_quiet(self, now: float) -> None:
@@ -191,7 +203,7 @@ class Controller:
             if runner.running and (done := runner.collect(timeout_s=_LOOK_S)) is not None:
                 self._collected(done)
             if not self.commits.settle():
-                self.state.repair_keepers(runner.world)
+                self.state.repair_keepers(runner.world, quiet=not runner.running)
             if not runner.running:
                 self._at_boundary(runner)
         except GenerationLost as lost:
@@ -226,7 +238,7 @@ class Controller:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change."""
         if self._next_step >= self.config.train.steps or self._stop_by or not self._change_pending():
             if not self.commits.settle(timeout_s=_LOOK_S):
-                self.state.repair_keepers(runner.world)
+                self.state.repair_keepers(runner.world, quiet=True)
             return
         self._observe(Boundary(step=self._next_step - 1))
 
@@ -259,12 +271,13 @@ class Controller:
         generation = self.view.generation
         for name in lost.dead:
             self._remove(name)
-            self._event("dead", worker=name)
-            self._observe(Dead(worker=worker_number(name)))
+            reason = f"died{self.lookout.doing(name)}"
+            self._event("dead", worker=name, why=reason)
+            self._observe(Dead(worker=worker_number(name), reason=reason))
         if lost.pixels_lost:
             self._reopen_data("decoded batches were lost")
         if lost.failed:
-            self._observe(Broken(generation=generation, reason=str(lost)))
+            self._observe(Broken(generation=generation, reason=f"{lost}{self.lookout.late()}"))
 
     def _reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
@@ -404,7 +417,7 @@ class Controller:
         try:
             while len(self.commits) and time.monotonic() < deadline:
                 if not self.commits.settle(timeout_s=_LOOK_S) and self.runner is not None:
-                    self.state.repair_keepers(self.runner.world)
+                    self.state.repair_keepers(self.runner.world, quiet=True)
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
@@ -423,6 +436,8 @@ class Controller:
         if self._broken_at is not None:
             self._event("recovered", step=done.running.step, seconds=round(done.collected_at - self._broken_at, 3))
             self._broken_at = None
+        if self._proven < done.running.generation:
+            self._proven = done.running.generation
             self._observe(Finished())
         self._skips.check(done, self.commits.committed)
         self.state.finished(done)
@@ -466,7 +481,11 @@ class Controller:
         timeline = [
             record for r in done.reports for record in timeline_records(facts, r, self._node_of(r.worker), begin)
         ]
-        self.listener.on_step(metrics, timeline, running.assignment)
+        try:
+            self.listener.on_step(metrics, timeline, running.assignment)
+        except Exception:
+            self.commits.committed = running.step - 1  # without its line it is computed again; keepers hold that one
+            raise
         self.state.committed(done, self.source.release(running.step))
 
     def _node_of(self, worker: str) -> str:
@@ -479,44 +498,63 @@ class Controller:
         self.listener.on_checkpoint(folder, step)
 
     def _keep_last(self) -> None:
-        """The run ends before its last step: what can be resumed goes to disk, nothing stays behind."""
+        """The run ends before its last step: what can be resumed goes to disk, nothing stays behind. Never raises."""
+        self._ending = True
         runner = self.runner
-        self.state.keep_last(runner.world if runner is not None and not runner.running else ())
-        self._let_go()
+        try:
+            self.state.keep_last(runner.world if runner is not None and not runner.running else ())
+        except Exception:  # whatever it is, the rest of the end must come
+            log.exception("the last committed step was not written")
+        try:
+            self._let_go()
+        except Exception:
+            log.exception("keepers and monitor could not be ended")
 
     def _let_go(self) -> None:
         if self.state.let_go():
             ray.kill(self.monitor)
-        else:
-            self.monitor.stopped.remote()
+            return
+        self.monitor.stopped.remote()
+        on_disk = self.state.on_disk()
+        self.left = only_in_memory(self.commits.committed, on_disk[0] if on_disk is not None else -1, self.run_dir)
 
     def _finish_checkpoint(self) -> None:
+        """Returns when the last step is on disk: an attempt may have lost its shards with their workers."""
         self.state.writer.wait()
         last = self.config.train.steps - 1
+        if (self.state.on_disk() or (-1,))[0] < last:
+            self.state.keep_last(self.runner.world if self.runner is not None else ())
         if (self.state.on_disk() or (-1,))[0] < last:
             raise StopRun(
                 Outcome(
                     code=1,
                     last_step=self.commits.committed,
-                    reason=f"all steps are done, but the checkpoint of step {last} was not written (see the log). "
-                    f"Make room in {self.run_dir} and continue with --resume.",
+                    reason=f"all steps are done, but the checkpoint of step {last} was not written (see "
+                    f"{self.run_dir}/events.jsonl). Make room in {self.run_dir} and continue with --resume.",
                 )
             )
         self._event("finish", step=self.commits.committed, ledger=self.source.ledger())
 
     def _event(self, event: str, **detail: Any) -> None:
-        self.listener.on_event(
-            {
-                "time": time.time(),
-                "event": event,
-                "generation": self.view.generation if hasattr(self, "view") else 0,
-                **detail,
-            }
-        )
+        try:
+            self.listener.on_event(
+                {
+                    "time": time.time(),
+                    "event": event,
+                    "generation": self.view.generation if hasattr(self, "view") else 0,
+                    **detail,
+                }
+            )
+        except Exception:
+            if not self._ending:
+                raise
+            log.warning("event %s was not written: %s", event, detail)  # on a full disk the state still comes first
 
     def _close(self) -> None:
         """End the run's workers and helpers. Keepers and monitor are ended by `_let_go`: after an error that Ray Train
         answers with another controller they are what it continues from."""
-        self.pool.close()
-        self.source.close()
-        self.planner.close()
+        for part in (self.pool, self.source, self.planner):
+            try:
+                part.close()
+            except Exception:  # Ray may be gone: the others are ended all the same, and the first error is the one told
+                log.warning("%s could not be ended", type(part).__name__, exc_info=True)

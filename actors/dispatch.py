@@ -7,10 +7,11 @@ worker 3. Had the DiT run on (0, 1), worker 2 would publish and both calls would
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.messages import CascadeTask, Sample, SumStart
+from actors.messages import CascadeTask, FinishTask, Piece, Sample, SumStart
 from actors.plan.types import Cascade, Module
 from ops.geometry import Geometry
 
@@ -101,6 +102,19 @@ def calls_of(
             else _encode_calls(cascade, steps, generation, consumer, holdings)
         )
     return _with_sum_starts(calls)
+
+
+def finish_of(rank: int, calls: Sequence[Call], generation: int, step: int, export: bool) -> FinishTask:
+    """The end of a step on one worker: it names every call of the dispatch that this worker must have run."""
+    mine = [call.task for call in calls if call.rank == rank]
+    led = [task for task in mine if task.module == "dit" and task.bag[0] == rank]
+    return FinishTask(
+        generation=generation,
+        step=step,
+        export=export,
+        cascades=tuple(task.cascade for task in mine),
+        weight=sum(sample.weight for task in led for sample in task.samples),
+    )
 
 
 def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
@@ -198,8 +212,11 @@ def _task(
     keep: tuple[int, ...] = (),
     publish: tuple[int, ...] = (),
 ) -> CascadeTask:
-    frames, height, width = bucket = steps[cascade.step].buckets[samples[0].item]
-    packed = "" if len({s.item for s in samples}) == 1 else "+"
+    buckets = steps[cascade.step].buckets
+    batches = Counter(s.item for s in samples)
+    pieces = tuple(Piece(item=item, bucket=buckets[item], batch=batch) for item, batch in batches.items())
+    frames, height, width = pieces[0].bucket
+    packed = "" if len(pieces) == 1 else "+"
     name = f"{cascade.module} {frames}f{packed} {height}x{width} b{len(samples)} sp{len(bag)} s{cascade.step}"
     return CascadeTask(
         generation=generation,
@@ -209,7 +226,7 @@ def _task(
         module=cascade.module,
         bag=bag,
         samples=samples,
-        bucket=bucket,
+        pieces=pieces,
         planned_start_s=cascade.start_s,
         planned_end_s=cascade.end_s,
         sources=sources or {},

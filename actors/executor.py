@@ -24,11 +24,11 @@ from actors.messages import CascadeTask, FinishTask, Sample, Span, StaleGenerati
 from actors.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.config import ModelConfig
-from ops.flow import draw, flow_loss
+from ops.flow import draw, flow_loss, sequence_losses
 from ops.geometry import Geometry
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
-from ops.sync import FlatSync, StepResult
+from ops.sync import FlatSync, StepIncomplete, StepResult
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
 _MAX_DIMS = 6
+_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
 
 
 class NonFiniteLoss(RuntimeError):
@@ -89,6 +90,8 @@ class Executor:
         self._spans: list[Span] = []
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, float] = {}
+        self._bad_weights: dict[int, float] = {}
+        self._ran: set[str] = set()  # cascades since the end of the last step
         self._bad: list[str] = []
         self._item_losses: dict[str, tuple[float, float]] = {}
 
@@ -114,6 +117,8 @@ class Executor:
         self._spans.clear()
         self._losses.clear()
         self._weights.clear()
+        self._bad_weights.clear()
+        self._ran.clear()
         self._bad.clear()
         self._item_losses.clear()
         self.generation = -1
@@ -144,7 +149,8 @@ class Executor:
             self.on_phase("encode")
             with torch.no_grad():
                 rows = self.modules.text.encode([captions[i] for i in mine]) if len(mine) else []
-            found = dict(zip(mine, rows))
+            # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
+            found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
             if group.size > 1:
                 measure.phase("handoff")
                 found = _share(found, len(task.samples), group, self.device)
@@ -164,7 +170,7 @@ class Executor:
                     tiles = vae.plan_tiles(frames, height, width)
                     units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
                     found = {
-                        u: vae.encode_tile(pixels[b : b + 1].to(self.device), tiles[t])
+                        u: vae.encode_tile(pixels[b : b + 1].to(self.device), tiles[t]).float()
                         for u, (b, t) in enumerate(units)
                         if u % group.size == group.rank
                     }
@@ -205,29 +211,37 @@ class Executor:
                 self.device,
             )
             noisy, target, timesteps = self._corrupt(task.samples, inputs.rows, layout, compute)
-            weights = [s.weight if good else 0.0 for s, good in zip(task.samples, inputs.ok)]
+            weights = torch.tensor(
+                [s.weight if good else 0.0 for s, good in zip(task.samples, inputs.ok)],
+                dtype=compute,
+                device=self.device,
+            )
             measure.phase("forward")
             with self._autocast():
                 predicted = modules.dit(noisy, timesteps, torch.cat(inputs.text), layout, group)
-            loss = flow_loss(
-                predicted.to(compute), target, layout, torch.tensor(weights, dtype=compute, device=self.device)
-            )
+            predicted = predicted.to(compute)
+            loss = flow_loss(predicted, target, layout, weights)
             measure.phase("backward")
             if task.start_sum == "during" and isinstance(self.sync, FlatSync):
                 self.sync.sum.watch()
             loss.backward()
             self._account(task, inputs.ok, loss.detach(), group)
+            self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
 
     def finish(self, task: FinishTask) -> FinishedStep:
-        """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it."""
+        """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it.
+
+        Raises StepIncomplete, before the sum, when a cascade that the task names has not run here.
+        """
         self.admit(task.generation)
         started = time.time()
         marks: dict[str, float] = {}
         phase_of = _PhaseClock(marks, self.on_phase)
         try:
+            self._check_complete(task)
             loss = float(self._losses.pop(task.step, torch.zeros(())))
-            weight = self._weights.pop(task.step, 0.0)
-            result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of)
+            weight, bad = self._weights.pop(task.step, 0.0), self._bad_weights.pop(task.step, 0.0)
+            result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of, bad_weight=bad)
             if self.groups is not None:
                 self.groups.check(f"finish of step {task.step}")
         except Exception as error:
@@ -254,8 +268,19 @@ class Executor:
             bad_samples=tuple(self._bad),
             item_losses=tuple((item, *values) for item, values in self._item_losses.items()),
         )
-        self._spans, self._bad, self._item_losses = [], [], {}
+        self._spans, self._bad, self._item_losses, self._ran = [], [], {}, set()
         return done
+
+    def _check_complete(self, task: FinishTask) -> None:
+        """Ray does not run a call whose argument is lost, and says so only to who asks for that call's result."""
+        if missing := [cascade for cascade in task.cascades if cascade not in self._ran]:
+            raise StepIncomplete(f"step {task.step} has not run {', '.join(missing)} here; it is computed again.")
+        ran = self._weights.get(task.step, 0.0) + self._bad_weights.get(task.step, 0.0)
+        if abs(ran - task.weight) > _WEIGHT_ERROR:
+            raise StepIncomplete(
+                f"step {task.step} has run samples of weight {ran:g} here, planned were {task.weight:g}; "
+                f"it is computed again."
+            )
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -303,10 +328,10 @@ class Executor:
         return []
 
     def _account(self, task: CascadeTask, ok: list[bool], loss: Tensor, group: Group) -> None:
-        weight = 0.0
         if group.rank == 0:  # the bag's samples count once
-            weight = sum(s.weight for s, good in zip(task.samples, ok) if good)
-            self._weights[task.step] = self._weights.get(task.step, 0.0) + weight
+            for weights, wanted in ((self._weights, True), (self._bad_weights, False)):
+                weight = sum(s.weight for s, good in zip(task.samples, ok, strict=True) if good == wanted)
+                weights[task.step] = weights.get(task.step, 0.0) + weight
             self._bad.extend(s.key for s, good in zip(task.samples, ok) if not good)
         value = loss.double().cpu()
         if not torch.isfinite(value):
@@ -319,9 +344,12 @@ class Executor:
             )
             self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
         self._losses[task.step] = self._losses.get(task.step, torch.zeros((), dtype=torch.float64)) + value
-        item = "+".join(dict.fromkeys(s.item for s in task.samples))
-        before = self._item_losses.get(item, (0.0, 0.0))
-        self._item_losses[item] = (before[0] + value.item(), before[1] + weight)
+
+    def _account_items(self, task: CascadeTask, ok: list[bool], losses: Tensor, group: Group) -> None:
+        for sample, good, loss in zip(task.samples, ok, losses.tolist(), strict=True):
+            before = self._item_losses.get(sample.item, (0.0, 0.0))
+            counted = sample.weight if good and group.rank == 0 else 0.0
+            self._item_losses[sample.item] = (before[0] + loss, before[1] + counted)
 
 
 class _PhaseClock:
@@ -385,14 +413,14 @@ class _Measure:
                 end=time.time(),
                 batch=len(task.samples),
                 degree=len(task.bag),
-                bucket=task.bucket,
-                item="+".join(dict.fromkeys(s.item for s in task.samples)),
+                pieces=task.pieces,
                 planned_start_s=task.planned_start_s,
                 planned_end_s=task.planned_end_s,
                 phases=self._marks,
                 **self._received,
             )
         )
+        executor._ran.add(task.cascade)
 
 
 def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:

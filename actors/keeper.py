@@ -14,18 +14,21 @@ that put it.
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from actors.memory import node_room
 from ops.shards import ShardState, cut, missing
 
 log = logging.getLogger(__name__)
 
 KEEP_STEPS = 2  # committed steps that stay; a third one is being filled meanwhile
+_SMALL = 64 << 20  # bytes; what a full node dies of is larger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +65,9 @@ class Keeper:
     what is left of the first attempt, and late messages of a dead generation are refused.
     """
 
-    def __init__(self, budget_bytes: int | None = None, keep_steps: int = KEEP_STEPS) -> None:
-        self._budget = budget_bytes
+    def __init__(self, keep_steps: int = KEEP_STEPS, room: Callable[[], int] = node_room) -> None:
+        """`room` gives the bytes that this node can still spare."""
+        self._room = room
         self._keep_steps = keep_steps
         self._steps: dict[int, _Step] = {}
         self._committed: set[int] = set()
@@ -74,7 +78,7 @@ class Keeper:
     def put(self, step: int, shard: ShardState, generation: int = 0) -> bool:
         """Hold a copy of `shard` as part of `step`. False when it comes from a generation that is over.
 
-        Raises MemoryError when the budget does not allow it.
+        Raises MemoryError when this node has no room for it: better a clear answer than a node that ends its processes.
         """
         if generation < self._generation:
             return False
@@ -153,6 +157,10 @@ class Keeper:
         held = sum(shard.num_bytes for step in self._steps.values() for shard in step.shards.values())
         return held + sum(array.nbytes for buffers in self._free for array in buffers.values())
 
+    def room(self) -> tuple[str, int]:
+        """This host, and the bytes that the state may take here, what is held already included."""
+        return socket.gethostname(), self.used_bytes() + self._room()
+
     def _copy(self, shard: ShardState) -> ShardState:
         buffers = self._take_buffers(shard)
         for name, array in shard.arrays.items():
@@ -165,11 +173,11 @@ class Keeper:
             if {name: (array.shape, array.dtype) for name, array in buffers.items()} == want:
                 return self._free.pop(index)
         self._free.clear()  # cut for another number of workers: these sizes do not come back
-        used = self.used_bytes()
-        if self._budget is not None and used + shard.num_bytes > self._budget:
+        if shard.num_bytes > _SMALL and shard.num_bytes > (room := self._room()):
             raise MemoryError(
-                f"keeper holds {used / 2**20:.0f} MiB and is given {shard.num_bytes / 2**20:.0f} MiB more; "
-                f"its budget is {self._budget / 2**20:.0f} MiB. Add nodes, lower snapshot.copies, or raise the budget."
+                f"the keeper on {socket.gethostname()} holds {self.used_bytes() / 2**20:.0f} MiB and is given "
+                f"{shard.num_bytes / 2**20:.0f} MiB more, but the node can spare {room / 2**20:.0f} MiB. Add nodes or "
+                f"memory, lower snapshot.copies, or set snapshot.enabled: false."
             )
         return {name: np.empty_like(array, subok=False) for name, array in shard.arrays.items()}
 
@@ -254,7 +262,7 @@ def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> i
 # Ray ----------------------------------------------------------------------------------------------------------------
 
 
-def spawn(name: str, node_id: str, *, namespace: str, budget_bytes: int | None = None) -> Any:
+def spawn(name: str, node_id: str, *, namespace: str) -> Any:
     """A keeper as a detached actor on this node: it outlives the controller and is found again by `attach`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -267,7 +275,7 @@ def spawn(name: str, node_id: str, *, namespace: str, budget_bytes: int | None =
         "num_cpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
     }
-    return ray.remote(Keeper).options(**options).remote(budget_bytes)
+    return ray.remote(Keeper).options(**options).remote()
 
 
 def attach(names: Sequence[str], *, namespace: str) -> dict[str, Any]:

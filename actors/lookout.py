@@ -10,7 +10,6 @@ import ray
 
 from actors.config import WorkersConfig
 from actors.membership_types import (
-    START_S,
     Alive,
     Event,
     Joined,
@@ -21,10 +20,10 @@ from actors.membership_types import (
     Resources,
     Suspect,
 )
-from actors.messages import LOADING
+from actors.messages import LOADING, Progress
 from actors.monitor import Report, Wishes
 from actors.pool import Pool, uses_gpu
-from actors.watch import Watch
+from actors.watch import Watch, first_late
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +34,18 @@ _FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not en
 class Lookout:
     """Looks once per call and never waits for a worker. `tell` is told what people want to read."""
 
-    def __init__(self, config: WorkersConfig, pool: Pool, monitor: Any, tell: Callable[..., None]) -> None:
+    def __init__(
+        self, config: WorkersConfig, pool: Pool, monitor: Any, tell: Callable[..., None], start_s: float = 600.0
+    ) -> None:
+        """`start_s` is how long a worker may load its modules."""
+        self._start_s = start_s
         self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
         self._watch = Watch(config)
         self._target = config.max
         self._failed_starts = 0
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
+        self._doing: dict[str, Progress] = {}  # at the last look
         self._life, self._generation, self._wishes = "", -1, Wishes()  # what a monitor started anew has to be told
 
     def look(self) -> list[Event]:
@@ -55,6 +59,19 @@ class Lookout:
     def try_again(self) -> None:
         """A worker has started, or the pool has become smaller: what failed to start before says nothing any more."""
         self._failed_starts, self.hopeless = 0, ""
+
+    def doing(self, name: str) -> str:
+        """What a worker was doing when it was last heard of, to name the step and cascade that ended it."""
+        progress = self._doing.get(name)
+        if progress is None or progress.step < 0:
+            return ""
+        return f" in {progress.activity!r} (phase {progress.phase}) of step {progress.step}"
+
+    def late(self) -> str:
+        """Whom the others were waiting for when they were last heard of."""
+        busy = [progress for progress in self._doing.values() if progress.activity != "idle" and progress.step >= 0]
+        first = first_late(busy)
+        return f"; last heard of {first.worker}{self.doing(first.worker)}" if first is not None else ""
 
     def _report(self) -> Report | None:
         """The monitor's report, or None while it is being started again; a new one is told what the old one knew."""
@@ -94,13 +111,15 @@ class Lookout:
         events = []
         for name in self._pool.pending:
             seen = report.seen.get(name)
-            if seen is not None and seen.progress.activity == LOADING and report.now - seen.progress.since > START_S:
+            if seen is not None and seen.progress.activity == LOADING and report.now - seen.since > self._start_s:
                 self._pool.discard(name)
                 self._monitor.forget.remote(name)
-                events.append(self._failed_start(name, f"it still loads its modules after {START_S:g} s"))
+                why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
+                events.append(self._failed_start(name, why))
         return events
 
     def _heartbeats(self, report: Report) -> list[Event]:
+        self._doing = {name: seen.progress for name, seen in report.seen.items() if name in self._pool.names}
         pending = set(self._pool.pending)
         found = self._watch.look(report, [name for name in self._pool.names if name not in pending])
         events: list[Event] = []

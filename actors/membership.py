@@ -13,8 +13,9 @@ Life of a worker:    Request -> Joined -> starting -> Ready -> ready -> Form -> 
 It ends by Drain (it hands over and goes, at a step boundary), Dead, or Replace (it does not answer: kill it).
 
 Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; numbers of generations
-only grow; a worker that is gone never comes back under its number; late events about it are ignored; whenever enough
-workers are ready and no survivor is still expected to answer, the next `observe` forms a generation.
+only grow; after a bounded number of generations in a row that finish no step, whatever ended them, the run fails; a
+worker that is gone never comes back under its number; late events about it are ignored; whenever enough workers are
+ready and no survivor is still expected to answer, the next `observe` forms a generation.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Membership:
         self._enough_since: float | None = None
         self._formed = False
         self._clean = True
-        self._breaks = 0
+        self._breaks = 0  # generations without a finished step, since the last finished one, by how they ended
+        self._losses = 0
+        self._lost_in = 0  # the newest generation that counts as ended by a loss
+        self._proven = False  # the newest generation has finished a step
         self._why = "start"
         self._out: list[Decision] = []
 
@@ -125,9 +129,10 @@ class Membership:
                 self._broken(event, now)
             case Resize():
                 self._limits = replace(self._limits, min=event.min, max=event.max)
-            case Boundary() | Finished():
-                self._breaks = 0
-            case Tick():
+            case Finished():
+                self._breaks = self._losses = 0
+                self._proven = self._state == "running"
+            case Boundary() | Tick():
                 pass
 
     def _join(self, event: Joined, now: float) -> None:
@@ -150,19 +155,35 @@ class Membership:
         else:
             self._break(event.reason, now)
 
+    def _count_loss(self, reason: str) -> None:
+        """A death explains the break of its generation, also when the survivors' errors were seen first."""
+        if self._lost_in == self._generation:
+            return
+        self._lost_in = self._generation
+        self._breaks = 0
+        self._losses += 1
+        if self._losses > self._limits.max_losses:
+            self._fail(
+                1,
+                f"{self._losses} generations in a row lost a worker before they finished a step; the last one: "
+                f"{reason}. Such a step ends its worker every time: look at that worker's log, or give it more memory",
+            )
+
     def _update(self, worker: int, **changes: object) -> None:
         if worker in self._members:
             self._members[worker] = replace(self._members[worker], **changes)  # type: ignore[arg-type]
 
-    def _lose(self, worker: int, reason: str, now: float) -> None:
+    def _lose(self, worker: int, reason: str, now: float, *, replaced: bool = False) -> None:
+        """`replaced`: it is this run that ends the worker, which explains no break: a slow step is slow again."""
         member = self._members.pop(worker, None)
         if member is None:
             return
         self._gone.add(worker)
-        if member.phase in ("active", "recovering"):
-            self._breaks = 0  # a death explains the break, also when its survivors' errors were seen first
-        if member.phase == "active":
-            self._break(f"worker {worker} {reason}", now)
+        reason = f"worker {worker} {reason}"
+        if member.phase == "active" or (member.phase == "recovering" and not replaced):
+            self._count_loss(reason)
+        if member.phase == "active" and self._state != "failed":
+            self._break(reason, now)
 
     def _break(self, reason: str, now: float) -> None:
         """The running generation is lost; its survivors must leave their groups and answer."""
@@ -190,6 +211,8 @@ class Membership:
         if self._state == "failed":
             return
         self._replace_silent(now)
+        if self._state == "failed":
+            return
         self._shrink()
         if boundary and self._state == "running":
             self._change(now)
@@ -204,7 +227,9 @@ class Membership:
             reason = self._overdue(member, now)
             if reason and member.worker in self._members:
                 self._out.append(Replace(worker=member.worker, reason=reason))
-                self._lose(member.worker, f"was replaced: {reason}", now)
+                self._lose(member.worker, f"was replaced: {reason}", now, replaced=True)
+                if self._state == "failed":
+                    return
 
     def _overdue(self, member: Member, now: float) -> str:
         limits = self._limits
@@ -212,8 +237,9 @@ class Membership:
         if suspected is not None and (member.phase == "recovering" or now - suspected >= limits.confirm_s):
             return member.suspicion
         waited = now - member.since
-        if member.phase == "recovering" and waited >= limits.recover_s:
-            return f"did not leave its broken groups within {limits.recover_s:g} s"
+        recover_s = limits.recover_s if self._proven else max(limits.recover_s, limits.first_step_s)
+        if member.phase == "recovering" and waited >= recover_s:
+            return f"did not leave its broken groups within {recover_s:g} s"
         if member.phase == "starting" and waited >= limits.start_s:
             return f"was not ready within {limits.start_s:g} s"
         return ""
@@ -278,7 +304,7 @@ class Membership:
         self._workers = tuple(m.worker for m in members)
         for worker in self._workers:
             self._update(worker, phase="active", since=now)
-        self._formed, self._clean = True, True
+        self._formed, self._clean, self._proven = True, True, False
         self._waiting_since = self._announced = self._enough_since = None
         self._out.append(Form(generation=self._generation, workers=self._workers, reason=reason, clean=clean))
 

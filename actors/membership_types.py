@@ -9,7 +9,7 @@ from actors.config import WorkersConfig
 
 Phase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
-START_S = 600.0  # a worker that takes longer to load hangs: a device or file system that does not answer
+_NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity
 
 
@@ -24,10 +24,14 @@ class Limits:
     # A survivor must leave its broken groups and answer within this. Calls whose arguments lie on a lost node may
     # hold it up until Ray has noticed the loss, in some 30 s; to replace it sooner loses the state that it holds.
     recover_s: float = 60.0
+    # The same in a generation that has not finished a step yet: what is compiled or tuned there for minutes is done
+    # once, and to replace the worker that does it would begin it anew.
+    first_step_s: float = 900.0
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
-    start_s: float = START_S
+    start_s: float = 600.0
     request_s: float = 60.0  # a request that brought no worker is made again after this
-    max_breaks: int = 3  # generations that break in a row without a death and without a finished step
+    max_breaks: int = 3  # generations in a row without a finished step that break without a death
+    max_losses: int = 12  # the same for those that end by the loss of a worker
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
@@ -35,7 +39,15 @@ class Limits:
 
     @staticmethod
     def of(config: WorkersConfig) -> Limits:
-        return Limits(min=config.min, max=config.max, wait_s=config.wait_s)
+        """A survivor may still wait as long in its cascade as the one that gave up waiting for it has waited."""
+        recover_s = config.collective_timeout_s + _NOTICE_S
+        return Limits(
+            min=config.min,
+            max=config.max,
+            wait_s=config.wait_s,
+            recover_s=recover_s,
+            first_step_s=max(recover_s, config.first_step_s),
+        )
 
 
 # Events -------------------------------------------------------------------------------------------------------------
@@ -125,7 +137,7 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """The running generation has finished a step after a break: breaks are counted from here on."""
+    """The running generation has finished its first step: what ended the ones before it is forgiven."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

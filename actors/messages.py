@@ -42,6 +42,15 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The samples of one item inside a cascade; a packed cascade has several."""
+
+    item: str
+    bucket: tuple[int, int, int]
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeTask:
     """One cascade as one worker of its bag sees it.
 
@@ -57,7 +66,7 @@ class CascadeTask:
     module: Module
     bag: tuple[int, ...]  # worker ranks, in rank order of the bag
     samples: tuple[Sample, ...]
-    bucket: tuple[int, int, int]
+    pieces: tuple[Piece, ...]  # the same samples by item, in order
     planned_start_s: float
     planned_end_s: float
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -79,11 +88,14 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishTask:
-    """End of a step: gradient sum, update, snapshot."""
+    """End of a step: gradient sum, update, snapshot. A worker that has not run what is named here raises instead of
+    joining the sum: the step would be applied without some of its samples."""
 
     generation: int
     step: int
     export: bool  # copy this worker's shard of the training state, for keepers and checkpoints
+    cascades: tuple[str, ...]  # all that this worker was given since the end of the step before, early encodes included
+    weight: float  # of the samples, good or bad, in the step's DiT cascades that this worker leads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +106,7 @@ class WorkerInfo:
     node: str
     host: str
     pid: int
+    born: str = ""  # with the pid the process itself: see actors.process
     device: str
     gpu_memory_gib: float
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
@@ -111,8 +124,7 @@ class Span:
     end: float
     batch: int = 0
     degree: int = 1
-    bucket: tuple[int, int, int] | None = None
-    item: str = ""
+    pieces: tuple[Piece, ...] = ()
     planned_start_s: float = 0.0
     planned_end_s: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)  # seconds inside: handoff, forward, backward, reduce, ...
@@ -120,6 +132,16 @@ class Span:
     handoff_s: float = 0.0  # gathering them inside the cascade, and waiting idle for the object store before it
     fetched_bytes: int = 0  # of it by the object store
     fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
+
+    @property
+    def item(self) -> str:
+        return "+".join(piece.item for piece in self.pieces)
+
+    @property
+    def bucket(self) -> tuple[int, int, int] | None:
+        """The one bucket of all samples; None when they are of several."""
+        buckets = {piece.bucket for piece in self.pieces}
+        return buckets.pop() if len(buckets) == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +158,11 @@ class StepReport:
     spans: tuple[Span, ...]
     peak_memory_gib: float
     rss_gib: float
+    bad_weight: float = 0.0  # share of the step's samples that did not decode: with `weight` it is the whole step
     snapshot_s: float = 0.0  # copying the shard and handing it to the keepers
     bad_samples: tuple[str, ...] = ()
-    bag_losses: tuple[
-        tuple[str, float, float], ...
-    ] = ()  # (item, its share of the loss here, weight of its good samples)
+    # (item, its share of the loss here, weight of its good samples)
+    item_losses: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,14 @@ from actors.messages import Orders, Progress
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A worker's last heartbeat and when it arrived (unix seconds, monitor's clock)."""
+    """A worker's last heartbeat, when it arrived, and when the first one with this activity did.
+
+    Seconds on the monitor's monotonic clock: the workers' own clocks may be set anew, and differ from node to node.
+    """
 
     progress: Progress
     at: float
+    since: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +42,7 @@ class Report:
     seen: dict[str, Seen]
     wishes: Wishes
     stacks: dict[str, str] = field(default_factory=dict)
-    now: float = 0.0
+    now: float = 0.0  # on the same clock as `seen`
     generation: int = -1  # the newest one announced
     life: str = ""  # changes when the monitor was started anew
 
@@ -56,7 +60,10 @@ class Monitor:
 
     def beat(self, progress: Progress) -> Orders:
         """Called by a worker's heartbeat thread."""
-        self._seen[progress.worker] = Seen(progress=progress, at=time.time())
+        now, last = time.monotonic(), self._seen.get(progress.worker)
+        goes_on = last is not None and _activity(last.progress) == _activity(progress)
+        since = last.since if last is not None and goes_on else now
+        self._seen[progress.worker] = Seen(progress=progress, at=now, since=since)
         dump = progress.worker in self._dump
         self._dump.discard(progress.worker)
         return Orders(generation=self._generation, dump_stack=dump)
@@ -68,13 +75,20 @@ class Monitor:
         """Called by the controller when a generation begins: everything older must end now."""
         self._generation = max(self._generation, generation)
 
+    def begin(self) -> Report:
+        """Called by a controller that takes the run over: its workers are new ones under the numbers of the old, whose
+        heartbeats and leaves are not theirs. Size and stop are still wished."""
+        self._seen, self._stacks, self._dump = {}, {}, set()
+        self._wishes = replace(self._wishes, drain=())
+        return self.report()
+
     def report(self) -> Report:
         """What is known, for anybody who asks."""
         return Report(
             seen=dict(self._seen),
             wishes=self._wishes,
             stacks=dict(self._stacks),
-            now=time.time(),
+            now=time.monotonic(),
             generation=self._generation,
             life=self._life,
         )
@@ -118,3 +132,8 @@ class Monitor:
 
     def ping(self) -> bool:
         return True
+
+
+def _activity(progress: Progress) -> tuple[str, int, float]:
+    """What tells one stretch of work from the next. `since` is a name here: the worker's clock may have been set."""
+    return progress.activity, progress.step, progress.since

@@ -31,3 +31,22 @@ class StopRun(RuntimeError):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.reason)
         self.outcome = outcome
+
+
+class Superseded(RuntimeError):
+    """Another start has taken over this run's folder: this controller must not write there any more."""
+
+
+def continues(error: BaseException) -> bool:
+    """Whether another controller can go on from the keepers: faults of the cluster, not of what ran on it."""
+    from ray.exceptions import RayError, RayTaskError
+
+    return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+
+
+def only_in_memory(step: int, on_disk: int, run_dir: Path) -> str:
+    """One sentence for a run whose last committed step could not be written."""
+    disk = f"on disk is the checkpoint after {on_disk + 1} steps" if on_disk >= 0 else "no checkpoint is on disk"
+    return (f"{step + 1} steps are committed, {disk}, and the rest is only in the memory of the cluster, whose keepers "
+            f"stay: make room in {run_dir} and continue with --resume on this cluster. A local cluster ends with its "
+            f"run, which then continues from the disk.")

@@ -56,11 +56,13 @@ class Planner:
         return Assignment(step=plan.steps[0], cascades=cascades, plan_s=time.perf_counter() - started)
 
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
-        """Measured cascades of a step keep the cost model true."""
+        """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed
+        cascade of several says nothing about any of them."""
         for span in spans:
             if span.bucket is None or span.module == "finish":
                 continue
             frames, height, width = span.bucket
+            tokens = sum(piece.batch * text_tokens.get(piece.item, 0) for piece in span.pieces)
             self._profile.observe(
                 cast(Module, span.module),
                 batch=span.batch,
@@ -69,7 +71,7 @@ class Planner:
                 width=width,
                 degree=span.degree,
                 seconds=span.end - span.start,
-                text_tokens=text_tokens.get(span.item, 0),
+                text_tokens=round(tokens / span.batch),
             )
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)

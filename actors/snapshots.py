@@ -6,7 +6,7 @@ metrics written and its data released: what is not committed is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,32 @@ def origin_of(
     keepers: Keepers,
     exports: Sequence[Snapshot],
     checkpoint: tuple[int, Path] | None,
-    timeout_s: float,
+    patience_s: float,
     newest: int | None = None,
 ) -> Origin | None:
     """The newest state that can be put together: keepers and surviving workers first, then the checkpoint.
 
+    Keepers that live are waited for as long as `patience_s`, unless what the others hold gives `newest`; afterwards
+    `keepers.silent` names those that have not answered and may hold more than was found.
+
     `newest` leaves out snapshots of later steps: all workers may have finished a step whose reports were lost, with a
     worker or with the controller, so it has no metrics and is computed again.
     """
-    inventories = keepers.inventories(timeout_s)
-    kept = {
-        name: [held for held in inventory if newest is None or held.step <= newest]
-        for name, inventory in inventories.items()
-    }
     exports = [snapshot for snapshot in exports if newest is None or snapshot.step <= newest]
     offered = {f"export/{i}": [snapshot.held()] for i, snapshot in enumerate(exports)}
+
+    def up_to_newest(inventories: Mapping[str, Sequence[Held]]) -> dict[str, list[Held]]:
+        return {
+            name: [held for held in inventory if newest is None or held.step <= newest]
+            for name, inventory in inventories.items()
+        }
+
+    def enough(inventories: Mapping[str, Sequence[Held]]) -> bool:
+        whole = recoverable({**up_to_newest(inventories), **offered})
+        steps = [known[0] for known in (whole, checkpoint) if known is not None]
+        return newest is not None and max(steps, default=-1) >= newest
+
+    kept = up_to_newest(keepers.inventories(patience_s, enough))
     found = recoverable({**kept, **offered})
     if found is not None and (checkpoint is None or found[0] >= checkpoint[0]):
         holders = [name for name, inventory in kept.items() if any((h.step, h.generation) == found for h in inventory)]

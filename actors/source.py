@@ -104,12 +104,16 @@ class StepSource:
     def has(self, step: int, timeout_s: float = 0.0) -> bool:
         """Whether a step and the next one, whose encode work may run early, are decoded, after at most this long.
 
-        Raises DataLost when the feeder has been silent for too long.
+        Raises DataError or DataIOError as soon as one of them has failed, whatever became of the other, and DataLost
+        when the feeder is gone or has been silent for too long.
         """
         for wanted in (step, step + 1):
             self.request(wanted)
         asked = [known[s] for s in (step, step + 1) for known in (self._items, self._batches) if s in known]
-        if not asked or len(ray.wait(asked, num_returns=len(asked), timeout=timeout_s)[0]) == len(asked):
+        done = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)[0] if asked else []
+        for answer in done:
+            self._get(answer)  # of a failed one its error; the others are lists of references
+        if len(done) == len(asked):
             return True
         if (waited := time.monotonic() - self._asked_at[min(self._asked_at)]) > self._patience_s:
             raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from actors.config import WorkersConfig
 from actors.messages import Progress
-from actors.monitor import Report
+from actors.monitor import Report, Seen
 
 _LEAST_STALL_S = 30.0  # predictions of short cascades are off by more than any factor
 
@@ -64,22 +64,27 @@ class Watch:
             silent=tuple(sorted(fresh)),
             heard=tuple(sorted(heard & set(members))),
             leaving=tuple(sorted(news)),
-            stall=self._stall([s.progress for s in seen.values()], report.now),
+            stall=self._stall(list(seen.values()), report.now),
         )
 
-    def _stall(self, all_progress: list[Progress], now: float) -> Stall | None:
-        """The late one among the busy: not waiting in a collective, or else with the fewest collectives behind it."""
+    def _stall(self, all_seen: list[Seen], now: float) -> Stall | None:
+        """The late one among the busy: not waiting in a collective, or else with the fewest collectives done."""
+        age = {seen.progress.worker: now - seen.since for seen in all_seen}
+        all_progress = [seen.progress for seen in all_seen]
         self._stalled &= {(p.worker, p.since) for p in all_progress}
         busy = [
             p
             for p in all_progress
-            if p.predicted_s > 0 and now - p.since > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
+            if p.predicted_s > 0 and age[p.worker] > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
         ]
-        if not busy:
-            return None
-        first = min(busy, key=lambda p: (bool(p.waiting_in), p.collectives, p.worker))
-        if (first.worker, first.since) in self._stalled:
+        first = first_late(busy)
+        if first is None or (first.worker, first.since) in self._stalled:
             return None
         self._stalled.add((first.worker, first.since))
         waiting = tuple(p.worker for p in all_progress if p.waiting_in and p.worker != first.worker)
-        return Stall(first_late=first, running_s=now - first.since, waiting=waiting)
+        return Stall(first_late=first, running_s=age[first.worker], waiting=waiting)
+
+
+def first_late(busy: Collection[Progress]) -> Progress | None:
+    """Whom the others wait for: one that waits in no collective itself, or else the one with the fewest done."""
+    return min(busy, key=lambda p: (bool(p.waiting_in), p.collectives, p.worker), default=None)

@@ -31,6 +31,7 @@ from actors.checkpoint import load
 from actors.config import TrainConfig, WorkersConfig
 from actors.executor import Executor, FinishedStep, Modules, peak_rss_gib
 from actors.handoff import Encoded
+from actors.meeting import fetch, meet
 from actors.messages import (
     LOADING,
     CascadeTask,
@@ -41,6 +42,7 @@ from actors.messages import (
     StepReport,
     WorkerInfo,
 )
+from actors.process import birth
 from actors.snapshots import Origin, Snapshot
 from actors.transfer import HostCopies, PinnedCopy
 from data.blocks import as_batch
@@ -133,6 +135,7 @@ class Worker:
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             pid=os.getpid(),
+            born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=memory,
             publishes_later=self.executor.copies is not None,
@@ -143,7 +146,8 @@ class Worker:
 
         Returns a snapshot of it when nobody else holds that state in memory (a new run, or one from a checkpoint).
         """
-        self._activity(f"form g{task.generation}", "form", task.generation, -1, 0.0)
+        patience = self.settings.workers.state_timeout_s
+        self._activity(f"form g{task.generation}", "form", task.generation, -1, patience)
         self._holds = None
         self.executor.leave()
         self._cancel = CancelToken()
@@ -164,7 +168,10 @@ class Worker:
         self._snapshot_to = task.snapshot_to
         origin = task.origin
         self._as_built = self._as_built and origin is None
-        self.executor.form(task.generation, groups, world, self._shards(task))
+        shards = self._shards(task)
+        meet(store, task.generation, task.rank, task.world, self._cancel, patience)
+        self._activity(f"form g{task.generation}", "gather", task.generation, -1, 0.0)
+        self.executor.form(task.generation, groups, world, shards)
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
         snapshot = self._send_snapshot(self._holds) if fresh else None
@@ -301,9 +308,9 @@ class Worker:
             return [initial_shard(modules.dit if self._as_built else self._first_dit(modules.config), lo, hi)]
         if origin.checkpoint is not None:
             return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
-        timeout = self.settings.workers.collective_timeout_s
-        parts: list[ShardState] = list(ray.get(list(origin.exports), timeout=timeout))
-        for held in ray.get([k.get.remote(origin.step, lo, hi) for k in origin.keepers], timeout=timeout):
+        patience = self.settings.workers.state_timeout_s
+        parts: list[ShardState] = fetch(list(origin.exports), self._cancel, patience)
+        for held in fetch([k.get.remote(origin.step, lo, hi) for k in origin.keepers], self._cancel, patience):
             parts.extend(held)
         return parts
 
@@ -340,8 +347,9 @@ class Worker:
             peak_memory_gib=peak,
             rss_gib=peak_rss_gib(),
             snapshot_s=snapshot_s,
+            bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
-            bag_losses=done.item_losses,
+            item_losses=done.item_losses,
         )
 
     def _to_cache(self, task: CascadeTask, results: list[Encoded]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-OK, FAILURE, USAGE, PLAN, DATA, RESUMABLE = 0, 1, 2, 3, 4, 75
+OK, FAILURE, USAGE, PLAN, DATA, RESUMABLE, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 PACKAGES = ("app", "actors", "data", "ops")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,10 +17,10 @@ def exit_code(error: BaseException) -> int:
     """The process's exit code for an error that reached the command line."""
     error = unwrap(error)
     for cls in type(error).__mro__:
-        if cls.__module__.split(".")[0] in PACKAGES:
-            if cls.__name__ in CODES:
-                return CODES[cls.__name__]
-            return FAILURE
+        if cls.__module__.split(".")[0] in PACKAGES and cls.__name__ in CODES:
+            return CODES[cls.__name__]
+    if type(error).__module__.split(".")[0] in PACKAGES:
+        return FAILURE
     if is_ours(error) and isinstance(error, ValueError | OSError):
         return USAGE
     return FAILURE
@@ -46,6 +46,11 @@ def unwrap(error: BaseException) -> BaseException:
     while (cause := getattr(error, "cause", None)) is not None and isinstance(cause, BaseException) and seen < 8:
         error, seen = cause, seen + 1
     return error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
+    return " ".join(str(unwrap(error)).split()) or type(unwrap(error)).__name__
 
 
 def _raised_by_us(error: BaseException) -> bool:

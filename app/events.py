@@ -15,6 +15,8 @@ def describe(event: Mapping[str, Any]) -> str:
     match event["event"]:
         case "start":
             return f"data is ready; starting at step {event['from_step']} (state: {event['origin']})"
+        case "changed":
+            return f"settings changed since the last start: {', '.join(event['settings'])}"
         case "ready":
             return f"worker {event['worker']} is ready on {event['host']}"
         case "generation":

@@ -4,22 +4,23 @@
         metrics.step({"step": 0, "loss": 0.9, ...})        # every step once, in order
 
 A step that comes a second time (the run resumed before it, or recovered from a loss) replaces its line and every later
-one, and carries `"recomputed": true`: the file never holds a step twice.
+one, and carries `"recomputed": true`: the file never holds a step twice. Lines are in the order of their steps, so only
+the end of the file is ever read or cut, however many steps a run has.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from app.rundir import Record, read_jsonl
+from app.rundir import Record
+from app.tails import backwards, cut_torn_line
 
 # metrics.jsonl name -> TensorBoard tag; numbers without an entry go to run/<name>
 TAGS = {
@@ -47,7 +48,8 @@ class Metrics:
     def __init__(self, run_dir: str | Path, total_steps: int | None = None, tensorboard: bool = True) -> None:
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last = _repair(self.path)
+        cut_torn_line(self.path)
+        self._last = _last_step(self.path)
         self._replaced_up_to = -1
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._progress = Progress(total_steps) if total_steps is not None else None
@@ -71,12 +73,9 @@ class Metrics:
         return line
 
     def _drop_from(self, step: int) -> None:
-        """Rewrite the file without `step` and what follows; TensorBoard is told to forget them too."""
+        """Cut the file before `step`; TensorBoard is told to forget it and what follows, too."""
         self._replaced_up_to = max(self._replaced_up_to, self._last)
-        self._file.close()
-        kept = [line for line in read_jsonl(self.path) if line["step"] < step]
-        _rewrite(self.path, kept)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file.truncate(_offset_of(self.path, step))
         if self._writer is not None:
             self._writer.close()
             self._writer = _summary_writer(self.path.parent / "events", purge_step=step)
@@ -102,21 +101,19 @@ def _summary_writer(folder: Path, purge_step: int | None = None) -> Any:
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
 
-def _repair(path: Path) -> int:
-    """Last step of an existing file, after cutting a line that a killed writer left unfinished; -1 without steps."""
-    if not path.is_file():
-        return -1
-    lines = list(read_jsonl(path))
-    text = path.read_text(encoding="utf-8")
-    if text and (text.count("\n") != len(lines) or not text.endswith("\n")):
-        _rewrite(path, lines)
-    return max((line["step"] for line in lines), default=-1)
+def _last_step(path: Path) -> int:
+    """Step of the newest line; -1 without one."""
+    return next((record["step"] for _, record in backwards(path) if "step" in record), -1)
 
 
-def _rewrite(path: Path, lines: Iterable[Record]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, path)
+def _offset_of(path: Path, step: int) -> int:
+    """Where the line of this step begins, or that of the first later one, or the end."""
+    offset = path.stat().st_size
+    for at, record in backwards(path):
+        if record.get("step", step) < step:
+            break
+        offset = at
+    return offset
 
 
 def _finite(value: Any) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from app.live_samples import LiveSamples
 from app.rundir import OLDER_TIMELINE, TIMELINE
+from app.tails import cut_torn_line
+
+log = logging.getLogger(__name__)
 
 _TIMELINE_BYTES = 128 * 2**20  # then it becomes OLDER_TIMELINE, in place of the one before
 _PLANS = 1000  # the newest ones that stay
@@ -18,11 +22,14 @@ _PLANS = 1000  # the newest ones that stay
 class Recorder:
     """The controller's listener. Plans and timeline are bounded, metrics.jsonl and events.jsonl are whole."""
 
-    def __init__(self, run_dir: Path, samples: LiveSamples | None = None) -> None:
-        """With `samples` it runs inside Ray Train: checkpoints are reported there, and pictures made from them."""
+    def __init__(
+        self, run_dir: Path, samples: LiveSamples | None = None, guard: Callable[[], None] = lambda: None
+    ) -> None:
+        """With `samples` it runs inside Ray Train: checkpoints are reported there, and pictures made from them. `guard`
+        raises when this process must not write here any more."""
         from app.metrics import Metrics
 
-        self._run_dir, self._samples = run_dir, samples
+        self._run_dir, self._samples, self._guard = run_dir, samples, guard
         self._metrics = Metrics(run_dir)
         self._timeline = _appending(run_dir / TIMELINE)
         self._events = _appending(run_dir / "events.jsonl")
@@ -32,13 +39,15 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._samples is not None:
-            self._samples.close()
-        self._metrics.close()
-        self._timeline.close()
-        self._events.close()
+        parts = [self._samples] if self._samples is not None else []
+        for part in (*parts, self._metrics, self._timeline, self._events):
+            try:
+                part.close()
+            except OSError as error:  # a full disk: what it did not take is not committed either
+                log.warning("a file of %s could not be closed: %s", self._run_dir, error)
 
     def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
+        self._guard()
         self._metrics.step(metrics)
         for span in timeline:
             self._timeline.write(json.dumps(span) + "\n")
@@ -57,6 +66,7 @@ class Recorder:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
+        self._guard()
         self._events.write(json.dumps(event, default=str) + "\n")
         self._events.flush()
 
@@ -64,21 +74,15 @@ class Recorder:
         if self._samples is None:
             return
         import ray.train
-        from ray.train import Checkpoint, CheckpointUploadMode
 
-        ray.train.report(
-            {"step": step},
-            checkpoint=Checkpoint.from_directory(str(folder)),
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-        )
+        # Without the checkpoint itself: Ray Train would demand at the next start that all it was told of still exist.
+        ray.train.report({"step": step})
         self._samples.on_checkpoint(step)
 
 
 def _appending(path: Path) -> IO[str]:
     """Open a JSON-lines file behind its last whole line: a killed writer may have left half of one."""
-    if path.exists():
-        with path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+    cut_torn_line(path)
     return path.open("a", encoding="utf-8")
 
 

@@ -8,31 +8,52 @@ files and shows the progress.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir
+from actors.outcome import Outcome
+from app.apart import is_inner, join_lifeline, run_apart
+from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
-from app.errors import FAILURE, exit_code, is_ours
-from app.events import describe
-from app.live_runs import end_leftovers, stops_on_signal
+from app.errors import FAILURE, INTERRUPTED, PACKAGES, exit_code, is_ours, one_line
+from app.follow import Follower
+from app.live_runs import (
+    OUTCOME,
+    RayGone,
+    came_to_anything,
+    end_leftovers,
+    leave,
+    must_answer,
+    read_outcome,
+    shut_down_ray,
+    stops_on_signal,
+    wait_while_ray_lives,
+)
 from app.live_samples import LiveSamples
+from app.lock import FolderLock, holder, lock_path
 from app.recorder import Recorder
-from app.rundir import read_jsonl
+from app.resume import Change, check_resume
 from app.settings import ConfigError
 
 log = logging.getLogger(__name__)
 
-OUTCOME = "outcome.json"
+DRIVER, CONTROLLER = "driver", "controller"  # who holds a lock of a run's folder
+RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DRIVER_S = 3.0  # a run that was killed frees its folder within this
+_CONTROLLER_S = 60.0  # and its controller, on whichever node, within this
 UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working directory of a submitted job
 
 
@@ -42,33 +63,87 @@ def main(
     """Run to the end. Returns the exit code; raises our own errors for what can be said before the start."""
     config = from_here(RunConfig.load(config_path, overrides))
     check_run_dir(config, resume=resume, overwrite=overwrite)
-    if UPLOADED in config.run.dir:
-        print(f"note: this run lies in the upload of its job, which Ray deletes in time: {config.run.dir}. Give a "
-              f"folder that stays and that all nodes see: --set run.dir=/shared/runs", flush=True)
-    for note in notes(config):
-        print(f"note: {note}", flush=True)
-    make_missing(config.data.sources)
-    _connect(config)
-    try:
-        end_leftovers(config, overwrite=overwrite)
-        run_dir = prepare_run_dir(config, resume=resume, overwrite=overwrite)
-        (run_dir / OUTCOME).unlink(missing_ok=True)
-        _check_capacity(config)
-        with Follower(run_dir, config.train.steps), stops_on_signal(run_dir):
-            _fit(config, run_dir)
-        outcome = json.loads((run_dir / OUTCOME).read_text(encoding="utf-8"))
-    finally:
-        import ray
+    if is_inner() or _is_on_a_cluster():
+        return _run(config, resume=resume, overwrite=overwrite)
+    if logging.getLogger("app").level == logging.DEBUG:
+        os.environ["HEDDLE_DEBUG"] = "1"
+    options = [word for override in overrides for word in ("--set", override)]
+    options += ["--resume"] * resume + ["--overwrite"] * overwrite
+    return run_apart(["-m", "app.train", "--config", str(config_path), *options])
 
-        ray.shutdown()
-    if outcome["code"]:
-        print(f"error: {outcome['reason']}", file=sys.stderr)
+
+def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
+    """A run's whole life in this process: alone in its folder, with a Ray to run on."""
+    folder = run_dir(config)
+    with FolderLock(lock_path(folder, DRIVER)) as lock, FolderLock(lock_path(folder, CONTROLLER)) as predecessor:
+        lock.take(_DRIVER_S, _note)
+        check_run_dir(config, resume=resume, overwrite=overwrite)
+        changes = check_resume(config) if resume else []
+        predecessor.take(_CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
+        fresh = not folder.exists()
+        _say_before(config, resume=resume)
+        make_missing(config.data.sources)
+        try:
+            _connect(config)
+            end_leftovers(config, overwrite=overwrite)
+            prepare_run_dir(config, resume=resume, overwrite=overwrite)
+            (folder / OUTCOME).unlink(missing_ok=True)
+            predecessor.release()
+            _check_capacity(config)
+            outcome = _trained(config, folder, lock.token, changes)
+        finally:
+            shut_down_ray()
+            if fresh and not came_to_anything(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    if outcome.code:
+        print(f"error: {outcome.reason}", file=sys.stderr)
     else:
         print(
-            f"done: {config.train.steps} steps. Next: heddle report {run_dir}   heddle sample --checkpoint "
-            f"{run_dir}/checkpoints"
+            f"done: {config.train.steps} steps. Next: heddle report {folder}   heddle sample --checkpoint "
+            f"{folder}/checkpoints"
         )
-    return int(outcome["code"])
+    return outcome.code
+
+
+def _say_before(config: RunConfig, *, resume: bool) -> None:
+    if UPLOADED in config.run.dir:
+        _note(f"this run lies in the upload of its job, which Ray deletes in time: {config.run.dir}. Give a "
+              f"folder that stays and that all nodes see: --set run.dir=/shared/runs")
+    if resume and not (run_dir(config) / "config.yaml").is_file():
+        _note(f"there is no run {run_dir(config)} to resume; it starts anew, at step 0")
+    for note in notes(config):
+        _note(note)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", flush=True)
+
+
+def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Change]) -> Outcome:
+    """Follow the run until it has ended, however it ends. Raises KeyboardInterrupt when it was ended at once."""
+    with Follower(folder, config.train.steps), stops_on_signal(folder):
+        try:
+            returned = _fit(config, folder, token, changes)
+        except RayGone as error:
+            return Outcome(code=FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1)
+        except Exception as error:  # of Ray Train's many kinds: it has given up
+            log.debug("Ray Train has given up", exc_info=True)
+            return _rescued(config, folder, error)
+    return read_outcome(folder, token) or returned or _rescued(
+        config, folder, RuntimeError("another start has taken over the folder, or its controller ended without a word"))
+
+
+def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
+    """The controller has left no outcome. What the keepers hold goes to disk from here."""
+    from actors.rescue import rescue
+
+    reason = f"Ray Train gave the run up: {one_line(error)}"
+    try:
+        left = rescue(runtime_config(config, folder))
+    except Exception as second:  # the state is where it was; both errors are told
+        left = f"its last steps could not be saved from the keepers ({one_line(second)})"
+    left = left or "Its last committed step is on disk; go on with --resume"
+    return Outcome(code=FAILURE, reason=f"{reason}. {left}", last_step=-1)
 
 
 def _connect(config: RunConfig) -> None:
@@ -81,7 +156,8 @@ def _connect(config: RunConfig) -> None:
         "namespace": "heddle",
         "runtime_env": {"env_vars": _worker_environment()},
     }
-    if os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"):
+    if _is_on_a_cluster():
+        must_answer(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(address="auto", **quiet)
         except ConnectionError:
@@ -102,6 +178,10 @@ def _connect(config: RunConfig) -> None:
         log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
         ray.shutdown()
         ray.init(**local)
+
+
+def _is_on_a_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
 
 
 def _worker_environment() -> dict[str, str]:
@@ -129,19 +209,27 @@ def _check_capacity(config: RunConfig) -> None:
         )
 
 
-def _fit(config: RunConfig, run_dir: Path) -> None:
-    """Let Ray Train run the controller, and start it again if its process dies."""
+def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change]) -> Outcome | None:
+    """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned.
+
+    Ray Train gets a folder of its own for every start: what it remembers of an earlier one (checkpoints that are pruned
+    since, another version of Ray) must not refuse this one. Raises RayGone when Ray itself has ended.
+    """
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as TrainRun
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    own = folder / RAY_TRAIN
+    shutil.rmtree(own, ignore_errors=True)
+    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
     trainer = TorchTrainer(
         controller_loop,
-        train_loop_config={"yaml": config.to_yaml(), "run_dir": str(run_dir)},
+        train_loop_config={"yaml": config.to_yaml(), "run_dir": str(folder), "token": token,
+                           "changes": [str(change) for change in changes]},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
         run_config=TrainRun(
-            name=run_dir.name, storage_path=str(run_dir.parent), failure_config=FailureConfig(max_failures=10)
+            name=folder.name, storage_path=str(own / token[:12]), failure_config=FailureConfig(max_failures=10)
         ),
     )
     # In a thread Ray Train leaves Ctrl-C alone, so that `stops_on_signal` can let the controller write a checkpoint.
@@ -154,33 +242,84 @@ def _fit(config: RunConfig, run_dir: Path) -> None:
             result.set_exception(error)
 
     threading.Thread(target=fit, name="ray-train", daemon=True).start()
-    result.result()
+    wait_while_ray_lives(result)
+    returned = getattr(result.result(), "return_value", None)
+    return Outcome(**returned) if returned else None
 
 
-def controller_loop(settings: dict[str, str]) -> None:
-    """Runs in Ray Train's worker process. Ends normally also when the run failed for a reason that a retry repeats."""
-    from ray.exceptions import RayError, RayTaskError
-
-    from actors.controller import Controller
-    from actors.outcome import Outcome
+def controller_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Runs in Ray Train's worker process. Ends normally also when the run failed for a reason that a retry repeats;
+    returns the outcome, also for a disk that takes no file any more."""
+    from actors.outcome import Superseded
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_dir = Path(settings["run_dir"])
-    config = RunConfig.from_yaml(settings["yaml"])
-    with Recorder(run_dir, samples=LiveSamples(config, run_dir)) as recorder:
+    folder, token = Path(settings["run_dir"]), settings.get("token", "")
+    with FolderLock(lock_path(folder, CONTROLLER)) as lock:
+        lock.take(_CONTROLLER_S, log.warning)
         try:
-            outcome = Controller(runtime_config(config, run_dir), recorder).train()
-        except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
-            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-                raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
-            if not is_ours(error):
-                (run_dir / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
-                log.exception("the controller failed")
-            reason = str(error) if is_ours(error) else f"{type(error).__name__}: {error} (see {run_dir / 'error.txt'})"
-            outcome = Outcome(code=exit_code(error) or FAILURE, reason=reason, last_step=-1)
-    (run_dir / OUTCOME).write_text(
-        json.dumps({"code": outcome.code, "reason": outcome.reason, "last_step": outcome.last_step}), encoding="utf-8"
-    )
+            outcome = _controlled(settings, _guard(folder, token, lock))
+        except Superseded as error:
+            log.error("%s", error)
+            return None
+    ended = {"code": outcome.code, "reason": outcome.reason, "last_step": outcome.last_step}
+    try:
+        aside = folder / f".{OUTCOME}.part"
+        aside.write_text(json.dumps({**ended, "token": token}), encoding="utf-8")
+        os.replace(aside, folder / OUTCOME)
+    except OSError as error:
+        log.error("%s was not written: %s", folder / OUTCOME, error)
+    return ended
+
+
+def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
+    """Raises Superseded once another start writes in this folder."""
+    from actors.outcome import Superseded
+
+    def check() -> None:
+        driver = holder(lock_path(folder, DRIVER))
+        if lock.lost or (token and driver is not None and driver.token != token):
+            raise Superseded(f"another start has taken over {folder}")
+
+    return check
+
+
+def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
+    """The controller's life with its files. Raises Superseded, and Ray's errors that another controller answers."""
+    from actors.controller import Controller
+    from actors.outcome import Superseded, continues
+    from actors.rescue import rescue
+
+    folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
+    controller: Any = None
+    try:
+        guard()
+        with Recorder(folder, samples=LiveSamples(config, folder), guard=guard) as recorder:
+            if changes := settings.get("changes"):
+                recorder.on_event({"time": time.time(), "event": "changed", "settings": changes})
+            controller = Controller(runtime_config(config, folder), recorder)
+            outcome: Outcome = controller.train()
+            left = controller.left
+    except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
+        if continues(error) or isinstance(error, Superseded):
+            raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
+        log.exception("the controller failed")
+        left = controller.left if controller is not None else rescue(runtime_config(config, folder))
+        outcome = Outcome(code=exit_code(error) or FAILURE, reason=_told(error, folder), last_step=-1)
+    return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
+
+
+def _told(error: Exception, folder: Path) -> str:
+    """A sentence for the person at the terminal; the traceback of what is not ours stays in the folder."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Make room for {folder}, " \
+               f"then continue with --resume"
+    if is_ours(error):
+        return str(error)
+    try:
+        (folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:
+        return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error} (see {folder / 'error.txt'})"
 
 
 def runtime_config(config: RunConfig, run_dir: Path) -> Any:
@@ -200,77 +339,6 @@ def runtime_config(config: RunConfig, run_dir: Path) -> Any:
     )
 
 
-class Follower:
-    """Shows the growing metrics.jsonl and events.jsonl in this process while the controller runs in another."""
-
-    def __init__(self, run_dir: Path, total_steps: int) -> None:
-        from app.metrics import Progress
-
-        self._files = {name: _Tail(run_dir / name) for name in ("events.jsonl", "metrics.jsonl")}
-        self._progress = Progress(total_steps)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
-
-    def __enter__(self) -> Follower:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)
-        self._progress.close()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self._show()
-            time.sleep(0.2)
-        self._show()
-
-    def _show(self) -> None:
-        for event in self._files["events.jsonl"].read():
-            if text := describe(event):
-                self._progress.say(text)
-        for line in self._files["metrics.jsonl"].read():
-            self._progress.show(line)
-
-
-class _Tail:
-    """Complete new lines of a JSON-lines file that somebody else writes.
-
-    Lines of recomputed steps are taken back by putting another file in its place: that one is read from its start, and
-    lines that are older than the newest one shown are left out.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = path.stat().st_ino if path.exists() else None
-        self._at = path.stat().st_size if path.exists() else 0
-        self._newest = _last_time(path)
-
-    def read(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            number = os.fstat(file.fileno()).st_ino
-            replaced = number != self._file
-            if replaced:
-                self._file, self._at = number, 0
-            file.seek(self._at)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
-        lines = [json.loads(line) for line in whole.splitlines()]
-        if replaced:
-            lines = [line for line in lines if line["time"] > self._newest]
-        self._newest = max((line["time"] for line in lines), default=self._newest)
-        return lines
-
-
-def _last_time(path: Path) -> float:
-    """When the last line of a file of metrics or events was written; 0 without one."""
-    return max((line["time"] for line in read_jsonl(path)), default=0.0)
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m app.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -282,11 +350,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-if __name__ == "__main__":
+def _main() -> int:
+    """The process of its own that a run of this machine has, and that of a submitted job. Returns the exit code."""
+    if is_inner():
+        join_lifeline()
     given = parse()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    debug = os.environ.get("HEDDLE_DEBUG", "") not in ("", "0")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
-        sys.exit(main(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite))
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(exit_code(error))
+        return main(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if debug or not is_ours(error):
+            traceback.print_exc()
+        else:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    leave(_main())

@@ -217,14 +217,18 @@ class Blocks:
         self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
         self._begun: deque[int] = deque()  # bytes of the microbatches behind the open gate, oldest first
         self._opened = 0
+        self._failure: Exception | None = None  # what ended the stream; every further call is told the same
         # the first window is short: making its jobs is part of the wait for the first batch
         self._windows = [self._open(min(config.window, 4 * config.decode_workers + 2 * ahead))]
         self._admit()
 
     def next(self, item: str) -> Any:
-        """The next reference; `item` is only named in alarms and errors."""
+        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError, the same
+        one again when it is asked for more after that: nothing more will come."""
         waited = time.monotonic()
         while True:
+            if self._failure is not None:
+                raise self._failure
             try:
                 value = self._windows[0].references.get(timeout=self._config.stall_s)
             except queue.Empty:
@@ -232,7 +236,8 @@ class Blocks:
                             self._windows[0].state())
                 continue
             if isinstance(value, BaseException):
-                self._raise(value, item)
+                self._failure = self._named(value, item)
+                raise self._failure from value
             if value is FINISHED:
                 self._windows.pop(0)
             if not self._windows or (self._windows[0].ends_soon and len(self._windows) == 1):
@@ -273,12 +278,10 @@ class Blocks:
         if self._opened > before:
             self._gate.open.remote(self._opened, spared)
 
-    def _raise(self, error: BaseException, item: str) -> None:
+    def _named(self, error: BaseException, item: str) -> Exception:
         """Ray reports what a task raised as an error of its own; the tasks said before what it was."""
         failure = ray.get(self._gate.failure.remote())
-        if failure:
-            raise DataIOError(failure) from None
-        raise RuntimeError(f"Ray Data failed at or after item {item}: {error}") from error
+        return DataIOError(failure) if failure else RuntimeError(f"Ray Data failed at or after item {item}: {error}")
 
 
 def pixel_bytes(item: DataItem) -> int:

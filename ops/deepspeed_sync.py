@@ -28,7 +28,7 @@ from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
 from ops.shards import ARRAYS, ShardState, cut, shard_bounds
-from ops.sync import Phase, StepResult, slots, trainable
+from ops.sync import Phase, StepResult, check_weight, slots, trainable
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +84,20 @@ class DeepSpeedSync:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
-    def finish_step(self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase) -> StepResult:
+    def finish_step(
+        self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
+    ) -> StepResult:
         """See FlatSync.finish_step. DeepSpeed does sum, update and gather in one call."""
         phase("reduce")
-        sums = torch.tensor([loss, weight], dtype=torch.float64, device=self._parameters[0].device)
+        sums = torch.tensor([loss, weight, bad_weight], dtype=torch.float64, device=self._parameters[0].device)
         self._group.all_reduce(sums)
-        loss, total_weight = sums.tolist()
+        loss, total_weight, bad = sums.tolist()
+        check_weight(step, total_weight, bad, planned_weight)
         lr = lr_at(self.config, step, self.total_steps)
         if total_weight <= 0:
-            return StepResult(grad_norm=math.nan, lr=lr, applied=False, weight=total_weight, loss=math.nan)
+            return StepResult(
+                grad_norm=math.nan, lr=lr, applied=False, weight=total_weight, bad_weight=bad, loss=math.nan
+            )
         share = planned_weight / total_weight
         for parameter in self._parameters:
             assert parameter.grad is not None, "begin_step was not called"
@@ -106,7 +111,9 @@ class DeepSpeedSync:
                 own = self._master()[: self.hi - self.lo]
                 self._ema.lerp_(own, 1.0 - ema_decay_at(self.config, self.updates))
         phase("gather")
-        return StepResult(grad_norm=norm, lr=lr, applied=applied, weight=total_weight, loss=loss * share)
+        return StepResult(
+            grad_norm=norm, lr=lr, applied=applied, weight=total_weight, bad_weight=bad, loss=loss * share
+        )
 
     def export_shard(self) -> ShardState:
         """A copy of this worker's state, without DeepSpeed's padding."""

@@ -73,7 +73,19 @@ def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tenso
     mean runs over all tokens of s on all ranks of the bag. So parts of ranks, bags and cascades only add up.
     At least fp32. With n = 0 it is a zero that backward accepts.
     """
+    return _row_losses(prediction, target, layout, weights).sum()
+
+
+@torch.no_grad()
+def sequence_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    """This rank's part of `flow_loss` by sequence, fp64 [S] in host memory; for reports only."""
+    rows = _row_losses(prediction, target, layout, weights).double()
+    sums = torch.zeros(len(weights), dtype=torch.float64, device=rows.device)
+    return sums.index_add_(0, layout.seq_index, rows).cpu()
+
+
+def _row_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(prediction.dtype, torch.float32)
     per_row = (weights.double() / (layout.token_counts * prediction.shape[-1])).to(dtype)[layout.seq_index]
     error = (prediction.to(dtype) - target.to(dtype)).square().sum(dim=-1)
-    return (per_row * error).sum()
+    return per_row * error

@@ -39,6 +39,11 @@ _BUCKET_CUDA = 1 << 26
 # Elements of the gradient whose sum starts together: large enough to fill a link, small enough to start early.
 _SUM_CPU = 1 << 21
 _SUM_CUDA = 1 << 25
+_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
+
+
+class StepIncomplete(RuntimeError):
+    """Samples of the step have not been run: applying it would be another training. Nothing has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +54,7 @@ class StepResult:
     lr: float
     applied: bool  # False: a non-finite norm or no good sample at all; parameters and state are as before
     weight: float  # good samples of the step, over all workers
+    bad_weight: float  # its bad samples; with `weight` this is the planned weight
     loss: float  # over all workers, per planned weight
 
 
@@ -59,8 +65,19 @@ class Sync(Protocol):
     def layout(self) -> tuple[Slot, ...]: ...
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
     def begin_step(self) -> None: ...
-    def finish_step(self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase) -> StepResult: ...
+    def finish_step(
+        self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
+    ) -> StepResult: ...
     def export_shard(self) -> ShardState: ...
+
+
+def check_weight(step: int, weight: float, bad_weight: float, planned_weight: float) -> None:
+    """Raise StepIncomplete unless good and bad samples of all workers are the whole step."""
+    if abs(weight + bad_weight - planned_weight) > _WEIGHT_ERROR * planned_weight:
+        raise StepIncomplete(
+            f"step {step}: the workers ran good samples of weight {weight:g} and bad ones of {bad_weight:g}, planned "
+            f"were {planned_weight:g}. The step is not applied; it is computed again."
+        )
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -154,15 +171,19 @@ class FlatSync:
             for parameter, view in zip(self._parameters, self._grad_views, strict=True):
                 parameter.grad = view
 
-    def finish_step(self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase) -> StepResult:
+    def finish_step(
+        self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
+    ) -> StepResult:
         """Sum, clip, update, gather. Collective; `phase` is told "reduce", "update" and "gather" as they begin.
 
-        `weight` counts the good samples this worker ran, `loss` is its part of the step's loss, both gradient and
-        loss weighted as if all `planned_weight` samples of the step were good.
+        `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
+        `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the
+        step were good. Raises StepIncomplete on all workers, and changes nothing, when samples are missing anywhere.
         """
         phase("reduce")
         self.sum.finish()
-        squares, loss, total_weight = self._sum_scalars(self._own_squares(), loss, weight)
+        squares, loss, total_weight, bad = self._sum_scalars(self._own_squares(), loss, weight, bad_weight)
+        check_weight(step, total_weight, bad, planned_weight)
         share = planned_weight / total_weight if total_weight > 0 else math.nan
         norm = math.sqrt(squares) * share
         lr = lr_at(self.config, step, self.total_steps)
@@ -174,7 +195,12 @@ class FlatSync:
             for one in pending:
                 one.wait()
         return StepResult(
-            grad_norm=norm, lr=lr, applied=applied, weight=total_weight, loss=loss * share if total_weight else math.nan
+            grad_norm=norm,
+            lr=lr,
+            applied=applied,
+            weight=total_weight,
+            bad_weight=bad,
+            loss=loss * share if total_weight else math.nan,
         )
 
     def export_shard(self) -> ShardState:

@@ -212,7 +212,10 @@ def fit_memory(loads: Sequence[Load], peak_gib: Sequence[float]) -> tuple[float,
 
 
 def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-    """Arachne's second stage: XGBoost on what the linear model leaves, kept if it helps on points it has not seen."""
+    """Arachne's second stage: XGBoost on what the linear model leaves, kept if it helps on points it has not seen.
+
+    For profiles whose `residual` is "xgboost"; reading one checks that the package is there.
+    """
     import xgboost
 
     columns = np.array([(load.frames, load.height, load.width, load.batch, load.degree) for load in loads], dtype=float)

@@ -26,7 +26,8 @@ Key = tuple[str, int, int, int, int, int]  # module, batch, frames, height, widt
 MODEL_HEADS = {"wan2.1-1.3b": 12, "wan2.1-14b": 40, "hunyuan-video-13b": 24, "flux.1": 24, "open-sora-v2": 24,
                "cogvideox-2b": 30, "cogvideox-5b": 48}
 OBSERVE_WEIGHT = 0.3  # share of a live measurement in the running mean of its point
-RESIDUAL_POINTS = 24  # a file's VAE points from which the residual model is tried; live refits stay linear
+RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
+RESIDUAL_POINTS = 24  # a file's VAE points from which the residual is tried; live refits stay linear
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 
 
@@ -63,6 +64,7 @@ class Profile:
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
+    residual: str = "none"  # one of RESIDUALS
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     geometry: Geometry = field(default_factory=Geometry)
@@ -269,16 +271,25 @@ class Profile:
             return prior
         if len(loads) >= 6:
             fitted = costs.fit(module, loads, seconds, f"fitted to {len(loads)} points of {self.device}")
-            if module == "vae" and len(loads) >= RESIDUAL_POINTS and not self.live:
-                fitted = costs.with_residual(fitted, loads, seconds)
+            if module == "vae" and self.residual == "xgboost" and not self.live:
+                fitted = self._with_residual(fitted, loads, seconds)
             if not fitted.poor:
                 return fitted
-            note = (f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
-                    f"{fitted.worst:.0%}); missing points use the scaled FLOP model.")
-            if note not in self.notes:
-                self.notes.append(note)
-                log.info(note)
+            self._note(f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
+                       f"{fitted.worst:.0%}); missing points use the scaled FLOP model.")
         return _scaled(module, prior or _default_prior(module), loads, seconds)
+
+    def _with_residual(self, fitted: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
+        if len(loads) >= RESIDUAL_POINTS:
+            return costs.with_residual(fitted, loads, seconds)
+        self._note(f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
+                   f"the plain fit is used.")
+        return fitted
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            log.info(note)
 
 
 def _scaled(module: Module, prior: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:

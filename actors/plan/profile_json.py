@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.plan.profile import MODEL_HEADS, Handoff, Key, MaxFrames, Profile
+from actors.plan.profile import MODEL_HEADS, RESIDUALS, Handoff, Key, MaxFrames, Profile
 from actors.plan.topology import CrossNode
 from actors.plan.types import MODULES, PlanError
 from ops.geometry import Geometry
@@ -38,6 +39,7 @@ def parse_profile(source: str | Path | Mapping[str, Any]) -> Profile:
         max_frames=_max_frames(limits.get("max_frames", []), name), extrapolate=bool(data.get("extrapolate", True)),
         cross_node=_cross_node(data.get("cross_node") or {}, name), handoff=_handoff(data.get("handoff") or {}, name),
         geometry=_geometry(data.get("geometry") or {}), num_heads=heads,
+        residual=_residual(data.get("residual", "none"), name),
         memory=(float(memory["states_gib"]), float(memory["gib_per_token"])) if memory else None)
 
 
@@ -146,6 +148,16 @@ def _handoff(data: Mapping[str, Any], name: str) -> Handoff:
     return Handoff(**values)
 
 
+def _residual(value: Any, name: str) -> str:
+    """What multiplies the VAE's fit. XGBoost is an extra of the installation: only profiles that name it need it."""
+    if value not in RESIDUALS:
+        raise PlanError(f"{name}: residual is {value!r}; use one of {', '.join(RESIDUALS)}.")
+    if value == "xgboost" and importlib.util.find_spec("xgboost") is None:
+        raise PlanError(f"{name}: residual is 'xgboost', and that package is not installed. Install Heddle with its "
+                        f"extra (pip install -e '.[xgboost]'), or set residual to 'none'.")
+    return str(value)
+
+
 def _geometry(data: Mapping[str, Any]) -> Geometry:
     default = Geometry()
     return Geometry(vae_stride=tuple(data.get("vae_stride", default.vae_stride)),
@@ -164,7 +176,7 @@ def dump_profile(profile: Profile) -> dict[str, Any]:
         "limits": {"gpu_memory_gib": profile.gpu_memory_gib, "max_frames": [
             {key: getattr(limit, key) for key in ("module", "degree", "height", "width", "batch", "frames")}
             for limit in profile.max_frames]},
-        "extrapolate": profile.extrapolate,
+        "extrapolate": profile.extrapolate, "residual": profile.residual,
         "cross_node": {"penalty": profile.cross_node.penalty, "decay": profile.cross_node.decay,
                        "rails_per_node": profile.cross_node.rails_per_node},
         "handoff": {"latency_s": profile.handoff.latency_s, "gib_per_s": profile.handoff.gib_per_s},

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 
 from actors.config import TrainConfig
-from actors.dispatch import Call, Holdings, StepSamples, calls_of
-from actors.executor import Executor, Modules
-from actors.messages import FinishTask
+from actors.dispatch import Call, Holdings, StepSamples, calls_of, finish_of
+from actors.executor import Executor, FinishedStep, Modules
 from actors.plan.types import Cascade, Item, Part
 from ops import sync as ops_sync
 from ops.comm import CancelToken, Groups
@@ -32,10 +32,11 @@ CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwar
 
 @dataclass
 class Host:
-    """One executor and what its loss was."""
+    """One executor and what came of it."""
 
     executor: Executor
     error: BaseException | None = None
+    done: FinishedStep | None = None  # of the last step
 
 
 def train_config(**changes: object) -> TrainConfig:
@@ -131,10 +132,15 @@ def run_step(
     *,
     finish: bool = True,
     bad: frozenset[tuple[str, int]] = frozenset(),
+    lost: frozenset[tuple[int, str]] = frozenset(),
     loss_weight: str = "sample",
     generation: int = 1,
 ) -> float:
-    """Execute one planned step as the controller and the workers would. Returns the loss after `finish`."""
+    """Execute one planned step as the controller and the workers would. Returns the loss after `finish`.
+
+    `bad` are clips (item, index) that did not decode; `lost` are calls (rank, cascade) that never reach their worker,
+    nor do those that wait for their results.
+    """
     geometry = hosts[0].executor.modules.geometry
     samples = StepSamples.of(
         step,
@@ -148,19 +154,28 @@ def run_step(
     published: dict[str, list] = {}
     ready = {call.task.cascade: threading.Event() for call in calls}
     losses: dict[int, float] = {}
+    gone: set[str] = set()
 
     def run(rank: int) -> None:
         executor = hosts[rank].executor
         for call in [c for c in calls if c.rank == rank]:
+            if (rank, call.task.cascade) in lost:
+                gone.add(call.task.cascade)
+                ready[call.task.cascade].set()
+                continue
             for needed in call.needs:
                 assert ready[needed].wait(timeout=30), f"{needed} was never published"
+            if gone & set(call.needs):
+                continue
             results = execute(executor, call, published, bad)
             if call.task.publish:
                 published[call.task.cascade] = results or []
                 ready[call.task.cascade].set()
         if finish:
-            done = executor.finish(FinishTask(generation=generation, step=step, export=False))
-            losses[rank] = done.result.loss
+            done = executor.finish(finish_of(rank, calls, generation, step, export=False))
+            hosts[rank].done, losses[rank] = done, done.result.loss
+            assert done.result.weight + done.result.bad_weight == pytest.approx(1), "the step is not whole"
+            assert (done.result.bad_weight == 0) == (not bad)
 
     on_all(hosts, run)
     assert len(set(losses.values())) <= 1, "all workers must report the same loss"
@@ -172,7 +187,7 @@ def execute(executor: Executor, call: Call, published: dict[str, list], bad: fro
     if task.module == "text":
         return executor.text(task, [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples])
     if task.module == "vae":
-        frames, height, width = task.bucket
+        frames, height, width = task.pieces[0].bucket
         clips = [
             np.random.default_rng(list(s.key.encode())).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
             for s in task.samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest.mock import Mock
 
@@ -76,3 +77,29 @@ def test_a_shard_that_is_not_held_is_not_forgotten_until_others_hold_it(
 def test_a_keeper_that_is_silent_for_too_long_counts_as_gone(ray_answers: dict[str, Any]) -> None:
     assert log_of(7, "a", patience_s=60.0).settle()
     assert not log_of(7, "a", patience_s=-1.0).settle()
+
+
+def test_a_step_that_waits_for_slow_keepers_is_told_once(
+    ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, now = log_of(7, "a", patience_s=600.0), time.monotonic()
+    log.slow = Mock()
+    for later in (10, 40, 50):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        assert log.settle(), "slow is not lost"
+    assert [call.args[0] for call in log.slow.call_args_list] == [7]
+    monkeypatch.setattr(time, "monotonic", lambda: now + 700)
+    assert not log.settle() and log.overdue and "700 s" in log.failure
+
+
+def test_a_refused_shard_says_why(ray_answers: dict[str, Any]) -> None:
+    log = log_of(7, "a")
+    ray_answers["a"] = ray.exceptions.RayTaskError("put", "traceback", MemoryError("the node can spare 1 MiB"))
+    assert not log.settle() and log.failure == "MemoryError: the node can spare 1 MiB" and not log.overdue
+
+
+def test_finished_steps_count_only_as_far_as_their_reports_have_no_hole() -> None:
+    log = log_of(7)
+    assert log.newest == 7
+    log.committed = 5  # the line of step 6 could not be written
+    assert log.newest == 5

@@ -57,6 +57,24 @@ def test_storage_that_fails_keeps_its_name_on_the_way_to_the_controller(monkeypa
         source(Mock()).token(3)
 
 
+def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feeder = Mock()
+    feeder.items.remote.side_effect = lambda step: f"items {step}"
+    feeder.batches.remote.side_effect = lambda step: f"batches {step}"
+    done = ["items 3", "items 4", "batches 3"]  # the batches of step 4 never come
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (done, [a for a in asked if a not in done]))
+
+    def get(reference: str, timeout: float) -> None:
+        if reference == "batches 3":
+            raise ray.exceptions.RayTaskError("batches", "traceback", DataIOError("00001.tar is gone"))
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(DataIOError, match=r"00001\.tar"):
+        source(feeder).has(3)
+
+
 @pytest.mark.parametrize("open_", [True, False])
 def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_known(open_: bool) -> None:
     feeder = source(Mock() if open_ else None)
@@ -78,6 +96,7 @@ def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
     monkeypatch.setattr("actors.state.origin_of", lambda *arguments, **named: found)
     monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: ([], references))
     state.keepers, state.writer, state.on_disk = Mock(), Mock(), Mock()  # type: ignore[method-assign]
+    state._config = Mock()
     state._positions, state._first, state.survivors = {}, None, ["export"]  # type: ignore[list-item]
     state._commits = CommitLog(commit=lambda done: state.committed(done, "position"), committed=6)
     state._commits.add(Mock(spec=CollectedStep, snapshots=(), running=collected.running))
@@ -93,6 +112,7 @@ def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_
 ) -> None:
     state = RunState.__new__(RunState)
     state.keepers, state._commits, state._repaired_at = Mock(), Mock(), 0.0
+    state._config, state._tell = Mock(), Mock()
     answers: dict[str, Any] = {"w0": None, "w1": ray.exceptions.ActorDiedError()}
     world = [Mock(spec=Seat, node="n", handle=Mock()) for _ in answers]
     for seat, name in zip(world, answers, strict=True):
@@ -107,11 +127,11 @@ def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_
     monkeypatch.setattr(ray, "wait", lambda references, timeout: (references[:1], references[1:]))
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(GenerationLost) as lost:
-        state.repair_keepers(world)
+        state.repair_keepers(world, quiet=True)
     assert lost.value.dead == ("w1",) and not state._commits.replace_acknowledgements.called
     answers["w1"] = "newest shard of w1"
     state._repaired_at = 0.0
-    state.repair_keepers(world)
+    state.repair_keepers(world, quiet=True)
     state._commits.replace_acknowledgements.assert_called_once_with(["newest shard of w1"])
 
 

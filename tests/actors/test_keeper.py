@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.config import SnapshotConfig
 from actors.keeper import Held, Keeper, forecast_bytes, place, recoverable, sources
-from actors.keepers import Keepers
+from actors.memory import node_room
 from ops.shards import ShardState, cut, missing, shard_bounds
 
 TOTAL = 1000
@@ -121,11 +123,26 @@ def test_part_of_a_step_is_cut_before_it_travels() -> None:
     assert keeper.get(9) == []
 
 
-def test_budget_is_refused_by_name() -> None:
-    keeper = Keeper(budget_bytes=15_000)
-    keeper.put(1, shard(0, TOTAL))
-    with pytest.raises(MemoryError, match=r"lower snapshot\.copies"):
-        keeper.put(2, shard(0, TOTAL))
+def test_a_node_without_room_refuses_a_large_shard_by_name_and_takes_small_ones() -> None:
+    keeper = Keeper(room=lambda: 1 << 20)
+    assert keeper.put(1, shard(0, TOTAL)), "a few kB never hurt"
+    large = np.zeros((80 << 20) // 4, np.float32)
+    huge = ShardState(step=1, lo=0, hi=large.size, total=large.size, arrays={"master": large})
+    with pytest.raises(MemoryError, match=r"can spare 1 MiB.*snapshot\.copies"):
+        keeper.put(2, huge)
+    assert keeper.room()[1] == keeper.used_bytes() + (1 << 20)
+
+
+def test_room_is_what_host_and_container_can_spare_less_what_the_monitor_keeps_free(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    300 kB\n")
+    assert node_room(meminfo, tmp_path) == 250 * 1024
+    for name, text in (("max", "204800"), ("current", "102400"), ("stat", "anon 5\ninactive_file 51200")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert node_room(meminfo, tmp_path) == int(204800 * 0.95) - 51200
+    (tmp_path / "memory.max").write_text("max")
+    assert node_room(meminfo, tmp_path) == 250 * 1024
+    assert node_room(tmp_path / "none", tmp_path) == sys.maxsize, "unknown is no reason to refuse"
 
 
 def test_shards_go_to_other_nodes_and_are_spread() -> None:
@@ -208,19 +225,3 @@ def test_sources_cover_a_range_exactly_once_or_say_what_is_missing(
 
 def test_forecast_counts_three_steps_of_state() -> None:
     assert forecast_bytes(1000, ema=True, copies=1, num_keepers=2) == 3 * 1000 * 16 // 2
-
-
-def test_a_keeper_whose_node_was_lost_before_it_started_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    def get(reference: str, timeout: float) -> str:
-        if reference == "unschedulable":
-            raise ray.exceptions.ActorUnschedulableError("its node is gone")
-        return reference
-
-    monkeypatch.setattr(ray, "get", get)
-    lost: list[str] = []
-    keepers = Keepers("run", SnapshotConfig(), lost.append)
-    keepers._handles.update(a="a", b="b")
-    assert keepers._answers({"a": "held", "b": "unschedulable"}, timeout_s=1) == {"a": "held"}
-    assert lost == ["b"] and list(keepers._handles) == ["a"]

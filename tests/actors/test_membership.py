@@ -35,7 +35,9 @@ from actors.membership_types import (
     Wait,
 )
 
-LIMITS = Limits(min=2, max=4, wait_s=100, gather_s=5, recover_s=10, confirm_s=3, start_s=60, request_s=30)
+LIMITS = Limits(
+    min=2, max=4, wait_s=100, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60, request_s=30
+)
 
 
 class Pool:
@@ -225,6 +227,57 @@ def test_a_finished_step_forgives_earlier_breaks() -> None:
         pool.see(Finished())
 
 
+def test_a_boundary_without_a_finished_step_forgives_nothing() -> None:
+    pool, broken = Pool().run(0, 1), []
+    for worker in range(2, 12):  # at every try somebody joins
+        pool.see(Joined(worker=worker, node="n"), Ready(worker=worker), Boundary(step=0))
+        broken += of(Fail, pool.see(Broken(generation=pool.view.generation, reason="x")))
+        pool.see(Leaving(worker=worker), *(Ready(worker=m.worker) for m in pool.view.members))
+    assert [fail.code for fail in broken] == [1]
+
+
+def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> None:
+    """An out-of-memory kill or a crash in native code: it went on for ever."""
+    pool = Pool(Limits(min=2, max=2, max_losses=5)).run(0, 1)
+    for worker in range(2, 100):
+        decisions = pool.see(Dead(worker=worker - 1, reason="died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7"))
+        if fails := of(Fail, decisions):
+            break
+        pool.see(*(Ready(worker=m.worker) for m in pool.view.members), Joined(worker=worker, node="n"))
+        pool.see(Ready(worker=worker))
+        assert pool.view.state == "running"
+    assert worker == 7, "after six losses"
+    assert fails[0].code == 1
+    assert "worker 6 died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7" in fails[0].reason
+
+
+def test_a_worker_that_this_run_ended_explains_no_break() -> None:
+    """A cascade slower than all patience: its worker was killed and a new one began the same, for ever."""
+    pool, fails = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=10)).run(0, 1), []
+    for worker in range(2, 100):
+        fails = of(Fail, pool.see(Broken(generation=pool.view.generation, reason="w0: the sum timed out; w1 is late")))
+        if fails:
+            break
+        pool.see(Ready(worker=0))
+        assert of(Replace, pool.see(Tick(), after=10)) != []
+        pool.see(Joined(worker=worker, node="n"), Ready(worker=worker))
+    assert len(fails) == 1 and fails[0].code == 1 and "w1 is late" in fails[0].reason and worker == 5
+
+
+def test_a_first_step_that_compiles_for_minutes_is_waited_for_and_a_later_one_is_not() -> None:
+    pool = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=600)).run(0, 1)
+    pool.see(Broken(generation=1, reason="the sum timed out"), Ready(worker=0))
+    assert of(Replace, pool.see(Tick(), after=500)) == []
+    assert of(Form, pool.see(Ready(worker=1))) != [], "with what it has compiled"
+    pool.see(Finished(), Broken(generation=2, reason="the sum timed out"), Ready(worker=0))
+    assert of(Replace, pool.see(Tick(), after=10)) != []
+
+
+def test_a_survivor_has_as_long_to_answer_as_the_others_waited_for_it() -> None:
+    limits = Limits.of(WorkersConfig(collective_timeout_s=500, first_step_s=100))
+    assert limits.recover_s >= 500 and limits.first_step_s >= limits.recover_s
+
+
 def test_late_report_about_an_old_generation_is_ignored() -> None:
     pool = Pool().run(0, 1, 2)
     pool.see(Dead(worker=2), Ready(worker=0), Ready(worker=1))
@@ -321,7 +374,8 @@ class Model:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=80), st.integers(1, 3))
 def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], least: int) -> None:
-    limits = Limits(min=least, max=4, wait_s=1e6, gather_s=5, recover_s=10, confirm_s=3, start_s=60, max_breaks=10**6)
+    limits = Limits(min=least, max=4, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
+                    max_breaks=10**6, max_losses=10**6)
     pool, model = Pool(limits), Model()
     for event, after in storm:
         running = set(pool.view.workers)
@@ -341,7 +395,8 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 4.0])), max_size=60))
 def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event, float]]) -> None:
-    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=5, recover_s=10, confirm_s=3, start_s=60, max_breaks=10**6)
+    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
+                    max_breaks=10**6, max_losses=10**6)
     pool = Pool(limits)
     for event, after in storm:
         pool.see(event, after=after)
@@ -350,6 +405,54 @@ def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event,
         pool.see(Joined(worker=worker, node="z"), Ready(worker=worker))
     pool.see(Tick(), after=limits.gather_s)
     assert pool.view.state == "running" and pool.view.workers == (100, 101)
+
+
+UNPROVEN = EVENTS.filter(lambda event: not isinstance(event, Finished))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(UNPROVEN, st.sampled_from([0.0, 4.0, 40.0])), max_size=30),
+    st.lists(st.sampled_from(["die", "break", "silent", "frozen", "node"]), min_size=1, max_size=6),
+)
+def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event, float]], ends: list[str]) -> None:
+    """After any storm the same ends of generations come again and again, and whatever was lost is replaced at once."""
+    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=0, recover_s=10, first_step_s=20, confirm_s=3, start_s=60)
+    most = (limits.max_losses + 1) * (limits.max_breaks + 1)
+    pool, fresh, forms = Pool(limits), 100, 0
+    for event, after in storm:
+        forms += len([form for form in of(Form, pool.see(event, after=after)) if not form.clean])
+    for round_ in range(10 * most):
+        decisions = end_generation(pool, ends[round_ % len(ends)])
+        answers: list[Event] = [Ready(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
+        for worker in range(fresh, fresh + 3):
+            answers += [Joined(worker=worker, node="abc"[worker % 3]), Ready(worker=worker)]
+        fresh += 3
+        decisions += pool.see(*answers, Tick(), after=1)
+        forms += len(of(Form, decisions))
+        if pool.view.state == "failed":
+            break
+    assert pool.view.state == "failed" and forms <= most + len(storm) + 1
+
+
+def end_generation(pool: Pool, how: str) -> list[Decision]:
+    """Let the running generation end this way, if there is one."""
+    if not pool.view.workers:
+        return pool.see(Tick(), after=50)
+    worker = pool.view.workers[0]
+    broken = Broken(generation=pool.view.generation, reason="timed out")
+    match how:
+        case "die":
+            return pool.see(Dead(worker=worker))
+        case "break":
+            return pool.see(broken)
+        case "silent":
+            others = [Ready(worker=w) for w in pool.view.workers[1:]]
+            return pool.see(broken, *others) + pool.see(Tick(), after=30)
+        case "frozen":
+            return pool.see(Suspect(worker=worker)) + pool.see(Tick(), after=5)
+        case _:
+            return pool.see(NodeDead(node=next(m.node for m in pool.view.members if m.worker == worker)))
 
 
 @settings(max_examples=50, deadline=None)

@@ -18,7 +18,9 @@ class HeldHere:
     def __init__(self, **inventories: list[Held]) -> None:
         self._inventories = inventories
 
-    def inventories(self, timeout_s: float) -> dict[str, list[Held]]:
+    silent = ()
+
+    def inventories(self, patience_s: float, enough: Any) -> dict[str, list[Held]]:
         return self._inventories
 
     def handles(self, names: list[str]) -> tuple[str, ...]:
@@ -36,7 +38,7 @@ def snapshot(step: int, lo: int = 0, hi: int = TOTAL) -> Snapshot:
 def origin(
     keepers: Any, exports: list[Snapshot], checkpoint: tuple[int, Path] | None, newest: int | None = None
 ) -> Any:
-    return origin_of(keepers, exports, checkpoint, timeout_s=1, newest=newest)
+    return origin_of(keepers, exports, checkpoint, patience_s=1, newest=newest)
 
 
 def test_the_newest_whole_step_counts_wherever_its_parts_are() -> None:

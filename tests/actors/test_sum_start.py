@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.dispatch import Holdings, StepSamples, calls_of
-from actors.messages import FinishTask
+from actors.dispatch import Holdings, StepSamples, calls_of, finish_of
 from actors.plan.types import Cascade, Item, Part
 from ops.geometry import Geometry
 from tests.actors.exactness import execute, items_of, make_hosts, on_all, one_worker, random_cascades, train_config
@@ -93,7 +92,7 @@ def test_executors_start_as_they_are_told_and_finish_with_one_result() -> None:
         for call in [c for c in calls if c.rank == rank]:
             execute(executor, call, {}, frozenset())
         started[rank] = executor.sync.sum.started
-        executor.finish(FinishTask(generation=1, step=0, export=False))
+        executor.finish(finish_of(rank, calls, 1, 0, export=False))
         assert executor.sync.sum.started == 0
 
     on_all(hosts, run)

@@ -43,7 +43,8 @@ def progress(
 
 
 def report(now: float, *beats: tuple[Progress, float], wishes: Wishes | None = None) -> Report:
-    return Report(seen={p.worker: Seen(progress=p, at=at) for p, at in beats}, wishes=wishes or Wishes(), now=now)
+    seen = {p.worker: Seen(progress=p, at=at, since=p.since) for p, at in beats}
+    return Report(seen=seen, wishes=wishes or Wishes(), now=now)
 
 
 def test_a_silent_worker_is_found_once_and_its_return_too() -> None:
@@ -163,3 +164,46 @@ def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_o
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=began.generation))
     worker._beat()
     assert worker._cancel.is_set() == cancelled
+
+
+class Clocks:
+    """The monitor's: monotonic, and that of the wall, which somebody sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.wall = 5000.0, 1.7e9
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "time", lambda: self.wall + self.now)
+
+
+@pytest.mark.parametrize("skew_s", [-660.0, 0.0, 90.0])
+def test_a_worker_whose_clock_is_wrong_is_neither_late_nor_old(monkeypatch: pytest.MonkeyPatch, skew_s: float) -> None:
+    clocks, monitor, watch = Clocks(monkeypatch), Monitor(), Watch(CONFIG)
+    began = replace(progress("w0", since=time.time() + skew_s), predicted_s=3.0)
+    monitor.beat(began)
+    clocks.now += 5
+    monitor.beat(began)
+    seen = monitor.report()
+    assert seen.now - seen.seen["w0"].since == 5
+    assert watch.look(seen, ["w0"]).stall is None
+    clocks.now += 40
+    monitor.beat(replace(began, phase="backward"))
+    stall = watch.look(monitor.report(), ["w0"]).stall
+    assert stall is not None and stall.running_s == 45, "a phase later it is the same cascade"
+
+
+def test_a_clock_that_is_set_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, monitor, watch = Clocks(monkeypatch), Monitor(), Watch(CONFIG)
+    monitor.beat(progress("w0", 0))
+    clocks.wall += 3600
+    clocks.now += 1
+    assert watch.look(monitor.report(), ["w0"]).silent == ()
+
+
+def test_a_new_controller_numbers_anew_and_inherits_no_wish_that_a_worker_leaves() -> None:
+    monitor = Monitor()
+    monitor.beat(progress("w1", 0))
+    monitor.announce(4)
+    monitor.drain(("w1",))
+    monitor.scale(3)
+    begun = monitor.begin()
+    assert begun.wishes == Wishes(target=3) and begun.generation == 4 and begun.seen == {}

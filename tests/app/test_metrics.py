@@ -7,7 +7,11 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from app.follow import Tail
 from app.metrics import Metrics, Progress, clock, figures, scalars
 
 
@@ -51,6 +55,73 @@ def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
         file.write('{"step": 2, "lo')
     write(tmp_path, 2)
     assert steps(tmp_path) == [0, 1, 2]
+
+
+class Counted(io.FileIO):
+    """Counts what is read of a file."""
+
+    read_bytes = 0
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        size = super().readinto(buffer)
+        Counted.read_bytes += size or 0
+        return size
+
+
+@pytest.fixture
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with 200,000 lines of metrics, and every byte counted that is read of it."""
+    line = json.dumps({"step": 0, "time": 1.0, "loss": 0.5, "loss_by_bucket": {"1x64x96": 0.5, "17x64x96": 0.25}})
+    lines = (line.replace('"step": 0', f'"step": {step}') for step in range(200_000))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        raw = Counted(path, mode.replace("b", ""))
+        binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedReader(raw) if "r" in mode else None
+        if binary is None:
+            return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+        return binary if "b" in mode else io.TextIOWrapper(binary, encoding="utf-8")
+
+    Counted.read_bytes = 0
+    monkeypatch.setattr(Path, "open", opened)
+    return tmp_path
+
+
+def test_a_long_history_costs_a_start_no_more_than_a_short_one(long_run: Path) -> None:
+    size = (long_run / "metrics.jsonl").stat().st_size
+    with Metrics(long_run, tensorboard=False) as metrics:
+        metrics.step({"step": 200_000})
+    assert size > 15 * 2**20
+    assert 0 < Counted.read_bytes < 512 * 1024
+
+
+def test_recomputed_steps_cut_the_end_of_a_long_history_and_read_no_more_than_that(long_run: Path) -> None:
+    size = (long_run / "metrics.jsonl").stat().st_size
+    with Metrics(long_run, tensorboard=False) as metrics:
+        for step in range(199_990, 200_001):
+            metrics.step({"step": step, "loss": 2.0})
+    assert 0 < Counted.read_bytes < 512 * 1024
+    text = (long_run / "metrics.jsonl").read_bytes()
+    assert abs(len(text) - size) < 4096
+    tail = [json.loads(line) for line in text.splitlines()[-13:]]
+    assert [line["step"] for line in tail] == list(range(199_988, 200_001))
+    assert [line.get("recomputed", False) for line in tail] == [False] * 2 + [True] * 10 + [False]
+
+
+def test_a_follower_of_a_long_history_reads_its_end(long_run: Path) -> None:
+    tail = Tail(long_run / "metrics.jsonl")
+    assert tail.read() == [] and 0 < Counted.read_bytes < 512 * 1024
+
+
+def test_going_back_over_many_chunks_finds_the_step(tmp_path: Path) -> None:
+    """Lines of all lengths, some longer than what is read at a time."""
+    with Metrics(tmp_path, tensorboard=False) as metrics:
+        for step in range(60):
+            metrics.step({"step": step, "note": "x" * (step * 3001 % 150_000)})
+        for step in range(7, 9):
+            metrics.step({"step": step, "loss": 2.0})
+    assert steps(tmp_path) == list(range(9))
+    assert [line["step"] for line in written(tmp_path) if line.get("recomputed")] == [7, 8]
 
 
 def test_nan_is_written_as_null(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,44 @@ def test_a_written_profile_reads_back_equal(tmp_path: Path, h100: Profile) -> No
     assert (again.measured, again.degrees, again.cross_node) == (h100.measured, h100.degrees, h100.cross_node)
 
 
+def tiled_vae(points: int) -> dict:
+    """A profile whose VAE is linear in its tiles but for a third more time above 480 rows, as no form can say."""
+    shapes = product((1, 2, 3), (16, 32, 48), (256, 448, 640, 832))
+    entries = []
+    for batch, frames, height in islice(shapes, points):
+        tiles, volume = costs.vae_tiles(frames, height, 256)
+        seconds = (0.05 + 4e-7 * batch * tiles * volume) * (1.35 if height > 480 else 1.0)
+        entries.append({"module": "vae", "batch": batch, "frames": frames, "height": height, "width": 256, "degree": 1,
+                        "seconds": seconds})
+    return {"latency": entries, "degrees": {"vae": [1]}, "extrapolate": True}
+
+
+def test_a_profile_that_does_not_ask_for_the_residual_needs_no_xgboost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    found = Profile.load(tiled_vae(36)).model_of("vae")
+    assert found is not None and found.residual is None
+
+
+def test_a_profile_that_asks_for_the_residual_is_refused_without_xgboost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"residual is 'xgboost', and that package is not installed\. .*\[xgboost\]"):
+        Profile.load(tiled_vae(36) | {"residual": "xgboost"})
+
+
+def test_the_residual_explains_what_the_tiles_do_not() -> None:
+    plain, helped = (Profile.load(tiled_vae(36) | {"residual": residual}).model_of("vae")
+                     for residual in ("none", "xgboost"))
+    assert plain is not None and helped is not None
+    assert "XGBoost" in helped.source and helped.worst < 0.5 * plain.worst
+
+
+def test_too_few_points_for_the_residual_are_noted() -> None:
+    profile = Profile.load(tiled_vae(12) | {"residual": "xgboost"})
+    found = profile.model_of("vae")
+    assert found is not None and found.residual is None
+    assert any("12 points are too few" in note for note in profile.notes)
+
+
 def test_cross_node_factor_follows_common_rails() -> None:
     cross = CrossNode(penalty=0.2, decay=1.5, rails_per_node="AABB")
     topology = Topology(Cluster(nodes=(4, 4)), cross)
@@ -114,6 +155,7 @@ def test_cross_node_factor_follows_common_rails() -> None:
     ({"latency": []}, "nothing can be priced"),
     ({"latency": [{**ENTRY, "degree": 0}]}, "degree is 0"),
     ({"latency": [ENTRY], "degrees": {"dit": [5]}, "num_heads": 12}, "does not divide the 12"),
+    ({"latency": [ENTRY], "residual": "trees"}, "residual is 'trees'; use one of none, xgboost"),
     ({"latency": [ENTRY], "degrees": []}, "must map"), ({"latency": [ENTRY], "cross_node": {"decay": "x"}}, "decay")])
 def test_bad_profiles_are_refused_with_one_sentence(change: dict, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):

@@ -1,0 +1,222 @@
+"""One writer for a run folder: a lock file beside it that the kernel holds (flock) and that keeps changing.
+
+    with FolderLock(lock_path(folder, "driver")) as lock:
+        lock.take(wait_s=3.0, tell=print)          # raises FolderHeld when somebody else is alive
+        ...
+
+The kernel frees a dead holder's lock at once, so on one machine nobody ever waits for one. File systems that are shared
+between machines may not pass such locks on. There a holder is alive while its stamp in the file keeps changing, as the
+one who asks sees it: clocks of two machines are never compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from app.settings import ConfigError
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+STALE_S = 15.0  # a stamp that does not change for so long belongs to nobody
+_LOOK_S = 0.2
+_SETTLE_S = 1.0  # of two that take a lock at once without a kernel's help, the later stamp counts
+_BYTES = 512  # of every stamp, so that a full disk can still take the next one
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class FolderHeld(ConfigError):
+    """Somebody else is alive and writes here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamp:
+    """What a holder writes into its lock file, with another `beat` every BEAT_S."""
+
+    token: str  # of one start of a run
+    host: str
+    kernel: str  # processes under one kernel see each other's flock
+    pid: int
+    beat: int
+    since: str  # for people
+
+
+def lock_path(folder: Path, role: str) -> Path:
+    """Beside the folder, so that making and emptying it are covered, too."""
+    return folder.parent / f".{folder.name}.{role}.lock"
+
+
+def holder(path: Path) -> Stamp | None:
+    """The stamp in a lock file, whether its writer is alive or not."""
+    try:
+        return _parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+class FolderLock:
+    """Held from `take` to `release` (or the end of the `with`, or of the process)."""
+
+    def __init__(self, path: Path, token: str = "") -> None:
+        self.path, self.token = path, token or uuid.uuid4().hex
+        self.lost = False  # somebody else has taken it meanwhile: this process was believed dead
+        self._file: int | None = None
+        self._stamp: Stamp | None = None
+        self._end = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def take(self, wait_s: float, tell: Callable[[str], None]) -> None:
+        """Returns when the lock is ours. Raises FolderHeld when its holder is alive for longer than `wait_s`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + wait_s
+        while not self._try(tell):
+            if time.monotonic() >= deadline:
+                raise FolderHeld(_held(self.path))
+            time.sleep(_LOOK_S)
+        self._beats = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._beats.start()
+
+    def release(self) -> None:
+        if self._file is None:
+            return
+        self._end.set()
+        if self._beats is not None:
+            self._beats.join(timeout=BEAT_S)
+        if not self.lost and _is_at(self._file, self.path):
+            with suppress(OSError):  # a folder that has become read-only keeps the file; the kernel frees the lock
+                self.path.unlink()
+        os.close(self._file)
+        self._file = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def _try(self, tell: Callable[[str], None]) -> bool:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._may_have(file, tell):
+            self._file = file
+            return True
+        os.close(file)
+        return False
+
+    def _may_have(self, file: int, tell: Callable[[str], None]) -> bool:
+        by_kernel = _flock(file)
+        if by_kernel is False or not _is_at(file, self.path):  # its last holder has just removed it
+            return False
+        before = _parsed(os.pread(file, _BYTES, 0))
+        trusted = by_kernel is True and (before is None or before.kernel == _kernel())
+        if not trusted and before is not None:
+            tell(f"{self.path.name} names process {before.pid} on {before.host}; looking for {STALE_S:.0f} s whether "
+                 f"it is alive")
+            if _changes(self.path, STALE_S):
+                return False
+            tell(f"process {before.pid} on {before.host} is not alive; going on without it")
+        self._stamp = Stamp(token=self.token, host=socket.gethostname(), kernel=_kernel(), pid=os.getpid(), beat=0,
+                            since=time.strftime("%Y-%m-%d %H:%M:%S"))
+        _write(file, self._stamp)
+        if not trusted:
+            time.sleep(_SETTLE_S)
+            after = holder(self.path)
+            return after is None or after.token == self.token
+        return True
+
+    def _beat(self) -> None:
+        while not self._end.wait(BEAT_S) and not self.lost:
+            assert self._file is not None and self._stamp is not None
+            found = holder(self.path)
+            if found is not None and found.token != self.token:
+                self.lost = True
+                log.error("%s was taken by process %d on %s", self.path, found.pid, found.host)
+                return
+            self._stamp = replace(self._stamp, beat=self._stamp.beat + 1)
+            if not _is_at(self._file, self.path):
+                self._put_back()
+            _write(self._file, self._stamp)
+
+    def _put_back(self) -> None:
+        """Somebody has removed the file: the next one that starts must find it."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            log.warning("%s cannot be made again: %s", self.path, error)
+            return
+        if _flock(file) is False:
+            self.lost = True
+            os.close(file)
+            return
+        assert self._file is not None
+        os.close(self._file)
+        self._file = file
+
+
+def _flock(file: int) -> bool | None:
+    """Whether the kernel gives us the lock; None where the file system has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False
+
+
+def _changes(path: Path, seconds: float) -> bool:
+    """Whether the stamp changes while we look. Opened anew each time: NFS then asks its server."""
+    first, deadline = holder(path), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        if (now := holder(path)) != first and now is not None:
+            return True
+    return False
+
+
+def _write(file: int, stamp: Stamp) -> None:
+    try:
+        os.pwrite(file, json.dumps(asdict(stamp)).encode().ljust(_BYTES - 1)[: _BYTES - 1] + b"\n", 0)
+    except OSError as error:  # a full disk: the kernel's half of the lock still holds
+        log.warning("the stamp of a run's lock was not written: %s", error)
+
+
+def _parsed(data: bytes) -> Stamp | None:
+    try:
+        return Stamp(**json.loads(data[:_BYTES]))
+    except (ValueError, TypeError):
+        return None  # new, or torn
+
+
+def _kernel() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _held(path: Path) -> str:
+    stamp = holder(path)
+    folder = path.parent / path.name[1:].rsplit(".", 2)[0]
+    who = f"process {stamp.pid} on {stamp.host}, since {stamp.since}" if stamp is not None else "another process"
+    return f"run {folder} is alive ({who}); end it with `heddle workers stop {folder}` or its Ctrl-C first."

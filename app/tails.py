@@ -1,0 +1,66 @@
+"""Ends of JSON-lines files, however long the files are: only the bytes that are needed are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_CHUNK = 64 * 2**10
+
+
+def cut_torn_line(path: Path) -> None:
+    """Leave whole lines only: a killed writer may have left half of one. Nothing happens to what does not exist."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, 2)
+        whole = end_of_whole_lines(file)
+        if whole < size:
+            file.truncate(whole)
+
+
+def end_of_whole_lines(file: BinaryIO) -> int:
+    """Offset behind the last line break; 0 without one."""
+    end = file.seek(0, 2)
+    while end > 0:
+        start = max(0, end - _CHUNK)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset, record) of the whole lines of a file, newest first. What is no JSON object is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        end, rest = end_of_whole_lines(file), b""
+        while end > 0 or rest:
+            start = max(0, end - _CHUNK)
+            file.seek(start)
+            data = file.read(end - start) + rest
+            cut = data.find(b"\n") + 1 if start > 0 else 0  # what stands before it began in an earlier chunk
+            at = start + len(data)
+            for line in reversed(data[cut:].splitlines(keepends=True)):
+                at -= len(line)
+                if (record := _object(line)) is not None:
+                    yield at, record
+            rest = data[:cut] if start > 0 else b""
+            end = start
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The newest whole record, or None."""
+    return next((record for _, record in backwards(path)), None)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

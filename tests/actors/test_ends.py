@@ -1,0 +1,204 @@
+"""Whatever ends a run leaves its last committed step on disk and no actor behind."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import ray
+
+from actors.checkpoint import load
+from actors.controller import Controller
+from actors.names import run_id
+from actors.outcome import Outcome, StopRun, Superseded, continues, only_in_memory
+from actors.source import feeder_of
+from app.bench.lab import OPEN_END, Lab, LabRun
+from data.errors import DataError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(tmp_path_factory.mktemp("lab")) as made:
+        made.add_node(workers=1)
+        yield made
+
+
+def left_behind(run: LabRun) -> list[str]:
+    """Named actors of a run, once those that are ending have had time to."""
+    prefix, deadline = f"{run_id(run.run_dir)}/", time.monotonic() + 60
+    while True:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        found = [entry["name"] for entry in named if entry["name"].startswith(prefix)]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def checkpoints(run: LabRun) -> list[str]:
+    return sorted(path.parent.name for path in (run.run_dir / "checkpoints").glob("step-*/COMPLETE"))
+
+
+def test_a_full_disk_under_the_listener_ends_with_the_step_before_on_disk(lab: Lab) -> None:
+    """Step 5 is held by keepers, but its line of metrics is not written: step 4 is the last one that counts."""
+    run = lab.start(lab.config("full", train={"steps": OPEN_END}, workers={"max": 1}))
+    write, event = run.on_step, run.on_event
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def until_five(metrics: Any, timeline: Any, plan: Any) -> None:
+        if metrics["step"] == 5:
+            run.on_event = full  # type: ignore[method-assign]
+            full()
+        write(metrics, timeline, plan)
+
+    run.on_step, run.on_event = until_five, event  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="No space left"):
+        run.join()
+    lab.runs.remove(run)
+    assert run.steps() == list(range(5)) and checkpoints(run) == ["step-4"]
+    assert left_behind(run) == [] and run.controller.left == ""
+
+
+class Rejecting:
+    """A feeder that rejects the data from step 6 on, and cannot tell its last positions any more."""
+
+    def __init__(self, feeder: Any) -> None:
+        self._feeder = feeder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feeder, name)
+
+
+@ray.remote(num_cpus=0)
+def reject() -> None:
+    raise DataError("00001.tar does not exist")
+
+
+class Call:
+    """`handle.method` whose `remote` fails from this step on."""
+
+    def __init__(self, method: Any, until: int) -> None:
+        self._method, self._until = method, until
+
+    def remote(self, step: int) -> Any:
+        return self._method.remote(step) if step < self._until else reject.remote()
+
+
+def test_rejected_data_ends_with_the_last_committed_step_on_disk(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = lab.config("rejected", train={"steps": OPEN_END}, workers={"max": 1})
+
+    def feeder() -> Any:
+        found = Rejecting(made()())
+        for name, until in (("items", 6), ("batches", 6), ("token", 3)):
+            setattr(found, name, Call(getattr(found._feeder, name), until))
+        return found
+
+    def made() -> Any:
+        from app.train import runtime_config
+        from ops.models.load import resolve
+
+        model, geometry = resolve(config.model)
+        return feeder_of(runtime_config(config, Path(config.run.dir) / config.run.name), model, geometry)
+
+    monkeypatch.setattr(ray, "kill", _kill_wrapped(ray.kill))
+    run = lab.start(config, feeder=feeder)
+    with pytest.raises(DataError, match=r"00001\.tar does not exist"):
+        run.join()
+    lab.runs.remove(run)
+    last = run.steps()[-1]
+    assert last >= 3 and checkpoints(run) == [f"step-{last}"]
+    meta, _ = load(run.run_dir / "checkpoints" / f"step-{last}")
+    position = meta["data_token"]  # an earlier one serves, or none: the next feeder walks on from there
+    assert position is None or position["step"] <= last
+    assert left_behind(run) == []
+
+
+def _kill_wrapped(kill: Any) -> Any:
+    def unwrapped(actor: Any, **options: Any) -> None:
+        kill(actor._feeder if isinstance(actor, Rejecting) else actor, **options)
+
+    return unwrapped
+
+
+def controller(state: Any) -> Controller:
+    made = Controller.__new__(Controller)
+    made.config, made.state, made.commits, made.monitor = Mock(), state, Mock(committed=5), Mock()
+    made.config.train.steps, made.run_dir, made.runner, made.source = 6, Path("runs/demo"), None, Mock()
+    made.listener, made.left, made._ending = Mock(), "", False
+    return made
+
+
+def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_the_run_is_judged() -> None:
+    state = Mock()
+    state.on_disk.side_effect = [None, (5, Path("step-5"))]
+    made = controller(state)
+    made._finish_checkpoint()
+    assert state.keep_last.called
+    assert made.listener.on_event.call_args.args[0]["event"] == "finish"
+
+
+def test_a_last_checkpoint_that_cannot_be_written_fails_the_run() -> None:
+    state = Mock()
+    state.on_disk.return_value = (3, Path("step-3"))
+    with pytest.raises(StopRun, match="checkpoint of step 5 was not written"):
+        controller(state)._finish_checkpoint()
+
+
+def test_what_no_disk_has_taken_stays_in_memory_and_is_named() -> None:
+    state = Mock(keep_last=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    state.let_go.return_value = False
+    state.on_disk.return_value = (3, Path("step-3"))
+    made = controller(state)
+    made._keep_last()
+    assert made.monitor.stopped.remote.called
+    assert made.left == only_in_memory(5, 3, Path("runs/demo"))
+    assert "6 steps are committed" in made.left and "checkpoint after 4 steps" in made.left and "--resume" in made.left
+
+
+def ending(error: Exception) -> tuple[Controller, type[Exception]]:
+    made = controller(Mock())
+    made.state.let_go.return_value = False
+    made.state.on_disk.return_value = None
+    made._begin = Mock(side_effect=error)  # type: ignore[method-assign]
+    made.pool, made.planner = Mock(), Mock()
+    made.pool.close.side_effect = ValueError("Ray is gone")
+    return made, type(error)
+
+
+@pytest.mark.parametrize(("error", "kept"), [
+    (ZeroDivisionError("a defect"), True),
+    (OSError(errno.EROFS, "Read-only file system"), True),
+    (RuntimeError("the planner died three times"), True),
+    (ray.exceptions.RayTaskError("plan", "traceback", KeyError("lost")), True),
+    (ray.exceptions.OutOfMemoryError("killed"), False),
+    (Superseded("taken over"), False),
+])
+def test_every_error_but_those_that_another_controller_answers_keeps_the_last_step(
+    error: Exception, kept: bool
+) -> None:
+    made, kind = ending(error)
+    with pytest.raises(kind):
+        made.train()
+    assert made.state.keep_last.called is kept and made.state.let_go.called is kept
+    assert made.source.close.called and made.planner.close.called, "what cannot be ended does not keep the others"
+
+
+def test_an_outcome_keeps_the_last_step_too() -> None:
+    made, _ = ending(StopRun(Outcome(code=75, reason="Ctrl-C", last_step=5)))
+    assert made.train().code == 75 and made.state.keep_last.called
+
+
+def test_the_clusters_faults_are_told_from_those_of_what_ran_on_it() -> None:
+    assert continues(ray.exceptions.GetTimeoutError("silent"))
+    assert not continues(ray.exceptions.RayTaskError("plan", "traceback", KeyError("lost")))
+    assert not continues(OSError("full"))

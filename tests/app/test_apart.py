@@ -1,0 +1,93 @@
+"""A run's processes and those who signal it: nothing below is hit, nothing outlives, no signal is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.apart import run_apart
+
+ROOT = Path(__file__).resolve().parents[2]
+# The inner process starts a child, as Ray is started, and says what it is told.
+INNER = """
+import signal, subprocess, sys, time
+from app.apart import join_lifeline
+join_lifeline()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def told(number, frame):
+    print("told", number, child.poll(), flush=True)
+    sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, told)
+print("ready", child.pid, flush=True)
+while True:
+    time.sleep(0.1)
+"""
+OUTER = "import sys; from app.apart import run_apart; sys.exit(run_apart(['-c', sys.argv[1]]))"
+
+
+@pytest.fixture
+def outer() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A run and the number of its innermost process."""
+    process = subprocess.Popen([sys.executable, "-c", OUTER, INNER], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    assert process.stdout is not None
+    ready, child = process.stdout.readline().split()
+    assert ready == "ready"
+    yield process, int(child)
+    process.kill()
+    process.wait()
+    assert_gone(int(child))
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while _alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is left"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_reaches_the_run_and_not_what_it_has_started(
+    outer: tuple[subprocess.Popen[str], int], number: signal.Signals
+) -> None:
+    process, child = outer
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=60) == 75
+    assert process.stdout is not None and process.stdout.read().split() == ["told", str(int(number)), "None"]
+    assert_gone(child)
+
+
+def test_nothing_outlives_a_killed_run(outer: tuple[subprocess.Popen[str], int]) -> None:
+    process, child = outer
+    process.kill()
+    process.wait()
+    assert_gone(child)
+
+
+def test_the_exit_code_is_the_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_apart(["-c", "import sys; sys.exit(4)"]) == 4
+    assert run_apart(["-c", "import os; os.kill(os.getpid(), 9)"]) == 137
+    assert "ended by signal 9 (SIGKILL); --resume continues it" in capfd.readouterr().err
+
+
+def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
+    code = ("import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+            "from app.apart import run_apart; run_apart(['-c', sys.argv[1]])")
+    inner = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+    done = subprocess.run([sys.executable, "-c", code, inner], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "True"

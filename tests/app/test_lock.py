@@ -1,0 +1,166 @@
+"""One writer for a run folder, on one machine and on several."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from app import lock
+from app.errors import USAGE, exit_code
+from app.lock import FolderHeld, FolderLock, holder, lock_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ignore(text: str) -> None:
+    pass
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return lock_path(tmp_path / "demo", "driver")
+
+
+@contextmanager
+def other_process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    code = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from app.lock import FolderLock
+        FolderLock(Path({str(path)!r})).take(5.0, print)
+        print("held", flush=True)
+        time.sleep(600)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_live_run_is_not_joined_and_is_named(path: Path) -> None:
+    with other_process(path) as process, pytest.raises(FolderHeld, match=r"demo is alive \(process") as refused:
+        FolderLock(path).take(0.5, ignore)
+    assert exit_code(refused.value) == USAGE and f"process {process.pid} on " in str(refused.value)
+
+
+def test_a_killed_run_blocks_nobody(path: Path) -> None:
+    with other_process(path) as process:
+        process.kill()
+        process.wait()
+        said: list[str] = []
+        with FolderLock(path) as ours:
+            ours.take(5.0, said.append)
+        assert said == [], "the kernel knows: nothing had to be watched"
+
+
+def test_a_stopped_process_still_holds_its_folder(path: Path) -> None:
+    with other_process(path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(FolderHeld):
+            FolderLock(path).take(0.5, ignore)
+
+
+def test_nothing_is_left_of_a_lock_that_was_given_back(path: Path) -> None:
+    with FolderLock(path) as ours:
+        ours.take(1.0, ignore)
+        assert path.exists()
+    assert list(path.parent.iterdir()) == []
+
+
+def foreign(path: Path, beat: int) -> None:
+    """The stamp of a process on another machine, whose flock this kernel does not see."""
+    path.write_text(json.dumps({"token": "theirs", "host": "far", "kernel": "other", "pid": 7, "beat": beat,
+                                "since": "today"}))
+
+
+def test_a_stamp_of_another_machine_that_keeps_changing_is_alive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "STALE_S", 60.0)
+    foreign(path, 0)
+    beats = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not beats.wait(0.1):
+            foreign(path, number := number + 1)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(FolderHeld, match="process 7 on far"):
+            FolderLock(path).take(0.0, ignore)
+    finally:
+        beats.set()
+        thread.join()
+
+
+def test_a_stamp_of_another_machine_that_stands_still_is_taken_over_and_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    foreign(path, 3)
+    said: list[str] = []
+    with FolderLock(path) as ours:
+        ours.take(0.0, said.append)
+        found = holder(path)
+        assert found is not None and found.token == ours.token
+    assert any("process 7 on far is not alive" in line for line in said)
+
+
+def test_without_kernel_locks_a_live_stamp_of_this_machine_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_flock", lambda file: None)
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_S", 30.0)
+    with FolderLock(path) as first:
+        first.take(0.0, ignore)
+        with pytest.raises(FolderHeld):
+            FolderLock(path).take(0.0, ignore)
+
+
+def test_one_that_was_believed_dead_learns_that_it_has_lost_its_folder(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    with FolderLock(path) as ours:
+        ours.take(0.0, ignore)
+        foreign(path, 0)
+        deadline = time.monotonic() + 30
+        while not ours.lost:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert path.exists(), "the file is the other one's now"
+
+
+def test_a_lock_file_that_somebody_removed_is_put_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    with FolderLock(path) as ours:
+        ours.take(0.0, ignore)
+        path.unlink()
+        deadline = time.monotonic() + 30
+        while holder(path) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(FolderHeld):
+            FolderLock(path).take(0.0, ignore)
+
+
+def test_a_start_that_may_not_write_there_is_told_so(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        FolderLock(lock_path(tmp_path / "demo", "driver")).take(0.0, ignore)

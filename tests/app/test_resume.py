@@ -1,0 +1,169 @@
+"""A resume trains on what was trained: other values of these settings are refused by name, the rest is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config import RunConfig, prepare_run_dir
+from app.resume import KINDS, Change, check_resume, kind_of, leaves
+from app.settings import ConfigError, as_plain, dotted_names
+
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    return RunConfig.load(DEMO, [f"run.dir={tmp_path}", "run.name=one", *overrides])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that has trained ten steps and written a checkpoint."""
+    saved = config(tmp_path)
+    made = prepare_run_dir(saved)
+    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    (made / "checkpoints" / "step-9").mkdir(parents=True)
+    (made / "checkpoints" / "step-9" / "COMPLETE").write_text("{}")
+    (made / "checkpoints" / "step-9" / "meta.json").write_text(json.dumps({"step": 9, "config": saved.to_yaml()}))
+    return made
+
+
+def test_every_setting_is_classified() -> None:
+    """A new setting of what is trained must be thought about; one of workers or planner belongs to its section."""
+    names = dotted_names(RunConfig)
+    every = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    assert len(every) > 100
+    for name in every:
+        kind_of(name)
+    assert not [name for name in KINDS if name not in names], "a name in the table that no setting has"
+
+
+def test_a_new_setting_of_training_has_to_be_classified() -> None:
+    with pytest.raises(KeyError):
+        kind_of("train.optimizer.momentum")
+    with pytest.raises(KeyError):
+        kind_of("data.augment")
+    assert kind_of("workers.brand_new") == "schedule"
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("model.dit.num_layers=3", "model.dit.num_layers 2 -> 3"),
+    ("model.text.seed=7", "model.text.seed 0 -> 7"),
+    ("model.text.max_length=100", "model.text.max_length"),
+    ("model.dit.lora_rank=4", "model.dit.lora_rank 0 -> 4"),
+    ("train.flow.flow_shift=3", "train.flow.flow_shift 5.0 -> 3.0"),
+    ("train.loss_weight=token", "train.loss_weight sample -> token"),
+    ("train.seed=1", "train.seed 0 -> 1"),
+    ("train.optimizer.ema_decay=0", "train.optimizer.ema_decay"),
+    ("data.items_per_step=2", "data.items_per_step"),
+    ("data.caption_dropout=0.5", "data.caption_dropout"),
+    ("data.sources.0.caption=json:text", "data.sources"),
+    ("data.buckets.min_area=0.5", "data.buckets.min_area 0.8 -> 0.5"),
+])
+def test_another_training_is_refused_by_the_name_of_its_setting(
+    tmp_path: Path, folder: Path, override: str, said: str
+) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    match = "--resume would train something else than the checkpoint after 10 steps"
+    with pytest.raises(ConfigError, match=match) as e:
+        check_resume(config(tmp_path, override))
+    assert said in str(e.value)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_head_size_of_the_same_width_is_refused(tmp_path: Path, folder: Path) -> None:
+    """Names and shapes of all parameters are equal, and the function is another."""
+    dit = config(tmp_path).model.dit
+    heads = [f"model.dit.num_heads={dit.num_heads // 2}", f"model.dit.head_dim={dit.head_dim * 2}",
+             "planner.degrees=[]"]
+    with pytest.raises(ConfigError, match=r"num_heads .* -> .*head_dim"):
+        check_resume(config(tmp_path, *heads))
+
+
+def test_schedule_and_pool_may_change_and_are_told(tmp_path: Path, folder: Path) -> None:
+    changes = check_resume(config(tmp_path, "train.steps=999", "workers.max=9", "sample.seed=5",
+                                  "train.optimizer.learning_rate=1e-5"))
+    assert {change.key for change in changes} == {"train.steps", "workers.max", "train.optimizer.learning_rate"}
+    assert "train.steps 300 -> 999" in map(str, changes)
+
+
+def test_the_same_settings_are_no_change(tmp_path: Path, folder: Path) -> None:
+    assert check_resume(config(tmp_path)) == []
+
+
+def test_what_the_checkpoint_was_trained_with_counts_not_an_edited_file(tmp_path: Path, folder: Path) -> None:
+    edited = config(tmp_path, "model.text.seed=7")
+    (folder / "config.yaml").write_text(edited.to_yaml())
+    with pytest.raises(ConfigError, match=r"model.text.seed 0 -> 7"):
+        check_resume(edited)
+
+
+def test_without_a_checkpoint_the_runs_own_file_counts(tmp_path: Path, folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")  # its keepers may live
+    with pytest.raises(ConfigError, match=r"something else than .*config.yaml says: model.text.seed"):
+        check_resume(config(tmp_path, "model.text.seed=7"))
+
+
+def test_a_run_that_never_took_a_step_may_become_another(tmp_path: Path, folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.jsonl").write_text("")
+    assert check_resume(config(tmp_path, "model.text.seed=7")) == []
+
+
+def test_a_damaged_checkpoint_leaves_the_word_to_the_one_before(tmp_path: Path, folder: Path) -> None:
+    shutil.copytree(folder / "checkpoints" / "step-9", folder / "checkpoints" / "step-19")
+    (folder / "checkpoints" / "step-19" / "meta.json").write_text("{")
+    with pytest.raises(ConfigError, match="the checkpoint after 10 steps"):
+        check_resume(config(tmp_path, "model.text.seed=7"))
+
+
+def test_a_run_of_an_older_version_had_the_defaults_of_settings_it_did_not_know(tmp_path: Path, folder: Path) -> None:
+    tree: dict[str, Any] = as_plain(config(tmp_path))
+    del tree["train"]["loss_weight"]
+    tree["train"]["gone_since"] = 1
+    text = yaml.safe_dump(tree)
+    (folder / "config.yaml").write_text(text)
+    (folder / "checkpoints" / "step-9" / "meta.json").write_text(json.dumps({"step": 9, "config": text}))
+    assert check_resume(config(tmp_path)) == []
+    with pytest.raises(ConfigError, match=r"train.loss_weight sample -> token"):
+        check_resume(config(tmp_path, "train.loss_weight=token"))
+
+
+def test_moved_data_is_left_to_its_resume_token(tmp_path: Path, folder: Path) -> None:
+    source = config(tmp_path).data.sources[0]
+    moved = f"data.sources.0.path=/elsewhere{source.path if source.path.startswith('/') else '/' + source.path}"
+    assert [change.key for change in check_resume(config(tmp_path, moved))] == ["data.sources"]
+
+
+@pytest.mark.parametrize(("edit", "refused"), [("", False), ("config.json", True), ("model.safetensors", True)])
+def test_weights_may_move_but_not_change(tmp_path: Path, edit: str, refused: bool) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"d_model": 8}')
+        (tmp_path / name / "model.safetensors").write_bytes(b"12345678")
+    if edit:
+        (tmp_path / "new" / edit).write_text('{"d_model": 16}')
+    made = prepare_run_dir(config(tmp_path, f"model.text.path={tmp_path}/old"))
+    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    now = config(tmp_path, f"model.text.path={tmp_path}/new", "model.text.num_heads=2")  # not read beside a folder
+    if refused:
+        with pytest.raises(ConfigError, match=r"model.text.path"):
+            check_resume(now)
+        return
+    assert "model.text.path" in {change.key for change in check_resume(now)}
+    shutil.rmtree(tmp_path / "old")
+    assert "model.text.path" in {change.key for change in check_resume(now)}, "what is gone cannot be compared"
+
+
+def test_leaves_end_at_values_that_are_mappings_themselves() -> None:
+    tree = {"a": {"b": {"x": 1}, "c": 2}}
+    assert dict(leaves(tree, known={"a.b": {}})) == {"a.b": {"x": 1}, "a.c": 2}
+
+
+def test_a_long_value_is_told_short() -> None:
+    assert len(str(Change("data.sources", ["x" * 500], []))) < 120
