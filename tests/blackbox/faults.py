@@ -64,7 +64,7 @@ class Fault:
     may_end: tuple[int, ...] = ()  # exit codes with which this start may end
     keeps_last: bool = False  # what ends so has its last committed step on disk
     heal_first: bool = False  # the run cannot go on before the harness takes the fault back
-    patience_s: float = 120.0
+    patience_s: float = 240.0
 
 
 # Signals ------------------------------------------------------------------------------------------------------------
@@ -90,8 +90,9 @@ def _signalled(role: str, number: signal.Signals) -> Callable[[Scene], str]:
 
 def _two_workers(scene: Scene) -> str:
     pids = scene.pids("worker")
-    struck = [pid for pid in scene.rng.sample(pids, min(2, len(pids))) if _send(pid, signal.SIGKILL)]
-    return f"SIGKILL to workers {struck}" if len(struck) == 2 else ""
+    if len(pids) < 2:
+        return ""
+    return f"SIGKILL to workers {[pid for pid in scene.rng.sample(pids, 2) if _send(pid, signal.SIGKILL)]}"
 
 
 def _worker_and_keeper(scene: Scene) -> str:

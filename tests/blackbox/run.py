@@ -14,8 +14,8 @@ from typing import Any
 from tests.blackbox.place import ROOT, Place
 from tests.blackbox.processes import MARK, Processes, wait_for
 
-START_S = 240.0  # of Ray and the workers, on a busy machine
-STEP_S = 120.0  # the longest time without a committed step while nothing keeps a run from it
+START_S = 300.0  # of Ray and the workers, on a busy machine
+STEP_S = 240.0  # the longest time without a committed step while nothing keeps a run from it
 GONE_S = 60.0  # what a driver has started must be gone so soon after it
 
 

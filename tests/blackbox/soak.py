@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.blackbox.compare import Truth
 from tests.blackbox.episode import Episode, Result, reference
 from tests.blackbox.place import Place
 
@@ -25,18 +26,13 @@ STEPS = 90
 PER_EPISODE = 25
 
 
-def soak(folder: Path, faults: int, seed: int, minutes: float = 1e9, steps: int = STEPS,
+def soak(place: Place, truth: Truth, faults: int, seed: int, minutes: float = 1e9,
          only: Sequence[str] = ()) -> list[Result]:
     """Episodes with seeds from `seed` on until so many faults struck, or the time is up."""
     deadline = time.monotonic() + minutes * 60
-    place, found = Place(folder, steps), []
-    try:
-        truth = reference(place)
-        while (left := faults - sum(len(r.struck) for r in found)) > 0 and time.monotonic() < deadline:
-            count = min(left, PER_EPISODE)
-            found.append(Episode(place, truth, seed + len(found), count, only, deadline).play())
-    finally:
-        place.close()
+    found: list[Result] = []
+    while (left := faults - sum(len(r.struck) for r in found)) > 0 and time.monotonic() < deadline:
+        found.append(Episode(place, truth, seed + len(found), min(left, PER_EPISODE), only, deadline).play())
     return found
 
 
@@ -71,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON with everything")
     given = parser.parse_args(arguments)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="heddle-soak-"))
-    results = soak(folder, given.faults, given.seed, given.minutes, given.steps, given.only)
+    place = Place(folder, given.steps)
+    try:
+        results = soak(place, reference(place), given.faults, given.seed, given.minutes, given.only)
+    finally:
+        place.close()
     print(table(results))
     for result in results:
         for words in result.deviations:
