@@ -72,7 +72,6 @@ class RunState:
         self.standing = self.keepers.standing(config.snapshot.patience_s)
         self._silent = self.keepers.silent
         self.survivors: list[Snapshot] = []  # held by workers that have left a failed generation
-        self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._generation = 0  # the newest that has been given a state
         self._forecast_told = False
@@ -133,19 +132,25 @@ class RunState:
 
     def data_token(self) -> Mapping[str, Any] | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
-        position = self.keepers.standing(_POSITION_S).position
-        if position is not None and position[0] <= self._commits.committed:
-            return position[1]
-        while (found := self.on_disk()) is not None:
-            if not self._is_damaged(found[1]):
-                return load(found[1])[0].get("data_token")
-        return None
+        position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
+        held = position if position is not None and position[0] <= committed else None
+        found = self._whole_on_disk()
+        if found is not None and (held is None or held[0] < found[0] <= committed):
+            return load(found[1])[0].get("data_token")
+        return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
         """The newest complete checkpoint that has not been found damaged."""
         folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
         whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
         return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
+
+    def _whole_on_disk(self) -> tuple[int, Path] | None:
+        """The newest checkpoint that has been read and found whole."""
+        while (found := self.on_disk()) is not None:
+            if not self._is_damaged(found[1]):
+                return found
+        return None
 
     def _is_damaged(self, folder: Path) -> bool:
         """Reads it, once per checkpoint."""
@@ -179,28 +184,15 @@ class RunState:
         if done.snapshots and self.writer.due(done.running.step):
             self.writer.save(done.running.step, done.snapshots)
 
-    def committed(self, done: CollectedStep, position: Any) -> None:
-        """The step is safe: older ones may go. `position` refers to the data's position after it.
-
-        Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
-        """
+    def committed(self, done: CollectedStep, position: Mapping[str, Any] | None) -> None:
+        """The step is safe: older ones may go. `position` is the data's behind it, with its counts: kept with the
+        state, so that whoever goes on from that state has them exactly."""
         if done.running.generation == self._generation:  # it holds a newer state: theirs may leave the memory
             self.survivors = []
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self.keepers.commit(done.running.step)
+            self.keepers.commit(done.running.step, position)
         self.writer.poll()
-        self._positions[position] = done.running.step
-        known, _ = ray.wait(list(self._positions), num_returns=len(self._positions), timeout=0)
-        steps = {self._positions.pop(reference): reference for reference in known}
-        if steps:
-            self._note(max(steps), steps[max(steps)])
-
-    def _note(self, step: int, position: Any) -> None:
-        try:
-            self.keepers.note(step, ray.get(position, timeout=_POSITION_S))
-        except ray.exceptions.RayError as error:
-            log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
 
     def repair_keepers(self, world: Sequence[Seat], quiet: bool) -> None:
         """A keeper is gone or does not take its shard: start another where one is gone, and give them the newest shards

@@ -17,7 +17,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +45,7 @@ from actors.process import birth
 from actors.snapshots import Origin, Snapshot
 from actors.transfer import HostCopies, PinnedCopy
 from data.blocks import as_batch
-from data.cache import Cache, Kind
+from data.cache import Cache, CacheWriter, Kind
 from data.config import CacheConfig
 from ops.comm import CancelToken, Groups
 from ops.config import ModelConfig
@@ -114,12 +113,11 @@ class Worker:
         self._exports: list[Snapshot] = []
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._as_built = True  # the DiT has its first weights
-        self._cache = Cache(settings.cache) if settings.cache.path else None
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
+        self._writer = CacheWriter(Cache(settings.cache)) if settings.cache.path else None
         self._on_sigterm()
         threading.Thread(target=self._heartbeats, name="heartbeat", daemon=True).start()
         self.executor = self._load()
-        if self._cache is not None:
+        if self._writer is not None:
             self.executor.on_encoded = self._to_cache
         self._idle()
 
@@ -354,16 +352,16 @@ class Worker:
 
     def _to_cache(self, task: CascadeTask, results: list[Encoded]) -> None:
         """Keep good results for later epochs and other runs; the first worker of the bag writes, behind the compute."""
-        groups, cache = self.executor.groups, self._cache
-        if groups is None or groups.rank != task.bag[0] or cache is None:
+        groups, writer = self.executor.groups, self._writer
+        if groups is None or groups.rank != task.bag[0] or writer is None:
             return
         kind: Kind = "latents" if task.module == "vae" else "text"
-        if not (cache.config.latents if kind == "latents" else cache.config.text):
+        if not (writer.cache.config.latents if kind == "latents" else writer.cache.config.text):
             return
         for sample, result in zip(task.samples, results, strict=True):
             key = sample.latent_key if kind == "latents" else sample.text_key
             if result.ok and key:
-                self._writer.submit(cache.put, kind, key, result.rows.cpu().numpy().copy())
+                writer.submit(kind, key, result.rows.float().cpu().numpy().copy())
 
     def _done(self, task: CascadeTask, published: list[Encoded]) -> list[Published]:
         self._idle()
