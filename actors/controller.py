@@ -484,7 +484,7 @@ class Controller:
         try:
             self.listener.on_step(metrics, timeline, running.assignment)
         except Exception:
-            self.commits.committed = running.step - 1  # without its line it is computed again; keepers hold that one
+            self.commits.keep_until(running.step - 1)  # without its line it is computed again; keepers hold that one
             raise
         self.state.committed(done, self.source.release(running.step))
 
