@@ -7,6 +7,7 @@ from typing import Literal
 
 from data.config import DataConfig
 from ops.config import FlowConfig, ModelConfig, OptimizerConfig
+from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
 _LEAST_START_S = 600.0  # for a device or file system that is slow to answer
 _SHARED_BYTES_PER_S = 1e9  # of a storage that all workers read at the same time
@@ -37,13 +38,11 @@ class WorkersConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"workers.min {self.min} and workers.max {self.max} must satisfy 1 <= min <= max.")
-        for name in ("cpus_per_worker", "heartbeat_s", "suspect_s", "collective_timeout_s", "first_step_s",
-                     "state_timeout_s", "stall_factor"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"workers.{name} is {getattr(self, name)}; it must be larger than 0.")
-        if self.start_s < 0:
-            raise ValueError(f"workers.start_s is {self.start_s:g}; it must be 0 (derived from the weights) or more.")
-
+        check_numbers("workers", self, max=between(1, 1 << 16), cpus_per_worker=above(0, 1 << 16),
+                      torch_threads=between(1, 1024), wait_s=between(0, SECONDS), heartbeat_s=above(0, SECONDS),
+                      start_s=between(0, SECONDS), suspect_s=above(0, SECONDS), first_step_s=above(0, SECONDS),
+                      state_timeout_s=above(0, SECONDS),
+                      collective_timeout_s=above(0, SECONDS), stall_factor=above(0, 1e9))
 
     def start_patience_s(self, weights_bytes: int) -> float:
         """How long a worker may load that reads so many bytes."""
@@ -64,6 +63,12 @@ class PlannerConfig:
     split: bool = True  # a batch may run as several cascades
 
     def __post_init__(self) -> None:
+        check_numbers("planner", self, degrees=between(1, 1 << 16), static_degree=between(1, 1 << 16))
+        if self.budget_s > SECONDS or self.lookahead > 64:
+            raise ValueError(
+                f"planner.budget_s {self.budget_s:g} must be at most {SECONDS:g}, planner.lookahead {self.lookahead} "
+                f"at most 64."
+            )
         if self.budget_s < 0 or self.lookahead < 0:
             raise ValueError(
                 f"planner.budget_s {self.budget_s:g} and planner.lookahead {self.lookahead} must be 0 or more."
@@ -87,6 +92,7 @@ class SnapshotConfig:
                 f"snapshot.every {self.every} and snapshot.copies {self.copies} must be at least 1; "
                 f"snapshot.enabled: false switches snapshots off."
             )
+        check_numbers("snapshot", self, every=between(1), copies=between(1, 64), patience_s=above(0, SECONDS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +109,7 @@ class CheckpointConfig:
                 f"checkpoint.every {self.every} and checkpoint.keep_every {self.keep_every} must be 0 or more, "
                 f"checkpoint.keep_last {self.keep_last} at least 1: a run resumes from the last one."
             )
+        check_numbers("checkpoint", self, every=between(0), keep_last=between(1), keep_every=between(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +125,9 @@ class TrainConfig:
     max_skipped_steps: int = 10  # steps with a NaN or infinite gradient norm that are skipped before the run stops
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+
+    def __post_init__(self) -> None:
+        check_numbers("train", self, steps=between(1), seed=between(0, SEED), max_skipped_steps=between(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

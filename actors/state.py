@@ -7,6 +7,7 @@ on disk (`keep_last`) and nothing in the cluster's memory (`let_go`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -65,6 +66,7 @@ class RunState:
             config.snapshot,
             lost=lambda name: tell("keeper_lost", keeper=name),
             slow=lambda name, waited: tell("keeper_slow", keeper=name, seconds=round(waited, 1)),
+            needs=lambda: self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1),
         )
         last = config.train.steps - 1
         self.writer = checkpoints.Writer(self._run_dir, config.checkpoint, last, self._meta, sealed, self._not_written)
@@ -92,8 +94,7 @@ class RunState:
         found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
         while found is not None and found.checkpoint is not None and self._is_damaged(Path(found.checkpoint)):
             found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
-        if (found.step if found is not None else -1) < newest:
-            self._silent = self.keepers.silent
+        self._silent = self.keepers.silent if (found.step if found is not None else -1) < newest else ()
         return found
 
     def _refuse_to_guess(self, step: int) -> None:
@@ -106,7 +107,7 @@ class RunState:
             f"{names} may hold the newest state and has not answered for {patience:g} s (snapshot.patience_s). Nothing "
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
         )
-        self._tell("keeper_silent", keepers=list(self._silent), seconds=patience)
+        self._tell("keeper_silent", silent=list(self._silent), seconds=patience)
         raise StopRun(Outcome(code=EXIT_RESUMABLE, reason=reason, last_step=self._commits.committed))
 
     def choose(self, generation: int, world: Sequence[Seat]) -> Origin | None:
@@ -134,11 +135,9 @@ class RunState:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
         position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
         held = position if position is not None and position[0] <= committed else None
-        if held is not None and held[0] == committed:
-            return held[1]  # exact; a checkpoint would be read whole first
-        found = self._whole_on_disk()
-        if found is not None and (held is None or held[0] < found[0] <= committed):
-            return load(found[1])[0].get("data_token")
+        while (found := self.on_disk()) is not None and (held is None or held[0] < found[0] <= committed):
+            if not self._is_damaged(found[1]):
+                return load(found[1])[0].get("data_token")
         return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
@@ -146,13 +145,6 @@ class RunState:
         folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
         whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
         return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
-
-    def _whole_on_disk(self) -> tuple[int, Path] | None:
-        """The newest checkpoint that has been read and found whole."""
-        while (found := self.on_disk()) is not None:
-            if not self._is_damaged(found[1]):
-                return found
-        return None
 
     def _is_damaged(self, folder: Path) -> bool:
         """Reads it, once per checkpoint."""
@@ -263,8 +255,9 @@ class RunState:
         if self._silent:
             return
         newest = self._commits.newest
-        exports = [*self.survivors, *exports_of(world, newest)]
-        found = self._find(exports, newest)
+        found = self._find(self.survivors, newest)
+        if world and (found.step if found is not None else -1) < newest:  # they may be slow to answer
+            found = self._find([*self.survivors, *exports_of(world, newest)], newest)
         if found is not None and found.checkpoint is None:
             self.writer.save_origin(found)
         self.writer.wait()
@@ -312,13 +305,17 @@ class RunState:
     def _not_written(self, step: int, why: str) -> None:
         self._tell("checkpoint_failed", step=step, why=why)
 
+    def _bytes_kept(self, total: int, keepers: int) -> int:
+        """What each of so many keepers holds of a state of `total` elements."""
+        ema, copies = self._config.train.optimizer.ema_decay > 0, self._config.snapshot.copies
+        return keeper.forecast_bytes(total, ema=ema, copies=copies, num_keepers=keepers)
+
     def _forecast(self, snapshots: Sequence[Snapshot]) -> None:
         """Say what snapshots take of the nodes' memory, and where there is too little of it."""
         total, keepers = max((s.total for s in snapshots), default=0), len(self.keepers.in_use())
         if not (total and keepers):
             return
-        ema = self._config.train.optimizer.ema_decay > 0
-        held = keeper.forecast_bytes(total, ema=ema, copies=self._config.snapshot.copies, num_keepers=keepers)
+        held = self._bytes_kept(total, keepers)
         self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:

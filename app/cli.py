@@ -96,9 +96,12 @@ def profile(config: Config,
 
 
 @app.command()
-def sample(checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run folder (its latest) or a checkpoint.")],
+def sample(checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an "
+                                                "exported folder.")],
            prompts: Annotated[list[str] | None, typer.Option("--prompt", help="What to show. Repeatable; default: "
                                                              "sample.prompts of the run's config.")] = None,
+           prompts_file: Annotated[Path | None, typer.Option("--prompts", help="Text file, one prompt per line, after "
+                                                             "those of --prompt.")] = None,
            out: Annotated[Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples.")] = None,
            ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
            frames: Annotated[int | None, typer.Option(min=1)] = None,
@@ -113,9 +116,10 @@ def sample(checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run fo
            device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
            ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
-    from app.sample import default_out, run
+    from app.sample import default_out, read_prompts, run
 
-    run(checkpoint, prompts or [], out or default_out(checkpoint, prompts or []), ema=ema, frames=frames, height=height,
+    texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
+    run(checkpoint, texts, out or default_out(checkpoint, texts), ema=ema, frames=frames, height=height,
         width=width, steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift, negative_prompt=negative_prompt,
         seed=seed, fps=fps, device=device)
 
@@ -126,12 +130,12 @@ def export(checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run fo
            base: Annotated[Path | None, typer.Option("--base", help="Diffusers folder that the frozen parts come from; "
                                                      "default: those the run used.")] = None,
            dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-           ema_only: Annotated[bool, typer.Option("--ema-only", help="transformer/ holds the EMA weights.")] = False,
+           ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
            ) -> None:
     """Write a Diffusers pipeline folder, load it back, and compare before reporting success."""
     from app.export import run
 
-    run(checkpoint, to, base=base, dtype=dtype, ema_only=ema_only)
+    run(checkpoint, to, base=base, dtype=dtype, ema=ema)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Train
 from app.settings import ConfigError, Names, Node, as_plain, build, dotted_names, override, parse, read
 from data.config import DataConfig
 from ops.config import ModelConfig, geometry
+from ops.ranges import SEED, above, between, check_numbers
 
 MaybePath = TypeVar("MaybePath", str, str | None)
 
@@ -109,6 +110,9 @@ class SampleConfig:
         if min(self.frames, self.height, self.width) < 1 or self.fps <= 0:
             raise ValueError(f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
                              f"must be positive.")
+        check_numbers("sample", self, every=between(0), steps=between(1, 100_000), guidance_scale=between(0, 1e6),
+                      frames=between(1, 100_000), height=between(1, 1 << 16), width=between(1, 1 << 16),
+                      fps=above(0, 1000), seed=between(0, SEED))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,8 +211,6 @@ def _check_degrees(config: RunConfig) -> None:
 
 def _check_schedule(config: RunConfig) -> None:
     train = config.train
-    if train.steps < 1:
-        raise ConfigError(f"train.steps {train.steps} must be at least 1.")
     if train.optimizer.lr_warmup_steps > train.steps:
         raise ConfigError(f"train.optimizer.lr_warmup_steps {train.optimizer.lr_warmup_steps} is longer than the run "
                           f"of train.steps {train.steps}; shorten the warm-up.")
@@ -221,7 +223,11 @@ def _check_sample(config: RunConfig) -> None:
             raise ConfigError(f"sample.every is {sample.every} but sample.prompts is empty; give at least one prompt "
                               f"or set sample.every: 0.")
         return
-    if sample.every and (config.checkpoint.every == 0 or sample.every % config.checkpoint.every):
+    if sample.every and config.checkpoint.every == 0:
+        raise ConfigError(f"checkpoint.every is 0, so checkpoints are made at the end only, but sample.every "
+                          f"{sample.every} makes samples from checkpoints. Set checkpoint.every to a divisor of "
+                          f"{sample.every}, or sample.every: 0.")
+    if sample.every and sample.every % config.checkpoint.every:
         raise ConfigError(f"sample.every {sample.every} must be a multiple of checkpoint.every "
                           f"{config.checkpoint.every}: samples are made from checkpoints.")
     if config.model.vae.kind != "haar" or config.model.dit.path is not None:

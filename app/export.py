@@ -2,10 +2,10 @@
 
     heddle export --checkpoint runs/demo --to out --base Wan2.1-T2V-1.3B-Diffusers
 
-`transformer/` holds the trained weights and `transformer_ema/` their EMA (with `ema_only`, `transformer/` is the EMA);
-a LoRA run gets both merged and a `pytorch_lora_weights.safetensors`. The frozen parts come from `base`, or from the
-folders that the run itself used, by hard link where the file system allows. The folder appears under its name only
-when the comparison has passed.
+`transformer/` holds the EMA weights, as `heddle sample` shows them, or with `--no-ema` the trained ones; those of a
+LoRA run are merged, and its factors lie in `pytorch_lora_weights.safetensors`. The
+frozen parts come from `base`, or from the folders that the run itself used, by hard link where the file system allows.
+The folder appears under its name only when the comparison has passed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Exported:
 
 
 def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32",
-        ema_only: bool = False) -> Exported:
+        ema: bool = True) -> Exported:
     """Body of the command: export, compare, print what was done."""
     _quiet()
-    exported = export(checkpoint, to, base=base, dtype=dtype, ema_only=ema_only)
+    exported = export(checkpoint, to, base=base, dtype=dtype, ema=ema)
     for name, origin in exported.components.items():
         print(f"{name:24} {origin}")
     for note in exported.notes:
@@ -64,7 +64,7 @@ def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "f
 
 
 def export(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32",
-           ema_only: bool = False) -> Exported:
+           ema: bool = True) -> Exported:
     """Write and verify the folder `to`. Raises ConfigError for wrong requests, CheckpointError when parity fails."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
@@ -79,7 +79,7 @@ def export(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str =
         shutil.rmtree(work)
     work.mkdir(parents=True)
     try:
-        exported = _fill(work, folder, config, base, _DTYPES[dtype], ema_only)
+        exported = _fill(work, folder, config, base, _DTYPES[dtype], ema)
     except BaseException:
         shutil.rmtree(work)
         raise
@@ -99,35 +99,45 @@ def _quiet() -> None:
 
 
 def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype,
-          ema_only: bool) -> Exported:
+          ema: bool) -> Exported:
     resolved, _ = resolve(config.model)
     index, origins, notes = pipeline_parts.collect(work, replace(config, model=resolved), base)
-    has_ema = config.train.optimizer.ema_decay > 0
-    wanted = {"transformer": ema_only and has_ema}
-    if has_ema and not ema_only:
-        wanted["transformer_ema"] = True
-    largest = 0.0
-    for name, ema in wanted.items():
-        state = _plain_state(work, resolved.dit, config.train.seed, folder, ema, name)
-        state = {key: tensor.to(dtype) for key, tensor in state.items()}
-        plain = replace(resolved.dit, lora_rank=0, path=None)
-        write_folder(work / name, state, _transformer_json(resolved.dit, base))
-        compare_weights(work / name, TRANSFORMER_CLASSES[plain.architecture], state)
-        largest = max(largest, compare_forward(work / name, plain, state))
-        origins[name] = f"{'EMA' if ema else 'trained'} weights of {folder.name}"
+    averaged = ema and config.train.optimizer.ema_decay > 0
+    state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
+    state = {key: tensor.to(dtype) for key, tensor in state.items()}
+    plain = replace(resolved.dit, lora_rank=0, path=None)
+    target = work / "transformer"
+    write_folder(target, state, _transformer_json(resolved.dit, base))
+    compare_weights(target, TRANSFORMER_CLASSES[plain.architecture], state)
+    largest = compare_forward(target, plain, state)
+    origins["transformer"] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
+        "" if averaged == ema else ", which keeps no EMA")
     if resolved.dit.lora_rank:
         origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
     if resolved.dit.architecture == "wan":
-        length = config.model.text.pad_to or "the prompt's own number of tokens"
-        notes.append(f"WanPipeline pads prompts with zeros; pass max_sequence_length={length} for the conditioning of "
-                     f"the training.")
+        notes.append(_prompt_note(config.model.text.pad_to))
+    if base is not None:
+        notes.append(f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
+                     f"{config.train.flow.flow_shift:g}.")
+    if any(origin.startswith("hard-linked") for origin in origins.values()):
+        notes.append("hard-linked files are the same files as their originals: replace one, do not edit it in place.")
     index["transformer"] = ["diffusers", TRANSFORMER_CLASSES[resolved.dit.architecture]]
     (work / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    (work / "heddle.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
     return Exported(folder=work, components=origins, largest_difference=largest, notes=notes)
 
 
-def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool, name: str) -> dict[str, Tensor]:
+def _prompt_note(pad_to: int) -> str:
+    """How WanPipeline is given the text conditioning of the training; it pads prompts with zeros."""
+    if pad_to:
+        return (f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
+                f"training.")
+    return ("this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros: "
+            "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for that prompt's own "
+            "tokens alone.")
+
+
+def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
     """The weights of the plain model, LoRA merged; a LoRA run's factors are written beside on the way."""
     module = build_dit(dit, seed)
     put_weights(module, model_state(folder, ema), str(folder))
@@ -135,9 +145,7 @@ def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool,
     if not dit.lora_rank:
         return state
     file = "pytorch_lora_weights.safetensors"
-    target = work / file if name == "transformer" else work / name / file
-    target.parent.mkdir(exist_ok=True)
-    save_file(for_diffusers(state, lora_scale(dit)), target, metadata={"format": "pt"})
+    save_file(for_diffusers(state, lora_scale(dit)), work / file, metadata={"format": "pt"})
     return merged(state, lora_scale(dit))
 
 

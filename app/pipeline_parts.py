@@ -104,14 +104,23 @@ def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[st
 
 
 def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
-    """Euler with the shift of the training: what `heddle sample` integrates with."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    """Euler with the shift of the training and the sigmas of `heddle sample`.
+
+    HunyuanVideoPipeline passes even sigmas to FlowMatchEuler. WanPipeline passes none, and FlowMatchEuler's own end one
+    step early, near 0.001; DPMSolver of order 1 is Euler, too, with the spacing of Wan's published schedulers.
+    """
+    import diffusers
 
     flow = config.train.flow
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=flow.num_train_timesteps,
-                                                     shift=flow.flow_shift)
+    name = "FlowMatchEulerDiscreteScheduler"
+    settings: dict[str, Any] = {"shift": flow.flow_shift}
+    if config.model.dit.architecture == "wan":
+        name = "DPMSolverMultistepScheduler"
+        settings = {"algorithm_type": "dpmsolver++", "solver_order": 1, "prediction_type": "flow_prediction",
+                    "use_flow_sigmas": True, "flow_shift": flow.flow_shift}
+    scheduler: Any = getattr(diffusers, name)(num_train_timesteps=flow.num_train_timesteps, **settings)
     scheduler.save_pretrained(work / "scheduler")
-    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    index["scheduler"] = ["diffusers", name]
     origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,9 @@ class ClipSettings:
     def of(config: RunConfig) -> ClipSettings:
         sample, flow = config.sample, config.train.flow
         sampler = SamplerConfig(steps=sample.steps, guidance_scale=sample.guidance_scale, flow_shift=flow.flow_shift,
-                                num_train_timesteps=flow.num_train_timesteps)
+                                num_train_timesteps=flow.num_train_timesteps,
+                                autocast=config.train.autocast == "bfloat16",
+                                wan_steps=config.model.dit.architecture == "wan")
         return ClipSettings(frames=sample.frames, height=sample.height, width=sample.width, fps=sample.fps,
                             seed=sample.seed, sampler=sampler)
 
@@ -80,6 +83,7 @@ def run(checkpoint: Path, prompts: Sequence[str], out: Path, *, ema: bool = True
     """Body of the command. What is None comes from the checkpoint's own config; returns the files written."""
     if out.suffix not in ("", ".mp4"):
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
+    _writable(out)
     model = load_model(checkpoint, ema=ema, device=device)
     prompts = prompts or model.config.sample.prompts
     if not prompts:
@@ -93,6 +97,34 @@ def run(checkpoint: Path, prompts: Sequence[str], out: Path, *, ema: bool = True
     for file in files:
         print(file)
     return files
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a text file that are not empty. Raises ConfigError when there are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read ({reason(error)}); give a UTF-8 text file.") from None
+    if prompts := [line.strip() for line in lines if line.strip()]:
+        return prompts
+    raise ConfigError(f"--prompts {path} has no prompt; write one on each line.")
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, without the path that the sentence around it names."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _writable(out: Path) -> None:
+    """Raises ConfigError before the work begins when its files could not be written."""
+    folder = out.parent if out.suffix else out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written ({reason(error)}); choose a folder that you may "
+                          f"write.") from None
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -113,7 +145,7 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
 
     Clips of given prompts are step-N-prompts.mp4: they replace none of the config's prompts.
     """
-    folder = checkpoint_folder(checkpoint)
+    folder = checkpoint if is_export(checkpoint) else checkpoint_folder(checkpoint)
     name = f"{folder.name}-prompts.mp4" if prompts else f"{folder.name}.mp4"
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "samples" / name
@@ -122,6 +154,8 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
 
 def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them."""
+    if is_export(path):
+        return _load_export(path, device)
     folder = checkpoint_folder(path)
     meta, _ = load(folder)
     config = run_config(meta, folder)
@@ -131,6 +165,25 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     put_weights(dit, model_state(folder, ema), str(folder))
     return Model(dit=dit.eval().to(target), vae=build_vae(resolved.vae, target), text=build_text(resolved.text, target),
                  geometry=geometry, config=replace(config, model=resolved), step=int(meta["step"]), device=target)
+
+
+def is_export(path: Path) -> bool:
+    """Whether `path` is a folder of `heddle export`."""
+    return (path / "heddle.yaml").is_file() and (path / "transformer" / "config.json").is_file()
+
+
+def _load_export(folder: Path, device: str) -> Model:
+    """The modules of an exported folder; what it does not hold (the haar codec, a random encoder) the config makes."""
+    config = RunConfig.load(folder / "heddle.yaml")
+    model, here = config.model, str(folder.resolve())
+    model = replace(model, dit=replace(model.dit, path=here, lora_rank=0),
+                    vae=replace(model.vae, path=here) if model.vae.path else model.vae,
+                    text=replace(model.text, path=here) if model.text.path else model.text)
+    target = pick_device(device)
+    resolved, geometry = resolve(model)
+    return Model(dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
+                 vae=build_vae(resolved.vae, target), text=build_text(resolved.text, target), geometry=geometry,
+                 config=replace(config, model=resolved), step=0, device=target)
 
 
 def run_config(meta: dict[str, object], folder: Path) -> RunConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -156,6 +157,11 @@ def _mark(node: Node) -> Node:
     return Node(node.value, "--set")
 
 
+# Words that mean something else in every section: the one elsewhere is not what was meant.
+EVERYWHERE = frozenset({"name", "path", "dir", "kind", "min", "max", "every", "steps", "seed", "device", "enabled",
+                        "width", "height", "frames", "fps", "table", "weight", "index", "text"})
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """How an unknown key is answered: every legal dotted name, and names of other programs with ours."""
@@ -170,9 +176,11 @@ class Names:
             return self.elsewhere[leaf]
         if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
             return f"{parent}.{close[0]}" if parent else close[0]
-        same_leaf = [name for name in self.known if name.rpartition(".")[2] == leaf]
+        same_leaf = [name for name in self.known if name.rpartition(".")[2] == leaf and leaf not in EVERYWHERE]
         if same_leaf:
             return same_leaf[0]
+        if parent and leaf in EVERYWHERE:
+            return ""
         close = difflib.get_close_matches(path, self.known, n=1, cutoff=0.7)
         return close[0] if close else ""
 
@@ -236,6 +244,7 @@ def _plain_value(kind: Any, node: Node, path: str) -> Any:
             return value
         raise _wrong(path, node, "true or false")
     if kind is int:
+        value = _whole_text(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         if isinstance(value, float) and value.is_integer():
@@ -256,6 +265,16 @@ def _plain_value(kind: Any, node: Node, path: str) -> Any:
     raise AssertionError(f"{path}: settings of type {kind} cannot be read from YAML")
 
 
+def _whole_text(value: Any) -> Any:
+    """YAML 1.1 reads 1e6 as text."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9.]+[eE][+-]?[0-9]+", value):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
 def _float(node: Node, path: str) -> float:
     value = node.value
     if isinstance(value, str):
@@ -265,7 +284,13 @@ def _float(node: Node, path: str) -> float:
             raise _wrong(path, node, "a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise _wrong(path, node, "a number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        number = math.inf
+    if math.isinf(number):
+        raise _wrong(path, node, "a finite number")
+    return number
 
 
 def _literal(kind: Any, node: Node, path: str) -> Any:

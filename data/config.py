@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ops.ranges import SECONDS, above, between, check_numbers
+
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 # Open-Sora's nine ratios (width:height) and their transposes
 OPEN_SORA_RATIOS = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1",
@@ -46,6 +48,7 @@ class SourceConfig:
                              f"FOLDER/shards/{{00000..00003}}.tar.")
         if self.weight < 0:
             raise ValueError(f"data.sources weight {self.weight} of {self.path} is negative. Use 0..1.")
+        check_numbers("data.sources", self, weight=between(0, 1e9), shuffle_window=between(0))
         if self.shuffle_window < 1:
             raise ValueError(f"data.sources shuffle_window {self.shuffle_window} must be at least 1 shard.")
 
@@ -74,6 +77,7 @@ class BucketsConfig:
         for shape in self.table:
             if SHAPE.fullmatch(shape) is None:
                 raise ValueError(f"data.buckets.table {shape!r} is not FRAMESxHEIGHTxWIDTH, for example 17x480x832.")
+        check_numbers("data.buckets", self, frames=between(1), max_ratio_error=between(0, 1e9))
         if self.max_ratio_error < 1:
             raise ValueError(f"data.buckets.max_ratio_error {self.max_ratio_error} is a factor and must be at least 1.")
         if not 0 < self.min_area <= 1:
@@ -97,6 +101,9 @@ class BatchConfig:
             raise ValueError(f"data.batch.memory_tokens {self.memory_tokens} must be positive.")
         if self.compute < 0 or self.target_s < 0 or self.max_batch < 0 or self.text_tokens < 0:
             raise ValueError("data.batch: compute, target_s, max_batch and text_tokens must not be negative.")
+        # more than 2^24 tokens at once fit no device, and a batch is planned sample by sample
+        check_numbers("data.batch", self, memory_tokens=above(0, 1 << 24), compute=between(0, 1e24),
+                      target_s=between(0, SECONDS), max_batch=between(0), text_tokens=between(0, 1 << 20))
         if not 1.0 <= self.exponent <= 3.0:
             raise ValueError(f"data.batch.exponent {self.exponent} is outside 1..3 (1 linear, 2 all attention).")
 
@@ -110,6 +117,10 @@ class SegmentConfig:
     batch: BatchConfig | None = None
     weights: tuple[float, ...] = ()  # one per source; 0 switches a source off
     items_per_step: int = 0
+
+    def __post_init__(self) -> None:
+        check_numbers("data.segments", self, until_step=between(0), items_per_step=between(0, 100_000),
+                      weights=between(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +136,7 @@ class CacheConfig:
         if "://" in self.path:
             raise ValueError(f"data.cache.path {self.path!r} is a URI; a cache is a local or shared folder. Give its "
                              f"path.")
+        check_numbers("data.cache", self, min_free_gib=between(0, 1e9))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +155,10 @@ class LimitsConfig:
     retries: int = 4  # storage errors, each with a fresh handle, then the run stops
 
     def __post_init__(self) -> None:
+        check_numbers("data.limits", self, max_pixels=between(1, 1 << 40), max_frames=between(1),
+                      max_member_bytes=between(1, 1 << 50), max_caption_bytes=between(1, 1 << 40),
+                      max_json_bytes=between(1, 1 << 40), max_moov_bytes=between(1, 1 << 40), bad_after=between(0),
+                      max_bad_shards=between(0), retries=between(0, 1000))
         if not 0 <= self.max_bad_fraction <= 1:
             raise ValueError(f"data.limits.max_bad_fraction {self.max_bad_fraction} must lie in [0, 1].")
 
@@ -166,6 +182,9 @@ class EngineConfig:
         for name in ("decode_workers", "lookahead", "window", "feeders", "object_store_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.engine.{name} {getattr(self, name)} must be at least 1.")
+        check_numbers("data.engine", self, decode_workers=between(1, 1 << 16), lookahead=between(1, 1 << 16),
+                      window=between(1), feeders=between(1, 1 << 10), object_store_mb=between(1),
+                      stall_s=above(0, SECONDS), clip_timeout_s=above(0, SECONDS), decode_cpus=between(0, 1 << 16))
         if self.decode_cpus <= 0:
             raise ValueError(f"data.engine.decode_cpus {self.decode_cpus} must be positive; fractions share a core.")
 
@@ -196,6 +215,8 @@ class DataConfig:
             raise ValueError(f"data.caption_dropout {self.caption_dropout} must lie in [0, 1].")
         if self.max_wait < 0 or self.fps < 0:
             raise ValueError("data.max_wait and data.fps must not be negative.")
+        check_numbers("data", self, items_per_step=between(1, 100_000), max_wait=between(0, 1 << 50),
+                      fps=between(0, 100_000), min_coverage=between(0, 1))
         weights = [source.weight for source in self.sources]
         if any(weights):
             check_weights(weights, "data.sources")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ops.geometry import Geometry
+from ops.ranges import SEED, above, between, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +37,18 @@ class DiTConfig:
     lora_alpha: float = 0.0  # 0 means equal to the rank
 
     def __post_init__(self) -> None:
+        check_numbers("model.dit", self, num_layers=between(1, 1000), num_heads=between(1, 1024),
+                      head_dim=between(2, 1024), ffn_dim=between(1, 1 << 20), freq_dim=between(2, 1 << 16),
+                      text_dim=between(1, 1 << 16), in_channels=between(1, 1 << 16), out_channels=between(1, 1 << 16),
+                      patch=between(1, 64), eps=above(0, 1.0), rope_theta=above(0, 1e12),
+                      num_single_layers=between(0, 1000), num_refiner_layers=between(0, 1000),
+                      pooled_dim=between(0, 1 << 16), rope_axes=between(0, 1024), lora_rank=between(0, 1 << 16),
+                      lora_alpha=between(0, 1e6))
+        if self.freq_dim % 2:
+            raise ValueError(f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even "
+                             f"one.")
         if self.head_dim % 2:
             raise ValueError(f"model.dit.head_dim {self.head_dim} is odd; RoPE rotates pairs. Use an even head_dim.")
-
         if self.rope_axes and (sum(self.rope_axes) != self.head_dim or any(size % 2 for size in self.rope_axes)):
             raise ValueError(f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim "
                              f"{self.head_dim}.")
@@ -70,6 +80,8 @@ class VAEConfig:
     tiling: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers("model.vae", self, temporal=between(1, 64), spatial=between(1, 64),
+                      tile_sample_min=between(1, 1 << 16), tile_sample_stride=between(1, 1 << 16))
         if self.kind == "diffusers" and not self.path:
             raise ValueError("model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use "
                              "kind: haar.")
@@ -91,6 +103,11 @@ class TextConfig:
     num_layers: int = 2
     num_heads: int = 4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_numbers("model.text", self, max_length=between(1, 1 << 20), pad_to=between(0, 1 << 20),
+                      d_model=between(1, 1 << 16), num_layers=between(1, 1000), num_heads=between(1, 1024),
+                      seed=between(0, SEED))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +131,9 @@ class FlowConfig:
     num_train_timesteps: int = 1000  # the transformer is given sigma times this
 
     def __post_init__(self) -> None:
-        if self.flow_shift <= 0:
-            raise ValueError(f"train.flow.flow_shift {self.flow_shift} must be positive.")
+        # the mode density folds back beyond 2 / (pi - 2), and below -1; logits beyond 20 are 0 and 1 in fp32
+        check_numbers("train.flow", self, logit_mean=between(-20, 20), logit_std=between(0, 20),
+                      mode_scale=between(-1, 1.75), flow_shift=above(0, 1e6), num_train_timesteps=between(1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +151,11 @@ class OptimizerConfig:
     ema_decay: float = 0.999  # 0 switches the EMA off
 
     def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
-            raise ValueError(f"train.optimizer.learning_rate {self.learning_rate} must be positive.")
+        check_numbers("train.optimizer", self, learning_rate=above(0, 10), adam_eps=above(0, 1.0),
+                      weight_decay=between(0, 1e6), max_grad_norm=between(0, 1e12), lr_warmup_steps=between(0),
+                      lr_min_ratio=between(0, 1))
+        if any(not 0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.optimizer.betas {list(self.betas)} must lie in [0, 1).")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"train.optimizer.ema_decay {self.ema_decay} must lie in [0, 1).")
 

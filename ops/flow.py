@@ -54,11 +54,11 @@ def shift(sigma: float, flow_shift: float) -> float:
     return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)
 
 
-def sigma_schedule(steps: int, flow_shift: float) -> list[float]:
-    """steps + 1 sigmas from 1 down to 0 for Euler sampling, shifted like in training."""
+def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0) -> list[float]:
+    """steps + 1 sigmas from `first` down to 0 for Euler sampling, evenly spaced and then shifted like in training."""
     if steps < 1:
         raise ValueError(f"{steps} sampling steps; at least 1 is needed.")
-    return [shift(1 - index / steps, flow_shift) for index in range(steps + 1)]
+    return [shift(first * (1 - index / steps), flow_shift) for index in range(steps + 1)]
 
 
 def interpolate(latent: Tensor, noise: Tensor, sigma: float) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,9 @@ class SamplerConfig:
     guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
     flow_shift: float = 3.0  # as in training
     num_train_timesteps: int = 1000
-    autocast: bool = False  # bfloat16 products, for CUDA
+    autocast: bool = False  # bfloat16 products, as in training
+    # As the schedulers of published Wan pipelines: sigmas begin one training step below 1, timesteps are whole numbers
+    wan_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -76,10 +78,13 @@ def sample_latents(dit: nn.Module, requests: Sequence[Request], negative: Tensor
     plain = _condition(grids, [negative] * len(requests), group, device) if config.guidance_scale != 1 else None
     channels = int(dit.config.in_channels)  # type: ignore[union-attr, arg-type]
     x = prompt[0].local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
-    sigmas = flow.sigma_schedule(config.steps, config.flow_shift)
+    first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
+    sigmas = flow.sigma_schedule(config.steps, config.flow_shift, first)
     with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
         for index, (sigma, following) in enumerate(pairwise(sigmas)):
-            timesteps = torch.full((len(requests),), sigma * config.num_train_timesteps, device=device)
+            timestep = sigma * config.num_train_timesteps
+            timestep = float(int(timestep)) if config.wan_steps else timestep
+            timesteps = torch.full((len(requests),), timestep, device=device)
             velocity = _velocity(dit, x, timesteps, prompt, group)
             if plain is not None:
                 base = _velocity(dit, x, timesteps, plain, group)

@@ -15,7 +15,7 @@ import ray
 from actors import checkpoint, checkpoints
 from actors.commits import CommitLog
 from actors.config import CheckpointConfig, SnapshotConfig
-from actors.keeper import Keeper
+from actors.keeper import Held, Keeper
 from actors.snapshots import Origin, Snapshot
 from actors.state import RunState
 from ops.shards import ARRAYS, ShardState, shard_bounds
@@ -175,3 +175,26 @@ def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> No
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"data_token": {"at": 91}}, indent=1))
     state._verdicts.clear()
     assert state.data_token() == {"at": 9}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_workers_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    state, asked = state_of(tmp_path)[0], []
+    state._commits.committed = 6
+    for step in (7, 8):
+        state._commits.add(Mock(running=Mock(step=step), snapshots=(Mock(acknowledgements=("never",)),)))
+    if kept:
+        held = Held(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
+        state.keepers.inventories = lambda patience_s, enough: {"a": [held]}  # type: ignore[method-assign]
+
+    def exports(world: Any, step: int) -> list[Snapshot]:
+        asked.append(step)
+        return [Snapshot(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, shard="shard 8")]
+
+    monkeypatch.setattr("actors.state.exports_of", exports)
+    state.writer = Mock(save_origin=lambda origin: write(tmp_path, origin.step))
+    state.keep_last(("w0",))  # type: ignore[arg-type]
+    assert state._commits.committed == 8 and state._commits.commit.call_count == 2  # type: ignore[attr-defined]
+    assert asked == ([] if kept else [8]), "workers may be slow to answer: only where they are needed"

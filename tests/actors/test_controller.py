@@ -98,7 +98,8 @@ def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
     position = (keepers, {"from": "keepers"}) if keepers is not None else None
     state.keepers.standing.return_value.position = position
     found = (disk, Path("step")) if disk is not None else None
-    monkeypatch.setattr(RunState, "_whole_on_disk", lambda self: found)
+    monkeypatch.setattr(RunState, "on_disk", lambda self: found)
+    monkeypatch.setattr(RunState, "_is_damaged", lambda self, folder: False)
     monkeypatch.setattr("actors.state.load", lambda folder: ({"data_token": {"from": "disk"}}, None))
     assert state.data_token() == ({"from": expected} if expected else None)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -24,10 +25,11 @@ from app import export, parity, sample
 from app.config import RunConfig, RunSection
 from app.settings import ConfigError
 from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.flow import sigma_schedule
 from ops.folders import dit_json
 from ops.models.load import build_dit, resolve
 from ops.models.lora import lora_scale, merged
-from ops.sampling import Request, SamplerConfig, initial_noise, sample_latents
+from ops.sampling import Request, initial_noise, sample_latents
 from ops.shards import ShardState
 
 DIT = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4,
@@ -90,21 +92,23 @@ def assert_loads(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def test_demo_run_exports_trained_and_ema_weights(tmp_path: Path) -> None:
+def test_demo_run_exports_the_ema_or_the_trained_weights(tmp_path: Path) -> None:
     config = haar_run()
     run = write_checkpoint(tmp_path / "run", config)
     exported = export.run(run, tmp_path / "out")
-    assert_loads(tmp_path / "out" / "transformer", trained(config, 1).state_dict())
-    assert_loads(tmp_path / "out" / "transformer_ema", trained(config, 2).state_dict())
+    assert exported.components["transformer"] == "EMA weights of step-7"
+    assert_loads(tmp_path / "out" / "transformer", trained(config, 2).state_dict())
+    plain = export.run(run, tmp_path / "plain", ema=False)
+    assert plain.components["transformer"] == "trained weights of step-7"
+    assert_loads(tmp_path / "plain" / "transformer", trained(config, 1).state_dict())
     assert any("haar codec" in note for note in exported.notes)
     assert 0 <= exported.largest_difference < parity.TOLERANCE
     assert not list(tmp_path.glob(".*.part"))
 
 
 def test_demo_pipeline_loads_without_a_vae_and_makes_latents(tmp_path: Path) -> None:
-    export.export(write_checkpoint(tmp_path / "run", haar_run()), tmp_path / "out", ema_only=True)
+    export.export(write_checkpoint(tmp_path / "run", haar_run()), tmp_path / "out")
     assert_loads(tmp_path / "out" / "transformer", trained(haar_run(), 2).state_dict())
-    assert not (tmp_path / "out" / "transformer_ema").exists()
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
     latents = pipeline(prompt="a red disc", height=32, width=32, num_frames=5, num_inference_steps=1,
                        max_sequence_length=16, output_type="latent").frames
@@ -116,32 +120,66 @@ def test_fine_tuned_pipeline_is_complete_and_shares_frozen_files(tmp_path: Path)
     base = publish(tmp_path / "base")
     config = pipeline_run(base)
     exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
-    assert [note for note in exported.notes if "max_sequence_length" not in note] == []
+    assert [note.split(":")[0] for note in exported.notes] == [
+        "this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros",
+        "hard-linked files are the same files as their originals"]
     weights = Path("vae", "diffusion_pytorch_model.safetensors")
     assert (tmp_path / "out" / weights).samefile(base / weights)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
     frames = pipeline(prompt="a red disc", height=16, width=16, num_frames=5, num_inference_steps=1,
                       max_sequence_length=16, output_type="np").frames
     assert frames.shape == (1, 5, 16, 16, 3)
-    assert_loads(tmp_path / "out" / "transformer", trained(config, 1).state_dict())
+    assert_loads(tmp_path / "out" / "transformer", trained(config, 2).state_dict())
 
 
-def test_exported_pipeline_makes_the_latents_of_our_sampler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pad_to", [0, 16])
+def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_path: Path) -> None:
+    """With guidance and many steps, and the text given as the note of the export says."""
     base = publish(tmp_path / "base")
     config = pipeline_run(base)
-    config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=16)))
+    config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=pad_to)))
     run = write_checkpoint(tmp_path / "run", config)
-    export.export(run, tmp_path / "out", ema_only=True)
+    exported = export.export(run, tmp_path / "out")
     model = sample.load_model(run)
-    requests = [Request(text=model.text.encode(["a red disc"])[0], frames=5, height=32, width=48, seed=3)]
-    # one step: with more, Diffusers' scheduler ends at sigma 0.001 before 0 and ours in even steps
-    settings = SamplerConfig(steps=1, guidance_scale=2.0, flow_shift=5.0)
-    ours, = sample_latents(model.dit, requests, model.text.encode([""])[0], model.geometry, settings)
+    prompt, negative = model.text.encode(["a red disc", ""])
+    requests = [Request(text=prompt, frames=5, height=32, width=48, seed=3)]
+    settings = replace(sample.ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
+    ours, = sample_latents(model.dit, requests, negative, model.geometry, settings)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
-    theirs = pipeline(prompt="a red disc", negative_prompt="", height=32, width=48, num_frames=5, guidance_scale=2.0,
-                      num_inference_steps=1, max_sequence_length=16, output_type="latent",
-                      latents=initial_noise(3, (4, 2, 4, 6))[None]).frames[0]
+    if pad_to:
+        text: dict[str, Any] = {"prompt": "a red disc", "negative_prompt": "", "max_sequence_length": pad_to}
+        assert f"max_sequence_length={pad_to}" in exported.notes[0]
+    else:
+        text = {"prompt_embeds": prompt[None], "negative_prompt_embeds": negative[None]}
+        assert "prompt_embeds and negative_prompt_embeds" in exported.notes[0]
+    theirs = pipeline(**text, height=32, width=48, num_frames=5, guidance_scale=5.0, num_inference_steps=6,
+                      output_type="latent", latents=initial_noise(3, (4, 2, 4, 6))[None]).frames[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_hunyuan_sigmas_are_those_of_its_pipeline() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, 7)[:-1])  # what HunyuanVideoPipeline passes
+    np.testing.assert_allclose(scheduler.sigmas.numpy(), sigma_schedule(6, 7.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
+    run = write_checkpoint(tmp_path / "run", haar_run(lora_rank=rank))
+    export.export(run, tmp_path / "out")
+    first, second = sample.load_model(run), sample.load_model(tmp_path / "out")
+    settings = replace(sample.ClipSettings.of(first.config), frames=5, height=16, width=16)
+    settings = replace(settings, sampler=replace(settings.sampler, steps=2))
+    clip, same = (sample.make_clips(model, ["a red disc"], settings)[0] for model in (first, second))
+    assert abs(clip.astype(int) - same.astype(int)).max() <= 1
+    assert sample.default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
+
+
+def test_the_config_of_an_export_has_the_numbers_of_the_model(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    export.export(write_checkpoint(tmp_path / "run", pipeline_run(base)), tmp_path / "out")
+    model = RunConfig.load(tmp_path / "out" / "heddle.yaml").model
+    assert (model.dit.num_layers, model.dit.num_heads, model.dit.text_dim, model.vae.channels) == (2, 2, 16, 4)
 
 
 def test_base_gives_the_rest_of_the_pipeline(tmp_path: Path) -> None:
@@ -159,18 +197,17 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
     base = publish(tmp_path / "base")
     config = pipeline_run(base, lora_rank=2, lora_alpha=4.0)
     export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
-    module = trained(config, 1)
+    module = trained(config, 2)
     assert_loads(tmp_path / "out" / "transformer", merged(module.state_dict(), lora_scale(config.model.dit)))
     factors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
     name = "blocks.0.attn1.to_q.lora_A.weight"
     assert torch.equal(factors[f"transformer.{name}"], module.state_dict()[name])
-    assert (tmp_path / "out" / "transformer_ema" / "pytorch_lora_weights.safetensors").is_file()
 
 
 def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> None:
     config = haar_run(architecture="hunyuan", num_layers=1, num_single_layers=1, num_refiner_layers=1, head_dim=32,
                       ffn_dim=4 * 64, rope_theta=256.0)
-    exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out", ema_only=True)
+    exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert any("two text encoders" in note for note in exported.notes)
     assert 0 < exported.largest_difference < parity.TOLERANCE
 

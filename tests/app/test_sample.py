@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -12,12 +14,16 @@ import torch
 from PIL import Image
 
 from actors import checkpoint
+from actors.config import TrainConfig
 from app import sample
 from app.config import RunConfig, RunSection, SampleConfig
+from app.sample import ClipSettings, read_prompts, run
 from app.settings import ConfigError
 from app.video import contact_sheet, write_mp4
 from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.geometry import Geometry
 from ops.models.load import build_dit, resolve
+from ops.sampling import Request, sample_latents
 from ops.shards import ShardState
 
 PROMPTS = ["a red circle", "a blue square moving up"]
@@ -150,3 +156,43 @@ def test_contact_sheet_shows_the_frames(tmp_path: Path) -> None:
 def test_contact_sheet_refuses_what_is_no_clip(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be uint8 \[T, H, W, 3\]; this one is float64"):
         contact_sheet(tmp_path / "s.png", [np.zeros((1, 8, 8, 3))], ["x"])
+
+
+def test_clips_are_made_with_the_autocast_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `heddle sample` and in the samples of a run, which share these settings: products run in bfloat16."""
+    config = RunConfig(run=RunSection(name="t"), train=TrainConfig(autocast="bfloat16"))
+    assert not ClipSettings.of(RunConfig(run=RunSection(name="t"))).sampler.autocast
+    sampler = replace(ClipSettings.of(config).sampler, steps=1)
+    seen = set()
+
+    class Probe(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(64))
+
+        def forward(self, x: torch.Tensor, *rest: object) -> torch.Tensor:
+            y = x @ self.weight[: x.shape[1], : x.shape[1]]
+            seen.add(y.dtype)
+            return y
+
+    probe = Probe()
+    probe.config = SimpleNamespace(in_channels=16, patch=(1, 2, 2))
+    request = Request(text=torch.zeros(2, 8), frames=1, height=16, width=16, seed=0)
+    sample_latents(probe, [request], torch.zeros(1, 8), Geometry(patch=(1, 2, 2)), sampler)
+    assert seen == {torch.bfloat16}
+
+
+def test_a_prompts_file_has_one_prompt_per_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red disc\n\n  a blue square \n", encoding="utf-8")
+    assert read_prompts(file) == ["a red disc", "a blue square"]
+    file.write_text(" \n")
+    with pytest.raises(ConfigError, match="has no prompt; write one on each line"):
+        read_prompts(file)
+    with pytest.raises(ConfigError, match=r"nothing\.txt cannot be read \(No such file or directory\)"):
+        read_prompts(tmp_path / "nothing.txt")
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work() -> None:
+    with pytest.raises(ConfigError, match=r"--out /proc/x\.mp4 cannot be written"):
+        run(Path("no-checkpoint-is-looked-at"), ["a"], Path("/proc/x.mp4"))
