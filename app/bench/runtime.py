@@ -26,7 +26,7 @@ import torch
 import typer
 
 from actors.executor import Executor, Modules, _Measure
-from actors.feeder import StepItems
+from actors.feeder import StepBatches, StepItems
 from actors.handoff import Encoded
 from actors.messages import CascadeTask
 from actors.plan.types import Item
@@ -87,10 +87,10 @@ class WorkloadFeeder:
             step=step, items=items, keys=tuple(tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch)) for i in items)
         )
 
-    def batches(self, step: int) -> list[Any]:
+    def batches(self, step: int) -> StepBatches:
         import ray
 
-        return [
+        references = tuple(
             ray.put(
                 Batch(
                     item=i.id,
@@ -101,7 +101,8 @@ class WorkloadFeeder:
                 )
             )
             for i in self._steps[step]
-        ]
+        )
+        return StepBatches(references=references, position=self.token(step + 1))
 
     def release(self, step: int) -> None:
         return None
