@@ -29,6 +29,7 @@ class WorkersConfig:
     start_s: float = 0.0
     suspect_s: float = 20.0  # silent for this long: suspected, then replaced
     collective_timeout_s: float = 120.0  # a worker that waits for another one for longer gives the generation up
+    state_timeout_s: float = 1800.0  # to fetch a worker's part of the state from keepers that live, before a first step
     # In a generation that has not finished a step, a worker that is still busy when the others gave up is left alone
     # for so long: its first steps may compile or tune kernels for minutes, and a new worker would begin that anew.
     first_step_s: float = 900.0
@@ -40,6 +41,7 @@ class WorkersConfig:
         check_numbers("workers", self, max=between(1, 1 << 16), cpus_per_worker=above(0, 1 << 16),
                       torch_threads=between(1, 1024), wait_s=between(0, SECONDS), heartbeat_s=above(0, SECONDS),
                       start_s=between(0, SECONDS), suspect_s=above(0, SECONDS), first_step_s=above(0, SECONDS),
+                      state_timeout_s=above(0, SECONDS),
                       collective_timeout_s=above(0, SECONDS), stall_factor=above(0, 1e9))
 
     def start_patience_s(self, weights_bytes: int) -> float:

@@ -60,7 +60,7 @@ from ops.models.load import resolve
 
 log = logging.getLogger(__name__)
 
-_STEPS_AHEAD = 2  # dispatched at a time: the running one and the next
+_STEPS_AHEAD = 2  # dispatched at a time: the running one and the next; a worker that is asked to leave finishes both
 _LOOK_S = 0.2
 _UNWATCHED_S = 5.0  # a longer time without a look is not held against those who were not looked at
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
@@ -271,9 +271,9 @@ class Controller:
         generation = self.view.generation
         for name in lost.dead:
             self._remove(name)
-            reason = f"died{self.lookout.doing(name)}"
-            self._event("dead", worker=name, why=reason)
-            self._observe(Dead(worker=worker_number(name), reason=reason))
+            where = self.lookout.doing(name)
+            self._event("dead", worker=name, why=where.strip())
+            self._observe(Dead(worker=worker_number(name), reason=f"died{where}"))
         if lost.pixels_lost:
             self._reopen_data("decoded batches were lost")
         if lost.failed:

@@ -35,8 +35,14 @@ class Keepers:
         config: SnapshotConfig,
         lost: Callable[[str], None],
         slow: Callable[[str, float], None] = lambda name, seconds: None,
+        needs: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`lost` is told the name of every keeper that is given up, `slow` once per question who is waited for."""
+        """`lost` is told the name of every keeper that is given up, `slow` once per question who is waited for.
+
+        `needs` gives the bytes that a node without workers must have to be worth a keeper: a small head node has not.
+        """
+        self._needs = needs
+        self._unfit: set[str] = set()  # nodes without workers that had no room for the state
         self._run, self._config, self._lost, self._slow = run, config, lost, slow
         self._handles: dict[str, Any] = {}  # actor name -> handle
         self._nodes: dict[str, str] = {}  # actor name -> node
@@ -48,7 +54,9 @@ class Keepers:
         """Have keepers on the nodes that suit these workers and choose those of each worker (by rank)."""
         if not self._config.enabled:
             return
-        homes = keeper_nodes(worker_nodes, alive_nodes(), set(self._nodes.values()), self._config.copies)
+        alive = {node: memory for node, memory in alive_nodes().items() if memory >= self._needs()}
+        fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
+        homes = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._config.copies)
         for node in homes:
             name = keeper_name(self._run, node)
             if name not in self._handles:
@@ -67,7 +75,10 @@ class Keepers:
 
     def repair(self, worker_nodes: Sequence[str], give_up_s: float, timeout_s: float = 5.0) -> None:
         """Forget keepers that are gone and those that have been silent for `give_up_s`; start others in their place."""
-        self._ask("used_bytes", timeout_s)
+        for name, (host, room) in self._ask("room", timeout_s).items():
+            if room < self._needs() and self._nodes.get(name) not in {None, *worker_nodes}:
+                log.warning("%s has no room for the state: its keeper is used no more", host)
+                self._unfit.add(self._nodes[name])
         for name in self.silent:
             silent_s = time.monotonic() - self._silent_since[name]
             if silent_s >= give_up_s:
@@ -163,15 +174,10 @@ class Keepers:
     def handles(self, names: Mapping[str, Any] | Sequence[str]) -> tuple[Any, ...]:
         return tuple(self._handles[name] for name in names if name in self._handles)
 
-    def commit(self, step: int) -> None:
-        """The step is held whole: older ones may go."""
+    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+        """The step is held whole, older ones may go; `position` is the data's behind it."""
         for handle in self._handles.values():
-            handle.commit.remote(step)
-
-    def note(self, step: int, position: Any) -> None:
-        """The data's position after a committed step."""
-        for handle in self._handles.values():
-            handle.note.remote(step, position)
+            handle.commit.remote(step, position)
 
     def rollback(self, step: int, generation: int) -> None:
         """Training goes on after `step` in `generation`: later shards and late messages are refused."""

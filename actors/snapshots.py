@@ -1,7 +1,8 @@
 """Training state of finished steps in host memory: who has which part, and where a generation can start from.
 
 A step is committed when every shard of it is held where its worker's death cannot take it. Only then is its line of
-metrics written and its data released: what is not committed is computed again.
+metrics written and its data released: what is not committed is computed again. With `snapshot.every` above 1 the steps
+between two snapshots are held by the workers alone: they count as committed at once, and a loss computes them again.
 """
 
 from __future__ import annotations

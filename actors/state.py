@@ -7,6 +7,7 @@ on disk (`keep_last`) and nothing in the cluster's memory (`let_go`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any
 
 import ray
 
-from actors import checkpoints, keeper
+from actors import checkpoint, checkpoints, keeper
 from actors.checkpoint import load, trained_parameters
 from actors.commits import CommitLog
 from actors.config import RuntimeConfig
@@ -52,7 +53,7 @@ class RunState:
         config: RuntimeConfig,
         model: ModelConfig,
         commits: CommitLog,
-        token: Callable[[int], dict[str, Any]],
+        token: Callable[[int], Mapping[str, Any]],
         sealed: Callable[[Path, int], None],
         tell: Callable[..., None],
     ) -> None:
@@ -65,6 +66,7 @@ class RunState:
             config.snapshot,
             lost=lambda name: tell("keeper_lost", keeper=name),
             slow=lambda name, waited: tell("keeper_slow", keeper=name, seconds=round(waited, 1)),
+            needs=lambda: self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1),
         )
         last = config.train.steps - 1
         self.writer = checkpoints.Writer(self._run_dir, config.checkpoint, last, self._meta, sealed, self._not_written)
@@ -72,10 +74,10 @@ class RunState:
         self.standing = self.keepers.standing(config.snapshot.patience_s)
         self._silent = self.keepers.silent
         self.survivors: list[Snapshot] = []  # held by workers that have left a failed generation
-        self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._generation = 0  # the newest that has been given a state
         self._forecast_told = False
+        self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
         self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
@@ -83,13 +85,16 @@ class RunState:
         newest = self.standing.committed
         if not self._silent:
             self._first = self._find([], newest)
+            self._tell_torn()
         self._refuse_to_guess(self._first.step if self._first is not None else -1)
         return self._first
 
     def _find(self, exports: Sequence[Snapshot], newest: int) -> Origin | None:
-        found = origin_of(self.keepers, exports, self.on_disk(), self._config.snapshot.patience_s, newest)
-        if (found.step if found is not None else -1) < newest:
-            self._silent = self.keepers.silent
+        patience = self._config.snapshot.patience_s
+        found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
+        while found is not None and found.checkpoint is not None and self._is_damaged(Path(found.checkpoint)):
+            found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
+        self._silent = self.keepers.silent if (found.step if found is not None else -1) < newest else ()
         return found
 
     def _refuse_to_guess(self, step: int) -> None:
@@ -102,7 +107,7 @@ class RunState:
             f"{names} may hold the newest state and has not answered for {patience:g} s (snapshot.patience_s). Nothing "
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
         )
-        self._tell("keeper_silent", keepers=list(self._silent), seconds=patience)
+        self._tell("keeper_silent", silent=list(self._silent), seconds=patience)
         raise StopRun(Outcome(code=EXIT_RESUMABLE, reason=reason, last_step=self._commits.committed))
 
     def choose(self, generation: int, world: Sequence[Seat]) -> Origin | None:
@@ -128,14 +133,34 @@ class RunState:
 
     def data_token(self) -> Mapping[str, Any] | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
-        position = self.keepers.standing(_POSITION_S).position
-        if position is not None and position[0] <= self._commits.committed:
-            return position[1]
-        found = self.on_disk()
-        return load(found[1])[0].get("data_token") if found is not None else None
+        position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
+        held = position if position is not None and position[0] <= committed else None
+        while (found := self.on_disk()) is not None and (held is None or held[0] < found[0] <= committed):
+            if not self._is_damaged(found[1]):
+                return load(found[1])[0].get("data_token")
+        return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
-        return checkpoints.latest(self._run_dir)
+        """The newest complete checkpoint that has not been found damaged."""
+        folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
+        whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
+        return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
+
+    def _is_damaged(self, folder: Path) -> bool:
+        """Reads it, once per checkpoint."""
+        if (stamp := _stamp(folder)) not in self._verdicts:
+            self._verdicts[stamp] = why = checkpoint.damage(folder)
+            if why:
+                log.warning("%s is passed over: %s", folder, why)
+                self._tell("checkpoint_damaged", folder=folder.name, why=why)
+        return bool(self._verdicts[stamp])
+
+    def _tell_torn(self) -> None:
+        """A person who looks for the newest checkpoint is told why another is used."""
+        on_disk = self.on_disk()
+        for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), on_disk[0] if on_disk else -1):
+            log.warning("%s is passed over: it is not complete", folder)
+            self._tell("checkpoint_passed_over", folder=folder.name, why="it is not complete")
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -153,28 +178,15 @@ class RunState:
         if done.snapshots and self.writer.due(done.running.step):
             self.writer.save(done.running.step, done.snapshots)
 
-    def committed(self, done: CollectedStep, position: Any) -> None:
-        """The step is safe: older ones may go. `position` refers to the data's position after it.
-
-        Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
-        """
+    def committed(self, done: CollectedStep, position: Mapping[str, Any] | None) -> None:
+        """The step is safe: older ones may go. `position` is the data's behind it, with its counts: kept with the
+        state, so that whoever goes on from that state has them exactly."""
         if done.running.generation == self._generation:  # it holds a newer state: theirs may leave the memory
             self.survivors = []
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self.keepers.commit(done.running.step)
+            self.keepers.commit(done.running.step, position)
         self.writer.poll()
-        self._positions[position] = done.running.step
-        known, _ = ray.wait(list(self._positions), num_returns=len(self._positions), timeout=0)
-        steps = {self._positions.pop(reference): reference for reference in known}
-        if steps:
-            self._note(max(steps), steps[max(steps)])
-
-    def _note(self, step: int, position: Any) -> None:
-        try:
-            self.keepers.note(step, ray.get(position, timeout=_POSITION_S))
-        except ray.exceptions.RayError as error:
-            log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
 
     def repair_keepers(self, world: Sequence[Seat], quiet: bool) -> None:
         """A keeper is gone or does not take its shard: start another where one is gone, and give them the newest shards
@@ -243,8 +255,9 @@ class RunState:
         if self._silent:
             return
         newest = self._commits.newest
-        exports = [*self.survivors, *exports_of(world, newest)]
-        found = self._find(exports, newest)
+        found = self._find(self.survivors, newest)
+        if world and (found.step if found is not None else -1) < newest:  # they may be slow to answer
+            found = self._find([*self.survivors, *exports_of(world, newest)], newest)
         if found is not None and found.checkpoint is None:
             self.writer.save_origin(found)
         self.writer.wait()
@@ -292,13 +305,17 @@ class RunState:
     def _not_written(self, step: int, why: str) -> None:
         self._tell("checkpoint_failed", step=step, why=why)
 
+    def _bytes_kept(self, total: int, keepers: int) -> int:
+        """What each of so many keepers holds of a state of `total` elements."""
+        ema, copies = self._config.train.optimizer.ema_decay > 0, self._config.snapshot.copies
+        return keeper.forecast_bytes(total, ema=ema, copies=copies, num_keepers=keepers)
+
     def _forecast(self, snapshots: Sequence[Snapshot]) -> None:
         """Say what snapshots take of the nodes' memory, and where there is too little of it."""
         total, keepers = max((s.total for s in snapshots), default=0), len(self.keepers.in_use())
         if not (total and keepers):
             return
-        ema = self._config.train.optimizer.ema_decay > 0
-        held = keeper.forecast_bytes(total, ema=ema, copies=self._config.snapshot.copies, num_keepers=keepers)
+        held = self._bytes_kept(total, keepers)
         self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:
@@ -318,3 +335,11 @@ def exports_of(world: Sequence[Seat], step: int) -> list[Snapshot]:
         except ray.exceptions.RayError as error:
             log.warning("%s did not hand over its state: %s", name, error)
     return answers
+
+
+def _stamp(folder: Path) -> tuple[Path, int]:
+    """A checkpoint as it was written: one that is written again has another."""
+    try:
+        return folder, (folder / checkpoint.COMPLETE).stat().st_mtime_ns
+    except OSError:
+        return folder, 0

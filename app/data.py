@@ -68,20 +68,27 @@ def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None
     out.unlink(missing_ok=True)
     ledger = Ledger(limits, out)
     indexes = _open(sources, limits, cache, ledger, workers, allow_empty=True)
+    for fault in (fault for index in indexes for fault in index.missing_faults()):
+        ledger.add_line(fault)
     admitted = None if config is None else _admitted(config, overrides, indexes, ledger)
     with _progress("decoding", quiet=as_json or headers_only) as progress:
         check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
     ledger.close()
     ledger.check()
+    long = None if config is None or admitted is None else _long_captions(config, overrides, indexes, admitted)
     if as_json:
-        print(json.dumps(ledger.summary(), indent=1))
+        print(json.dumps(ledger.summary() | ({"long_captions": long["count"]} if long else {}), indent=1))
     else:
         _print_ledger(ledger)
+        if long and long["count"]:
+            print("{count} of {captions} captions have more than model.text.max_length {most} tokens and are cut there"
+                  .format_map(long))
         if out.exists():
             print(f"faults    {out}")
     ledger.check_limits()
     if not ledger.planned:
-        raise DataError(f"none of {ledger.indexed} samples can be used; {out} lists why.")
+        why = ", ".join(f"{count} {reason}" for reason, count in ledger.rejected.most_common(3))
+        raise DataError(f"none of {ledger.indexed} samples can be used: {why}; {out} lists them.")
 
 
 @app.command()
@@ -125,8 +132,8 @@ def convert(path: Annotated[str, typer.Argument(metavar="PATH", help="Shards, ta
 
 @app.command()
 def synth(folder: Annotated[Path, typer.Argument(help="Folder to make.")],
-          clips: Annotated[int | None, typer.Option(help="Video clips.")] = None,
-          images: Annotated[int | None, typer.Option(help="Still images.")] = None,
+          clips: Annotated[int | None, typer.Option(help="Video clips.", min=0)] = None,
+          images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
           shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
           seed: int = 0,
           koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True) -> None:
@@ -182,6 +189,18 @@ def _admitted(config: Path, overrides: list[str] | None, indexes: list[Index], l
     model, geometry = resolve(run.model)
     timed = TargetBatch(profile=profile_of(run, model, geometry), geometry=geometry)
     return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, geometry, ledger, timed).codes]
+
+
+def _long_captions(config: Path, overrides: list[str] | None, indexes: list[Index],
+                   admitted: list[np.ndarray]) -> dict[str, int]:
+    """How many captions the run's text encoder cuts."""
+    from app.config import RunConfig, from_here
+    from data.lint import count_long_captions
+    from ops.models.text import token_counter
+
+    text = from_here(RunConfig.load(config, overrides or [])).model.text
+    long, captions = count_long_captions(indexes, admitted, token_counter(text), text.max_length)
+    return {"count": long, "captions": captions, "most": text.max_length}
 
 
 def _open(sources: tuple[SourceConfig, ...], limits: LimitsConfig, cache: Path | None, ledger: Ledger,

@@ -43,6 +43,21 @@ def describe(event: Mapping[str, Any]) -> str:
             return f"asked for {event['target']} workers"
         case "keeper_lost":
             return "a snapshot keeper was lost and is replaced"
+        case "keeper_slow":
+            return f"{event['keeper']} has not answered for {event['seconds']:.0f} s; it lives and is waited for"
+        case "keeper_silent":
+            return f"{', '.join(event['silent'])} may hold the newest state and stayed silent; nothing is dropped"
+        case "keepers_slow":
+            return f"step {event['step']} has waited for {event['seconds']:.0f} s to be held by its keepers"
+        case "keepers_repaired":
+            return f"the keepers were repaired for the {event['repairs']}. time without a commit{why}"
+        case "snapshots_failed":
+            return f"the keepers cannot take the state{why}; the workers' own goes to disk"
+        case "memory_short":
+            return (f"warning: snapshots take {event['mib_needed']:,} MiB on {event['host']}, which can spare "
+                    f"{event['mib_room']:,} MiB")
+        case "checkpoint_damaged" | "checkpoint_passed_over":
+            return f"checkpoint {event['folder']} is passed over{why}"
         case "feeder_lost":
             return f"the feeder was lost and is started again{why}"
         case "monitor_restarted":

@@ -292,7 +292,7 @@ def _tokens_of(run: RunDir, spans: Sequence[Record]) -> dict[tuple[int, int, int
     except (ValueError, FileNotFoundError) as error:
         log.warning("bucket table without tokens: %s", error)
         return {}
-    shapes = {tuple(span["bucket"]) for span in spans if span.get("bucket")}
+    shapes = {bucket for span in spans for bucket, *_ in facts.pieces(span)}
     return {shape: geometry.tokens(*shape) for shape in shapes}
 
 

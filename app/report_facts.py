@@ -89,13 +89,13 @@ def buckets(spans: Sequence[Record], tokens_of: dict[tuple[int, int, int], int])
     cascades: dict[tuple[int, int, int], dict[tuple[int, str], int]] = defaultdict(dict)
     items: dict[tuple[int, int, int], set[str]] = defaultdict(set)
     for span in spans:
-        if span.get("bucket") is None or span.get("module") not in CASCADES:
+        if span.get("module") not in CASCADES:
             continue
-        bucket = tuple(span["bucket"])
-        seconds[bucket][span["module"]] += span["end"] - span["start"]
-        if span["module"] == "dit":
-            cascades[bucket][(span["step"], str(span.get("cascade")))] = span.get("batch") or 0
-            items[bucket].add(str(span.get("item")))
+        for bucket, item, batch, part in pieces(span):
+            seconds[bucket][span["module"]] += part * (span["end"] - span["start"])
+            if span["module"] == "dit":
+                cascades[bucket][(span["step"], f"{span.get('cascade')}/{item}")] = batch
+                items[bucket].add(item)
     total = sum(sum(parts.values()) for parts in seconds.values()) or 1.0
     rows = []
     for bucket, parts in seconds.items():
@@ -106,6 +106,16 @@ def buckets(spans: Sequence[Record], tokens_of: dict[tuple[int, int, int], int])
                               worker_seconds=worker_seconds, share=worker_seconds / total, text_s=parts["text"],
                               vae_s=parts["vae"], dit_s=parts["dit"]))
     return sorted(rows, key=lambda row: -row.worker_seconds)
+
+
+def pieces(span: Record) -> list[tuple[tuple[int, int, int], str, int, float]]:
+    """(bucket, item, samples, share of the seconds) of what one cascade holds; seconds go by pixels. A record without
+    pieces is of one bucket."""
+    one = {"item": span.get("item"), "bucket": span.get("bucket"), "batch": span.get("batch") or 0}
+    held = [piece for piece in span.get("pieces") or [one] if piece["bucket"] is not None]
+    pixels = [max(1, piece["batch"]) * math.prod(piece["bucket"]) for piece in held]
+    return [(tuple(piece["bucket"]), str(piece["item"]), piece["batch"], size / sum(pixels))
+            for piece, size in zip(held, pixels, strict=True)]
 
 
 def slow_steps(metrics: Sequence[Record], executed: Sequence[Window], events: Sequence[Record], factor: float = 1.3,

@@ -133,6 +133,9 @@ class CacheConfig:
     min_free_gib: float = 1.0  # stop writing below this much free space
 
     def __post_init__(self) -> None:
+        if "://" in self.path:
+            raise ValueError(f"data.cache.path {self.path!r} is a URI; a cache is a local or shared folder. Give its "
+                             f"path.")
         check_numbers("data.cache", self, min_free_gib=between(0, 1e9))
 
 

@@ -30,7 +30,7 @@ from data.captions import read_caption
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError
 from data.ledger import Fault, Ledger, Reason
-from data.part import CAPTION_FILE, SCORE, VERSION, Part, PartWriter, read_meta
+from data.part import CAPTION_FILE, MEDIA_FILE, SCORE, VERSION, Part, PartWriter, read_meta
 from data.sources import reader_of
 from data.types import CaptionRef
 
@@ -148,7 +148,7 @@ class Index:
         """Everything about one row. Sequential access within a shard is fast."""
         shard, values = self._values(row)
         part = self.parts[shard]
-        path = values["path"] or part.part.uri
+        path = _media_path(part, values)
         captions = tuple(self._caption_ref(part, caption) for caption in values["captions"])
         scores = {name.removeprefix(SCORE): value for name, value in values.items()
                   if name.startswith(SCORE) and value is not None}
@@ -162,7 +162,7 @@ class Index:
     def content_id(self, row: int) -> str:
         """Identity of the media bytes of a row: file, its size and time, and the range in it."""
         shard, values = self._values(row)
-        return _content(self.parts[shard], values["path"] or self.parts[shard].part.uri, values)
+        return _content(self.parts[shard], _media_path(self.parts[shard], values), values)
 
     def caption(self, row: int, choice: int = 0) -> str:
         """Caption `choice` of a row, read now. Empty if the row has none."""
@@ -192,6 +192,14 @@ class Index:
                 for values in table.filter(table.column("reject").is_valid()).to_pylist():
                     yield Fault(Reason(values["reject"]), indexed.part.uri, values["key"], values["reject_at"],
                                 values["detail"])
+
+    def missing_faults(self) -> Iterable[Fault]:
+        """Listed samples whose file does not exist, one by one. There may be millions of them."""
+        for indexed in self.parts:
+            if indexed.meta["missing"]:
+                with indexed.file.with_suffix(".missing").open(encoding="utf-8") as lines:
+                    for line in lines:
+                        yield Fault(Reason.FILE_MISSING, indexed.part.uri, line.rstrip("\n"), None, "no such file")
 
     def file_into(self, ledger: Ledger) -> None:
         """Count every row, and every fault under its reason."""
@@ -370,6 +378,12 @@ def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
 
 def _stem(uri: str) -> str:
     return re.sub(r"[^\w.-]", "_", storage.name_of(uri)).removesuffix(".tar")[:80]
+
+
+def _media_path(part: IndexedPart, values: dict[str, Any]) -> str:
+    if values["path"] == MEDIA_FILE:
+        return str(part.file.with_suffix(".media").absolute())
+    return values["path"] or part.part.uri
 
 
 def _content(part: IndexedPart, path: str, values: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import av
 import av.error
 import numpy as np
 
+from data.captions import read_caption
 from data.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.config import LimitsConfig
 from data.decode import FRAMES_SHORT_ALLOWED
@@ -52,6 +53,22 @@ def lint(indexes: Sequence[Index], ledger: Ledger, *, admitted: Sequence[np.ndar
             done += len(job.clips)
             if progress:
                 progress(done, total)
+
+
+def count_long_captions(indexes: Sequence[Index], admitted: Sequence[np.ndarray], tokens: Callable[[str], int],
+                        most: int) -> tuple[int, int]:
+    """(captions longer than `most` by `tokens`, captions) of the admitted rows; those that cannot be read are none."""
+    long = total = 0
+    for index, mask in zip(indexes, admitted, strict=True):
+        for row in np.flatnonzero(mask):
+            for reference in index.row(int(row)).captions:
+                try:
+                    count = tokens(read_caption(reference, index.limits))
+                except (BadSample, FileNotFoundError):  # a fault of its own
+                    continue
+                total += 1
+                long += count > most
+    return long, total
 
 
 def verify_clip(clip: Clip, job: Job) -> np.ndarray:

@@ -15,7 +15,7 @@ from data.catalogue import Catalogue, cut
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
-from data.part import SCHEMA, Part, PartWriter, Sample
+from data.part import MEDIA_FILE, SCHEMA, Part, PartWriter, Sample
 from data.storage import FileStat, ReadFile, expand
 from data.tables import TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
 
@@ -95,6 +95,11 @@ class ManifestReader:
     def _add(self, row: dict[str, Any], number: int, catalogue: Catalogue, seen: dict[str, int],
              writer: PartWriter) -> None:
         path = next((row[name] for name in PATHS if isinstance(row.get(name), str) and row[name]), None)
+        if path is None and (held := _held(row)) is not None:
+            if held.get("bytes"):
+                self._add_held(held, row, number, seen, writer)
+                return
+            path = held.get("path") or None
         if path is None:
             columns = ", ".join(map(str, row))
             writer.add(Sample(key=f"row {number}").refuse(BadSample(Reason.BAD_ROW, f"no path among {columns}"[:300])))
@@ -110,9 +115,7 @@ class ManifestReader:
         if file is None:
             writer.missing(path)
             return
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] > 1:
-            key = f"{key}#{seen[key]}"  # a file may be listed with several ranges or captions
+        key = _numbered(key, seen)  # a file may be listed with several ranges or captions
         sample = Sample(key=key, path=file.uri, size=file.size, mtime_ns=file.mtime_ns,
                         suffix=media.suffix_of(file.uri), scores=_scores(row))
         try:
@@ -123,6 +126,25 @@ class ManifestReader:
             if frames is not None:
                 begin, end = (frame / sample.info.fps for frame in frames)
                 sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end, self.limits)
+            sample.captions = [writer.put_caption(text) for text in self._captions(row)]
+        except BadSample as fault:
+            sample.refuse(fault)
+        writer.add(sample)
+
+    def _add_held(self, held: dict[str, Any], row: dict[str, Any], number: int, seen: dict[str, int],
+                  writer: PartWriter) -> None:
+        """A row of Hugging Face's datasets, which holds its media: {"video": {"bytes": ..., "path": "a.mp4"}}."""
+        data, name = held["bytes"], held.get("path") or f"row {number}"
+        suffix = media.suffix_of(name)
+        sample = Sample(key=_numbered(name.rpartition(".")[0] or name, seen), path=MEDIA_FILE, size=len(data),
+                        mtime_ns=writer.part.mtime_ns, scores=_scores(row))
+        try:
+            sample.suffix = suffix if suffix in media.MEDIA_SUFFIXES else media.suffix_by_content(data[:16])
+            if not sample.suffix:
+                raise BadSample(Reason.NOT_MEDIA, f"bytes that begin with {data[:12]!r}")
+            place, sample.offset = writer.put_media(data)
+            with ReadFile(place, self.limits.retries) as file:
+                sample.info = media.probe(file, sample.offset, sample.size, sample.suffix, self.limits)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
             sample.refuse(fault)
@@ -194,6 +216,17 @@ class ManifestReader:
         while lines and not lines[-1]:
             lines.pop()
         return lines
+
+
+def _held(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The column in which a row holds its media, or the path of it, as Hugging Face's datasets do."""
+    return next((row[name] for name in PATHS if isinstance(row.get(name), dict)
+                 and {"bytes", "path"} & row[name].keys()), None)
+
+
+def _numbered(key: str, seen: dict[str, int]) -> str:
+    seen[key] = seen.get(key, 0) + 1
+    return key if seen[key] == 1 else f"{key}#{seen[key]}"
 
 
 def _frame_range(row: dict[str, Any]) -> tuple[float, float] | None:

@@ -35,9 +35,21 @@ PILLOW_ERRORS = (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeErr
                  struct.error)
 
 
+_BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"\x1aE\xdf\xa3": "mkv", b"BM": "bmp"}
+
+
 def suffix_of(name: str) -> str:
     """Last suffix in lower case, without dot; empty if there is none."""
     return name.rpartition("/")[2].rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""
+
+
+def suffix_by_content(head: bytes) -> str:
+    """Suffix of media by its first 16 bytes, where it has no name; empty if it is none of the usual ones."""
+    if head[4:8] == b"ftyp":
+        return "mp4"
+    if head[:4] == b"RIFF":
+        return {b"WEBP": "webp", b"AVI ": "avi"}.get(head[8:12], "")
+    return next((suffix for start, suffix in _BEGINNINGS.items() if head.startswith(start)), "")
 
 
 def probe(file: ReadFile, offset: int, size: int, suffix: str, limits: LimitsConfig) -> MediaInfo:

@@ -1,6 +1,7 @@
 """One indexed shard or manifest as a Parquet file: the rows, and as metadata what it was made from and its faults.
 
-Beside it may lie `.captions` (texts of manifests, UTF-8 end to end, addressed by offset) and `.missing` (keys of rows
+Beside it may lie `.captions` (texts of manifests, UTF-8 end to end, addressed by offset), `.media` (clips and pictures
+that a table holds itself, in its compressed pages, where nobody could read one of them) and `.missing` (keys of rows
 whose file does not exist: of 36 million rows usually few have one, so they are counted, not kept as rows).
 """
 
@@ -22,9 +23,10 @@ import pyarrow.parquet as pq
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import MediaInfo
 
-VERSION = 3
+VERSION = 4
 ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
+MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
 SCORE = "score:"  # prefix of score columns
 CAPTION = pa.struct([("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("field", pa.string()),
                      ("chars", pa.int32())])
@@ -110,6 +112,7 @@ class PartWriter:
         self._num_rows = self._num_missing = 0
         self._captions: BinaryIO | None = None
         self._missing: BinaryIO | None = None
+        self._media: BinaryIO | None = None
         self._caption_offset = 0
 
     def add(self, sample: Sample) -> None:
@@ -149,6 +152,15 @@ class PartWriter:
         self._caption_offset += len(data)
         return Caption.of(text, self._caption_offset - len(data), len(data), path=CAPTION_FILE)
 
+    def put_media(self, data: bytes) -> tuple[str, int]:
+        """Keep media that a table holds itself. Where it can be read now: file and offset; a sample names it by
+        MEDIA_FILE and this offset."""
+        self._media = self._media or self._open(".media")
+        offset = self._media.tell()
+        self._media.write(data)
+        self._media.flush()
+        return str(_scratch(self.path, ".media").absolute()), offset
+
     def close(self) -> None:
         """Finish the part; the Parquet file appears last, so a torn index is never read."""
         self._flush()
@@ -159,7 +171,8 @@ class PartWriter:
         assert self._writer is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})
         self._writer.close()
-        for file, suffix in ((self._captions, ".captions"), (self._missing, ".missing")):
+        for file, suffix in ((self._captions, ".captions"), (self._missing, ".missing"),
+                             (self._media, ".media")):
             if file is not None:
                 file.close()
                 os.replace(_scratch(self.path, suffix), self.path.with_suffix(suffix))
@@ -167,10 +180,10 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind after an error."""
-        for file in (self._writer, self._captions, self._missing):
+        for file in (self._writer, self._captions, self._missing, self._media):
             if file is not None:
                 file.close()
-        for suffix in (".parquet", ".captions", ".missing"):
+        for suffix in (".parquet", ".captions", ".missing", ".media"):
             _scratch(self.path, suffix).unlink(missing_ok=True)
 
     def _open(self, suffix: str) -> BinaryIO:

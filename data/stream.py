@@ -5,7 +5,7 @@
 One block is one microbatch. Whoever makes the engine (the feeder actor) owns the blocks; consumers get references and
 see the pixels in shared memory. Ray Data holds no position worth saving: the plan is the position, and a window may
 start at any step. This is the only module that imports ray.data. What it relies on beyond Ray's stable interface, each
-held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`.
+held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`, `get_log_directory`.
 
 How far decoding runs ahead is decided here and not by Ray Data's backpressure, whose scheduling loop spins on a core
 for as long as finished output waits: every decode task asks a gate before it begins, and finished blocks are taken at
@@ -37,15 +37,18 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 
 import ray.data
 from ray.data import ExecutionResources
+from ray.data._internal.logging import get_log_directory
 
-from data.blocks import fault_from_json, fault_to_json, to_block
+from data.blocks import as_batch, fault_from_json, fault_to_json, to_block
 from data.buckets import BatchSize
 from data.child import decode_isolated
 from data.config import DataConfig, EngineConfig
 from data.dataset import Dataset
 from data.decode import decode_job
+from data.engine import was_denied, with_pixels
 from data.errors import DataIOError
 from data.gate import Gate
+from data.ledger import Fault
 from data.placement import beside_me
 from data.types import DataItem, Job
 
@@ -127,8 +130,21 @@ class RayEngine:
         items = self.dataset.step(step).items
         references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
         faults = [fault_from_json(text) for _, found in parts for text in found]
+        for slot, item in enumerate(items):
+            if was_denied(self.dataset, item):
+                references[slot], faults = self._with_pixels(item, references[slot], faults)
         self.dataset.count_draws(step, sum(item.batch for item in items), faults)
         return references
+
+    def _with_pixels(self, item: DataItem, reference: Any, faults: list[Fault]) -> tuple[Any, list[Fault]]:
+        """The reference of a batch with pixels, and the step's faults with those of this batch as they then are."""
+        spared = as_batch(ray.get(reference))
+        whole = with_pixels(self.dataset, item, spared, self.config.clip_timeout_s)
+        if whole is spared:
+            return reference, faults
+        for fault in spared.faults:
+            faults.remove(fault)
+        return ray.put(to_block(whole)), [*faults, *whole.faults]
 
     def take(self, step: int) -> tuple[list[Any], list[str]]:
         """References of this engine's share of a step, and the faults found in them."""
@@ -320,6 +336,7 @@ class Window:
                 self._take(microbatches.iter_internal_ref_bundles())
             finally:
                 await_executions(microbatches.get_dataset_id())
+            remove_log(microbatches.get_dataset_id())  # that of one that failed stays
         except Exception as error:  # handed to whoever waits for the next reference
             self.references.put(error)
 
@@ -368,3 +385,11 @@ def await_executions(dataset_id: str = "") -> None:
     for thread in threading.enumerate():
         if thread.name.startswith(f"StreamingExecutor-{dataset_id}"):
             thread.join(timeout=EXECUTION_END_S)
+
+
+def remove_log(dataset_id: str) -> None:
+    """Ray Data opens a log file per execution and keeps all of them: 15,000 in a million steps."""
+    folder = get_log_directory()
+    if folder is not None:
+        with contextlib.suppress(OSError):  # never written, or gone with the session
+            os.unlink(os.path.join(folder, f"ray-data-{dataset_id}.log"))

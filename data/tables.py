@@ -23,6 +23,7 @@ from data.storage import ByteRange, ReadFile
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 READ_BYTES = 1 << 20
 ROWS_PER_BATCH = 512
+ROWS_WITH_MEDIA = 8  # of a table that holds clips itself, megabytes each
 
 
 class UnreadableTable(Exception):
@@ -118,7 +119,8 @@ def _object(value: Any, where: str) -> dict[str, Any] | BadSample:
 def _parquet_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
     try:
         table = pq.ParquetFile(pa.PythonFile(ByteRange(file), mode="r"))
-        for batch in table.iter_batches(batch_size=ROWS_PER_BATCH):
+        holds_media = any(pa.types.is_struct(field.type) for field in table.schema_arrow)
+        for batch in table.iter_batches(batch_size=ROWS_WITH_MEDIA if holds_media else ROWS_PER_BATCH):
             yield from _batch_rows(batch)
     except (pa.ArrowException, OSError) as error:  # corrupt pages are an OSError; storage that fails is a DataIOError
         raise UnreadableTable(f"not Parquet: {error}") from error

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 def pinned() -> set[str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    found = [re.fullmatch(r"([A-Za-z0-9._-]+)==\S+", line) for line in lines if line and not line.startswith("#")]
+    pin = r"([A-Za-z0-9._-]+)==[^\s;]+(; .+)?"  # a version, where need be for some machines only
+    found = [re.fullmatch(pin, line) for line in lines if line and not line.startswith("#")]
     assert all(found), "constraints.txt: every line pins one version"
     return {normal(match[1]) for match in found if match}
 
@@ -29,8 +31,8 @@ def normal(name: str) -> str:
 
 def test_every_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    wanted = {normal(re.split(r"[\[<>=!~ ;]", name)[0]) for name in names}
+    names = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    wanted = {normal(Requirement(name).name) for name in names} - {project["name"]}
     assert wanted <= pinned(), wanted - pinned()
 
 
@@ -85,6 +87,38 @@ def test_the_kubernetes_job_works_where_its_claim_holds_data_and_models() -> Non
             assert mounts == [container["workingDir"]], container["name"]
 
 
+def stages() -> dict[str, str]:
+    """Text of each stage of the Dockerfile, with that of the stage it starts from."""
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    found: dict[str, str] = {}
+    for origin, name, body in re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL):
+        found[name] = found.get(origin, "") + body
+    return found
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_the_image_is_made_of_the_pinned_versions_and_all_that_is_shipped(target: str) -> None:
+    stage = stages()[target]
+    (install,) = re.findall(r"^RUN pip install (.*)$", stage, re.MULTILINE)
+    assert "--constraint constraints.txt" in install and install.endswith("--editable .")
+    copied = {name for line in re.findall(r"^COPY (.*)$", stage, re.MULTILINE) for name in line.split()[:-1]}
+    assert {"pyproject.toml", "constraints.txt", "app", "actors", "data", "ops", "configs"} <= copied
+    assert all((ROOT / name).exists() for name in copied)
+    assert stage.rstrip().endswith("USER heddle")
+    assert ("ARG PIP_EXTRA_INDEX_URL" in stage) is (target == "cpu")
+
+
+def test_container_files_ask_for_an_image_that_the_dockerfile_makes() -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "docker-compose.yaml").read_text())
+    for service in compose["services"].values():
+        assert service["image"] == f"heddle:{service['build']['target']}" and service["build"]["target"] in stages()
+        assert set(service["build"]["args"]) == {"PIP_EXTRA_INDEX_URL"}
+    cluster = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    images = {container["image"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+              for container in group["template"]["spec"]["containers"]}
+    assert images == {"heddle:cuda"} and "cuda" in stages()
+
+
 def test_the_image_has_what_the_probes_of_kuberay_call() -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     installed = re.search(r"apt-get install -y --no-install-recommends ([^\\]+)", dockerfile)
@@ -92,7 +126,7 @@ def test_the_image_has_what_the_probes_of_kuberay_call() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "faults", "kernels", "resolve", "lint", "bench"])
 def test_make_targets_exist(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert result.returncode == 0, result.stderr

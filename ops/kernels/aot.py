@@ -6,8 +6,9 @@
 Rules: no spills (stack 0), activations move in 128-bit (or, where the table says so, 64-bit) accesses, no layout
 conversion inside a row loop, and registers and shared memory leave room for as many programs per multiprocessor as the
 table starts. Each with bf16 and with fp32 modulation tables, which is how models under autocast have them. Needs
-triton, which brings ptxas and cuobjdump, and nothing else: also run it with the triton of the GPU machines first on
-PYTHONPATH, since versions differ in spills:
+triton, which brings ptxas and cuobjdump, and nothing else. What counts is the triton that the torch of the GPU machines
+brings, since versions differ in spills: constraints.txt pins it, also where a CPU build of torch brings none. Another
+one is put first on PYTHONPATH:
 
     pip install --no-deps --target .cache/triton-3.6.0 triton==3.6.0
     PYTHONPATH=.cache/triton-3.6.0 python -m ops.kernels.aot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -85,6 +86,24 @@ def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_k
     assert found == ({"step": 8} if open_ else ANOTHER_POSITION)
 
 
+@pytest.mark.parametrize(("keepers", "disk", "expected"), [
+    (7, None, "keepers"), (7, 7, "keepers"), (7, 5, "keepers"), (3, 7, "disk"), (3, 5, "disk"), (None, 5, "disk"),
+    (8, 5, "disk"), (3, 8, "keepers"), (8, None, None), (None, None, None),
+])
+def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
+    monkeypatch: pytest.MonkeyPatch, keepers: int | None, disk: int | None, expected: str | None
+) -> None:
+    state = RunState.__new__(RunState)
+    state._commits, state.keepers = Mock(committed=7), Mock()
+    position = (keepers, {"from": "keepers"}) if keepers is not None else None
+    state.keepers.standing.return_value.position = position
+    found = (disk, Path("step")) if disk is not None else None
+    monkeypatch.setattr(RunState, "on_disk", lambda self: found)
+    monkeypatch.setattr(RunState, "_is_damaged", lambda self, folder: False)
+    monkeypatch.setattr("actors.state.load", lambda folder: ({"data_token": {"from": "disk"}}, None))
+    assert state.data_token() == ({"from": expected} if expected else None)
+
+
 @pytest.mark.parametrize("generation", [3, 4])
 def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
     monkeypatch: pytest.MonkeyPatch, generation: int
@@ -94,16 +113,15 @@ def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
     collected.running.step, collected.running.generation = 7, 3
     found = Mock(spec=Origin, step=7, checkpoint=None)
     monkeypatch.setattr("actors.state.origin_of", lambda *arguments, **named: found)
-    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: ([], references))
     state.keepers, state.writer, state.on_disk = Mock(), Mock(), Mock()  # type: ignore[method-assign]
     state._config = Mock()
-    state._positions, state._first, state.survivors = {}, None, ["export"]  # type: ignore[list-item]
-    state._commits = CommitLog(commit=lambda done: state.committed(done, "position"), committed=6)
+    state._first, state.survivors = None, ["export"]  # type: ignore[list-item]
+    state._commits = CommitLog(commit=lambda done: state.committed(done, {}), committed=6)
     state._commits.add(Mock(spec=CollectedStep, snapshots=(), running=collected.running))
     assert state.choose(4, ()) is found
     assert state._commits.committed == 7 and state.survivors == ["export"]
     collected.running.generation = generation
-    state.committed(collected, "next position")
+    state.committed(collected, {})
     assert bool(state.survivors) == (generation < 4), "the new generation's first commit lets them go"
 
 

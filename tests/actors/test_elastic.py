@@ -163,6 +163,21 @@ def test_the_loss_of_a_node_and_a_run_that_waits_for_capacity(lab: Lab, undistur
     assert_same_losses(resumed, undisturbed)
 
 
+@pytest.mark.faults
+def test_the_death_of_the_only_node_with_workers_loses_no_step(lab: Lab, undisturbed: list[float]) -> None:
+    """Its keeper is on another node, which has no worker: they lay side by side, and went together."""
+    run = lab.start(lab.config("lonely", model=MODEL, train={"steps": OPEN_END}, workers={"min": 1, "max": 1}))
+    run.wait_for_step(4)
+    (home,) = {run.controller.pool.info(name).node for name, _ in run.active()}
+    lab.kill_node(next(node for node in lab.nodes if node.node_id == home))
+    run.wait_for_recoveries(1)
+    run.wait_for_more_steps(3)
+    run.stop()
+    lab.add_node(workers=2)
+    assert_same_training(run, undisturbed)
+    assert not [e for e in run.events if e["event"] == "fallback"]
+
+
 def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undisturbed: list[float]) -> None:
     config = lab.config(
         "keepers",

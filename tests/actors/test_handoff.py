@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,11 @@ import torch
 
 from actors.dispatch import Holdings, StepSamples, calls_of
 from actors.handoff import STORE, Encoded, EncodeStore, HandoffError, Inputs, gather_inputs
+from actors.messages import CascadeTask, Published
 from actors.plan.types import Cascade, Item, Part
+from actors.worker import Worker, _published
+from data.cache import Cache
+from data.config import CacheConfig
 from ops.comm import Group
 from ops.geometry import Geometry
 from tests.actors.exactness import items_of, make_hosts, one_worker, run_step, train_config
@@ -187,3 +194,46 @@ def test_a_step_with_a_nan_loss_changes_nothing_and_names_its_samples() -> None:
             hosts, items_of(np.random.default_rng(1), 1, 1), one_worker(items_of(np.random.default_rng(1), 1, 1), 1), 1
         )
     )
+
+
+class InBf16:
+    """An encoder that computes in bf16, as those from a folder do on GPUs."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.channels, self.dim = real, getattr(real, "channels", 0), getattr(real, "dim", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def encode(self, what: Any) -> Any:
+        found = self.real.encode(what)
+        return found.bfloat16() if isinstance(found, torch.Tensor) else [row.bfloat16() for row in found]
+
+    def encode_tile(self, video: torch.Tensor, tile: Any) -> torch.Tensor:
+        return self.real.encode_tile(video, tile).bfloat16()
+
+
+def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
+    """Kept, shared in a bag, published at once or later, and into the cache: always the same fp32 rows."""
+    config = train_config()
+    hosts = make_hosts(2, torch.float32, config)
+    worker = Worker.__new__(Worker)
+    worker.executor, worker._cache = hosts[0].executor, Cache(CacheConfig(path=str(tmp_path)))
+    worker._writer = ThreadPoolExecutor(max_workers=1)
+    published: list[Published] = []
+
+    def to_cache(task: CascadeTask, results: list[Encoded]) -> None:
+        worker._to_cache(task, results)
+        published.extend(_published(task.module, [replace(r, rows=r.rows.cpu()) for r in results]))
+
+    hosts[0].executor.on_encoded = to_cache
+    for host in hosts:
+        modules = host.executor.modules
+        modules.text, modules.vae = InBf16(modules.text), InBf16(modules.vae)
+    items = [Item(id=f"s0.{n}", batch=2, frames=5, height=32, width=32, text_tokens=12) for n in range(2)]
+    plan = [
+        replace(c, workers=workers, degree=len(workers))
+        for c, workers in zip(one_worker(items), [(0,), (0,), (1,), (0, 1), (0, 1), (0, 1)], strict=True)
+    ]
+    run_step(hosts, items, plan)
+    assert len(published) == 8 and {p.rows.dtype for p in published} == {np.dtype(np.float32)}

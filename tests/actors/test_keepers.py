@@ -15,10 +15,12 @@ from actors.commits import CommitLog
 from actors.config import SnapshotConfig
 from actors.keeper import Held, Standing
 from actors.keepers import Keepers, keeper_nodes
+from actors.names import keeper_name
 from actors.outcome import StopRun
 from actors.snapshots import origin_of
 from actors.state import RunState
 
+ROOM = ("host", 1 << 40)
 GONE = ray.exceptions.ActorUnschedulableError("its node is gone")
 AWAY = ray.exceptions.ActorUnavailableError("out of reach", b"0" * 16)
 
@@ -118,7 +120,8 @@ def state_of(keepers: Keepers, committed: int, on_disk: int) -> tuple[RunState, 
     state._commits = CommitLog(commit=Mock(), committed=committed)
     state.on_disk = lambda: (on_disk, Path("step"))  # type: ignore[method-assign]
     state._tell = lambda event, **detail: told.append(event)
-    state.writer = Mock()
+    state.writer, state._verdicts = Mock(), {(Path("step"), 0): ""}
+    state._tell_torn = lambda: None  # type: ignore[method-assign]
     return state, told
 
 
@@ -156,7 +159,7 @@ def test_a_controller_does_not_begin_without_the_word_of_a_keeper_that_lives(clo
 def test_repair_replaces_the_lost_and_the_long_silent_and_leaves_the_busy(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keepers, lost, _ = keepers_of({"busy": Actor(clock, (30.0, 5)), "gone": Actor(clock, (0.0, GONE))})
+    keepers, lost, _ = keepers_of({"busy": Actor(clock, (30.0, ROOM)), "gone": Actor(clock, (0.0, GONE))})
     monkeypatch.setattr(keepers, "prepare", Mock())
     keepers.repair(["n"], give_up_s=600.0)
     assert lost == ["gone"] and list(keepers._handles) == ["busy"]
@@ -188,9 +191,26 @@ def test_when_all_workers_stand_on_one_node_of_two_its_death_takes_no_shard(
     assert list(keepers.in_use().values()) == ["on away"]
 
 
+def test_a_node_without_workers_that_is_too_small_gets_no_keeper(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head node of a few GB beside the one with all GPUs."""
+    sizes, told = {"big": 800.0, "gpus": 900.0, "head": 8.0}, []
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": n, "Alive": True, "Resources": {"memory": m}}
+                                               for n, m in sizes.items()])
+    monkeypatch.setattr("actors.keepers.spawn", lambda name, node, namespace: Actor(clock, (0.0, (node, 10))))
+    keepers = Keepers("run", SnapshotConfig(), told.append, needs=lambda: 600)
+    keepers.find = lambda: dict(keepers._handles)  # type: ignore[method-assign]
+    keepers.prepare(["gpus"])
+    assert list(keepers._nodes.values()) == ["gpus", "big"] and keepers.of(0) == tuple(keepers.in_use().values())
+    assert keepers._placed[0] == (keeper_name("run", "big"),)
+    keepers.repair(["gpus"], give_up_s=600.0)  # it is full of something else
+    assert keepers._placed[0] == (keeper_name("run", "gpus"),) and told == []
+
+
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:
     """It stood still for ever: repaired twice a second, without a word in the events."""
-    keepers, _, _ = keepers_of({"full": Actor(clock, (0.0, 5))})
+    keepers, _, _ = keepers_of({"full": Actor(clock, (0.0, ROOM))})
     keepers.prepare = Mock()  # type: ignore[method-assign]
     state, told = state_of(keepers, committed=3, on_disk=-1)
     state._repaired_at = 0.0
@@ -205,7 +225,7 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
 
 
 def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
-    keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, 5))})
+    keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, ROOM))})
     keepers.prepare = Mock()  # type: ignore[method-assign]
     state, _ = state_of(keepers, committed=3, on_disk=-1)
     state._repaired_at, state._generation, state._positions = 0.0, 1, {}

@@ -274,6 +274,20 @@ def test_a_stopped_engine_leaves_no_execution_behind(cluster: None, clips: Path,
     assert not any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate())
 
 
+def test_windows_leave_no_files_behind(cluster: None, clips: Path) -> None:
+    """One log file per window would be 15,000 in a million steps."""
+    from ray.data._internal.logging import get_log_directory
+
+    folder = Path(str(get_log_directory()))
+    before = set(folder.iterdir())
+    engine = RayEngine(dataset(clips))
+    engine.start(0)
+    drain(engine, 0, 16)  # 48 microbatches in windows of 7
+    engine.stop()
+    left = {file.name for file in set(folder.iterdir()) - before if file.name.startswith("ray-data-")}
+    assert len(left) <= 2, "those of the windows that were abandoned"
+
+
 def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> None:
     data = dataset(clips)
     engine = RayEngine(data, replace(data.config, engine=replace(data.config.engine, feeders=2)))

@@ -17,6 +17,7 @@ from data.config import LimitsConfig
 from data.convert import convert
 from data.errors import DataError, DataIOError
 from data.ledger import Ledger
+from data.storage import read_range
 from tests.data.making import clip, index_of, picture, rejected, shard_faults
 
 NAMES = ["videos/a.mp4", "videos/b.mp4", "videos/c.png"]
@@ -237,3 +238,24 @@ def test_converted_shards_hold_the_same_samples(folder, tmp_path):
         assert again.columns(name)[name].tolist() == index.columns(name)[name].tolist()
     with pytest.raises(ValueError, match="already holds shards"):
         convert(index, tmp_path / "shards", ledger)
+
+
+def test_rows_that_hold_their_media_themselves_are_trained(tmp_path):
+    """As Hugging Face's datasets write them."""
+    rows = [{"bytes": clip(), "path": "a.mp4"}, {"bytes": picture(), "path": None}, {"bytes": clip(seed=1), "path": ""},
+            {"bytes": b"<html>", "path": None}, {"bytes": b"", "path": "beside.mp4"}, {"bytes": None, "path": None}]
+    (tmp_path / "beside.mp4").write_bytes(clip())
+    pq.write_table(pa.table({"video": pa.array(rows), "text": [f"caption {i}" for i in range(len(rows))]}),
+                   tmp_path / "train-00000.parquet")
+    for _ in range(2):  # also from the finished index
+        index, ledger = index_of(tmp_path / "train-00000.parquet", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"not_media": 1, "bad_row": 1}
+    assert index.columns("image")["image"].tolist()[:3] == [False, True, False]
+    assert [index.caption(row) for row in (0, 1, 2)] == ["caption 0", "caption 1", "caption 2"]
+    for row, held in enumerate(rows[:3]):
+        found = index.row(row)
+        assert read_range(found.path, found.offset, found.size, 0) == held["bytes"]
+    assert len({index.row(row).content for row in range(3)}) == 3
+    written = Ledger()
+    convert(index, tmp_path / "shards", written)
+    assert written.delivered == 4
