@@ -64,7 +64,7 @@ def plan(workload: Annotated[Path | None, typer.Option("--workload", help="JSON:
          compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",
          budget: Annotated[float | None, typer.Option("--budget", help="Planning seconds per step.", min=0)] = None,
          steps: Annotated[int, typer.Option(help="With --config: steps planned; default 8.", min=0)] = 0,
-         seed: Annotated[int, typer.Option(help="With --config: of the drawn buckets.")] = 0,
+         seed: Annotated[int, typer.Option(help="With --config: of the drawn buckets.", min=0)] = 0,
          shares: Annotated[list[str] | None, typer.Option("--share", metavar="BUCKET=SHARE", help="With --config: how "
                                                           "often a bucket is drawn, e.g. 33x32x48=0.5; the others "
                                                           "share what is left. Repeatable.")] = None,

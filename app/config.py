@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Train
 from app.settings import ConfigError, Names, Node, as_plain, build, dotted_names, override, parse, read
 from data.config import DataConfig
 from ops.config import ModelConfig, geometry
+from ops.folders import resolve
 from ops.ranges import SEED, above, between, check_numbers
 
 MaybePath = TypeVar("MaybePath", str, str | None)
@@ -189,10 +190,30 @@ def check(config: RunConfig) -> None:
 def notes(config: RunConfig) -> list[str]:
     """What is legal but rarely meant, a sentence each; shown before a run and by its dry run."""
     model = config.model
+    found = _unused_numbers(config)
+    if config.data.batch.target_s and not config.planner.profile:
+        found.append("data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
+                     "was measured; `heddle profile` does it.")
     if model.dit.architecture != "wan" or not model.dit.path or model.text.pad_to:
+        return found
+    return [*found, f"model.dit.path {model.dit.path} with model.text.pad_to 0: Wan's published weights were trained "
+                    f"on text padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512."]
+
+
+def _unused_numbers(config: RunConfig) -> list[str]:
+    """Settings of the transformer that its folder overrules."""
+    dit = config.model.dit
+    if not dit.path:
         return []
-    return [f"model.dit.path {model.dit.path} with model.text.pad_to 0: Wan's published weights were trained on text "
-            f"padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512."]
+    try:
+        true = resolve(config.model)[0].dit
+    except (OSError, ValueError):  # the start refuses such a folder with the reason
+        return []
+    default = type(dit)()
+    unused = [f.name for f in fields(dit) if f.name != "path"
+              and getattr(dit, f.name) not in (getattr(default, f.name), getattr(true, f.name))]
+    return [f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}."
+            for name in unused]
 
 
 def _check_degrees(config: RunConfig) -> None:
@@ -261,6 +282,7 @@ def check_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = Fal
     Only a folder that looks like a run (it has a config.yaml) or is empty is ever overwritten.
     """
     folder = run_dir(config)
+    check_place(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run directory {folder} is a file; choose another run.name.")
     occupied = folder.is_dir() and any(folder.iterdir())
@@ -273,6 +295,13 @@ def check_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = Fal
         raise ConfigError(f"run directory {folder} holds files but no config.yaml, so it is not a run; choose another "
                           f"run.name.")
     return folder
+
+
+def check_place(folder: Path) -> None:
+    """Raises ConfigError when a file stands where a folder above the run's is needed."""
+    for parent in folder.absolute().parents:
+        if parent.exists() and not parent.is_dir():
+            raise ConfigError(f"run directory {folder} cannot be made: {parent} is a file; choose another run.dir.")
 
 
 def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = False) -> Path:

@@ -18,10 +18,10 @@ from actors.plan.check import check
 from actors.plan.planner import make_plan
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Plan
-from app.config import RunConfig, from_here, notes, run_dir
+from app.config import RunConfig, check_place, from_here, notes, run_dir
 from app.data_account import print_account
 from app.data_synth import make_missing
-from app.plan import options_of, step_figures
+from app.plan import Problem, options_of, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
 from ops.config import ModelConfig
 from ops.folders import resolve
@@ -32,8 +32,11 @@ STEPS = 8  # planned as one rolling sequence
 def dry_run(path: Path, overrides: Sequence[str]) -> None:
     """Print the preview. Raises what a run would: ConfigError, DataError, PlanError."""
     config = from_here(RunConfig.load(path, overrides))
+    check_place(run_dir(config))
     for note in notes(config):
         print(f"note: {note}")
+    if config.workers.device == "cuda" and not _cuda_here():
+        print("note: workers.device is cuda and this machine has no CUDA device: it can plan the run, not train it.")
     model, geometry = resolve(config.model)
     print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
     _print_model(config, model)
@@ -46,7 +49,8 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     cluster = Cluster(nodes=(config.workers.max,))
     plan = make_plan(steps, profile, cluster, options_of(config))
     check(plan, steps, profile, cluster)
-    _print_plan(config, plan, profile)
+    bound = Problem(steps=steps, profile=profile, cluster=cluster, options=options_of(config)).bound(plan)
+    _print_plan(config, plan, profile, bound)
 
 
 def _print_model(config: RunConfig, model: ModelConfig) -> None:
@@ -61,6 +65,12 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
         print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
+
+
+def _cuda_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def parameters(model: ModelConfig) -> int:
@@ -82,10 +92,9 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(os.fspath(existing)).free
 
 
-def _print_plan(config: RunConfig, plan: Plan, profile: Profile) -> None:
+def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float) -> None:
     balance = step_figures(plan, config.workers.max)
     seconds = statistics.fmean(step.makespan_s for step in plan.steps)
-    bound = statistics.fmean(step.lower_bound_s for step in plan.steps)
     idle = statistics.fmean(figure.idle_ratio for figure in balance)
     print(f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
           f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "

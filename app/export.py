@@ -133,8 +133,8 @@ def _prompt_note(pad_to: int) -> str:
         return (f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
                 f"training.")
     return ("this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros: "
-            "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for that prompt's own "
-            "tokens alone.")
+            "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for the tokens of "
+            "that prompt alone.")
 
 
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:

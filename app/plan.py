@@ -27,6 +27,7 @@ from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
 from app.settings import ConfigError
+from ops.ranges import SECONDS
 
 Steps = Sequence[Sequence[Item]]
 
@@ -76,12 +77,17 @@ def run_plan(request: Request, out: Path | None = None, gantt: Path | None = Non
         raise ConfigError("give either --workload FILE or --config RUN.yaml.")
     if request.shares and (request.workload is not None or request.from_data):
         raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
+    if request.budget_s is not None and not 0 <= request.budget_s <= SECONDS:
+        raise ConfigError(f"--budget {request.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
+    for name, path in (("--json", out), ("--gantt", gantt), ("--html", page)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(f"{name} {path} cannot be written; give a file in a folder that exists.")
     problem = _from_workload(request) if request.workload else _from_config(request)
     strategies = request.strategies or (problem.options.strategy,)
     plans = [_plan(problem, strategy) for strategy in strategies]
     workers = problem.cluster.num_workers
     items = sum(len(step) for step in problem.steps)
-    print(f"{items} items in {len(problem.steps)} steps on {workers} GPUs ({problem.profile.model}, "
+    print(f"{items} items in {len(problem.steps)} steps on {workers} workers ({problem.profile.model} on "
           f"{problem.profile.device})")
     print(table(plans, problem))
     for note in problem.profile.notes:
@@ -115,8 +121,8 @@ def _from_workload(request: Request) -> Problem:
     # A file of many steps is a preview of a run: it may look further ahead and think longer than a run's planner can.
     budget_s = (0.2 if len(workload.steps) == 1 else 1.0) if request.budget_s is None else request.budget_s
     options = PlanOptions(budget_s=budget_s, lookahead=2)
-    return Problem(steps=workload.steps, profile=Profile.load(request.profile), cluster=plan_inputs.read_cluster(spec),
-                   options=options)
+    return Problem(steps=workload.steps, profile=plan_inputs.load_profile(request.profile),
+                   cluster=plan_inputs.read_cluster(spec), options=options)
 
 
 def _from_config(request: Request) -> Problem:
@@ -125,7 +131,8 @@ def _from_config(request: Request) -> Problem:
     assert request.config is not None
     config = from_here(RunConfig.load(request.config, request.overrides))
     model, geometry = resolve(config.model)
-    profile = Profile.load(request.profile) if request.profile else plan_inputs.profile_of(config, model, geometry)
+    profile = (plan_inputs.load_profile(request.profile) if request.profile else
+               plan_inputs.profile_of(config, model, geometry))
     if request.from_data:
         dataset = plan_inputs.open_dataset(config, geometry, profile)
         print_account(dataset.account(request.steps or None), config.data.min_coverage)

@@ -44,6 +44,10 @@ def read_workload(path: Path) -> Workload:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"workload {path} does not exist.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"workload {path} is not UTF-8 text; give a JSON file.") from None
+    except OSError as error:
+        raise ConfigError(f"workload {path} cannot be read ({error.strerror or error}).") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"workload {path} line {error.lineno} is not JSON: {error.msg}.") from None
     if not isinstance(data, Mapping) or not isinstance(data.get("steps"), list) or not data["steps"]:
@@ -129,10 +133,20 @@ def _speed(value: Any, workers: int, path: Path) -> tuple[float, ...]:
     return tuple(speeds)
 
 
+def load_profile(path: str | Path) -> Profile:
+    """A profile file. Raises ConfigError: a bad file is a mistake of usage, not a workload without a legal plan."""
+    try:
+        return Profile.load(path)
+    except (PlanError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be read ({error.strerror or error}).") from None
+
+
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
     """The config's measured profile, or costs from FLOPs."""
     if config.planner.profile:
-        return Profile.load(config.planner.profile)
+        return load_profile(config.planner.profile)
     return Profile.from_flops(model.dit, model.vae, model.text, geometry)
 
 

@@ -48,6 +48,8 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
 
     from ops.folders import resolve
 
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"--out {out} cannot be written; give a file in a folder that exists.")
     config = from_here(RunConfig.load(path, overrides))
     model, geometry = resolve(config.model)
     target = pick_device(device)

@@ -31,6 +31,7 @@ from ops.geometry import Geometry
 from ops.models.load import build_dit, build_text, build_vae, resolve
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
+from ops.ranges import SEED, above, between
 from ops.sampling import Request, SamplerConfig, sample_latents
 from ops.weights import check_state
 
@@ -83,6 +84,11 @@ def run(checkpoint: Path, prompts: Sequence[str], out: Path, *, ema: bool = True
     """Body of the command. What is None comes from the checkpoint's own config; returns the files written."""
     if out.suffix not in ("", ".mp4"):
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
+    given = {"guidance-scale": (guidance_scale, between(0, 1e6)), "flow-shift": (flow_shift, above(0, 1e6)),
+             "fps": (fps, above(0, 1000)), "seed": (seed, between(0, SEED))}
+    for name, (value, allowed) in given.items():
+        if value is not None and (fault := allowed.fault(value)):
+            raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
     model = load_model(checkpoint, ema=ema, device=device)
     prompts = prompts or model.config.sample.prompts

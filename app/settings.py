@@ -54,7 +54,11 @@ def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
         raise ConfigError(f"config {path} does not exist; the shipped ones are under configs/runs/.")
     if path.resolve() in open_files:
         raise ConfigError(f"config {path} lists itself under base: ({' -> '.join(p.name for p in open_files)}).")
-    node = parse(path.read_text(encoding="utf-8"), path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"config {path} is not UTF-8 text; give a YAML file.") from None
+    node = parse(text, path.name)
     if not isinstance(node.value, dict):
         raise ConfigError(f"config {path} must hold a mapping of sections such as model:, data: and train:.")
     base = node.value.pop("base", Node([]))
