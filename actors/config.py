@@ -122,7 +122,7 @@ class TrainConfig:
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
     autocast: Literal["none", "bfloat16"] = "none"
     loss_weight: Literal["sample", "token"] = "sample"
-    max_skipped_steps: int = 10  # steps with a NaN or infinite gradient norm that are skipped before the run stops
+    max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
 

@@ -23,6 +23,7 @@ import torch
 from actors.accounting import StepFacts, step_metrics, timeline_records
 from actors.commits import CommitLog
 from actors.config import RuntimeConfig
+from actors.frozen import disagreement
 from actors.lookout import Lookout, worker_name, worker_number
 from actors.membership import Membership
 from actors.membership_types import (
@@ -49,7 +50,7 @@ from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, on
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster
 from actors.pool import Pool, start_monitor
-from actors.skips import Skips
+from actors.skips import Skips, skipped_before
 from actors.source import DataLost, PlannerClient, StepSource, feeder_of, profile_of
 from actors.speeds import Speeds
 from actors.state import RunState, exports_of
@@ -120,7 +121,7 @@ class Controller:
         self._retiring: dict[Any, int] = {}
         self._next_step = 0
         self._speeds = Speeds()
-        self._skips = Skips(config.train.max_skipped_steps, self._event)
+        self._skips = Skips(config.train.max_skipped_steps, self._event, skipped_before(self.run_dir))
         self._stop_by = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
         self._last_look = 0.0
         self._watched_at = time.monotonic()
@@ -345,6 +346,9 @@ class Controller:
         started = time.time()
         if decision.clean and self.runner is not None:
             self._settle_all()
+        infos = [self.pool.info(worker_name(n)) for n in decision.workers]
+        if why := disagreement(infos):
+            raise StopRun(Outcome(code=1, reason=why, last_step=self.commits.committed))
         world = tuple(
             Seat(
                 name=info.worker,
@@ -352,7 +356,7 @@ class Controller:
                 handle=self.pool.handle(info.worker),
                 publishes_later=info.publishes_later,
             )
-            for info in (self.pool.info(worker_name(n)) for n in decision.workers)
+            for info in infos
         )
         self.monitor.announce.remote(decision.generation)
         before = self.commits.committed

@@ -110,6 +110,7 @@ class WorkerInfo:
     device: str
     gpu_memory_gib: float
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
+    frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,8 @@ from ops.comm import CancelToken, Groups
 from ops.config import ModelConfig
 from ops.models.load import build_dit, build_text, build_vae, resolve
 from ops.shards import ShardState, cut, shard_bounds
-from ops.sync import initial_shard
+from ops.sync import initial_shard, trainable
+from ops.weights import frozen_digests
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +114,14 @@ class Worker:
         self._exports: list[Snapshot] = []
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._as_built = True  # the DiT has its first weights
+        self._first: list[tuple[str, torch.Tensor]] | None = None  # these in fp32, while it computes in another dtype
+        self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile
         self._writer = CacheWriter(Cache(settings.cache)) if settings.cache.path else None
         self._on_sigterm()
         threading.Thread(target=self._heartbeats, name="heartbeat", daemon=True).start()
         self.executor = self._load()
+        modules = self.executor.modules
+        self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text)
         if self._writer is not None:
             self.executor.on_encoded = self._to_cache
         self._idle()
@@ -137,6 +142,7 @@ class Worker:
             device=str(self.device),
             gpu_memory_gib=memory,
             publishes_later=self.executor.copies is not None,
+            frozen=self._frozen,
         )
 
     def form(self, task: FormTask) -> Snapshot | None:
@@ -165,7 +171,8 @@ class Worker:
         )
         self._snapshot_to = task.snapshot_to
         origin = task.origin
-        self._as_built = self._as_built and origin is None
+        if origin is not None:
+            self._as_built, self._first = False, None
         shards = self._shards(task)
         meet(store, task.generation, task.rank, task.world, self._cancel, patience)
         self._activity(f"form g{task.generation}", "gather", task.generation, -1, 0.0)
@@ -245,7 +252,7 @@ class Worker:
         """Gradient sum, update, snapshot."""
         name = f"finish s{task.step}"
         self._activity(name, "reduce", task.generation, task.step, 0.0)
-        self._holds, self._as_built = None, False
+        self._holds, self._as_built, self._first = None, False, None
         with bar(name):
             done = self.executor.finish(task)
         self._holds = task.step
@@ -282,7 +289,7 @@ class Worker:
         modules = Modules(
             config=model,
             geometry=geometry,
-            dit=self._first_dit(model).to(self.device),
+            dit=self._compute_dit(model),
             vae=build_vae(model.vae, self.device),
             text=build_text(model.text, self.device),
         )
@@ -292,18 +299,27 @@ class Worker:
             executor.copies = HostCopies(PinnedCopy(self.device))
         return executor
 
-    def _first_dit(self, model: ModelConfig) -> torch.nn.Module:
-        """The transformer as training begins, in host memory."""
+    def _compute_dit(self, model: ModelConfig) -> torch.nn.Module:
+        """The transformer as this worker computes with it; its first weights are kept as they were read."""
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.train.parameter_dtype]
-        return build_dit(model.dit, self.settings.train.seed).to(dtype)
+        dit = build_dit(model.dit, self.settings.train.seed)
+        if dtype != torch.float32:
+            self._first = [(name, p.detach()) for name, p in trainable(dit)]  # `to` gives the module other memory
+        return dit.to(self.device, dtype)
+
+    def _first_values(self) -> list[tuple[str, torch.Tensor]]:
+        """What is trained, before the first update and in fp32."""
+        modules = self.executor.modules
+        if not self._as_built:
+            return list(trainable(build_dit(modules.config.dit, self.settings.train.seed)))
+        return self._first or list(trainable(modules.dit))
 
     def _shards(self, task: FormTask) -> list[ShardState]:
         """Parts of the state that cover my range."""
         origin = task.origin
-        sync, modules = self.executor.sync, self.executor.modules
-        lo, hi = shard_bounds(sync.layout[-1].hi, task.world)[task.rank]
+        lo, hi = shard_bounds(self.executor.sync.layout[-1].hi, task.world)[task.rank]
         if origin is None:  # also when everything was lost: then this worker's own weights may have been trained
-            return [initial_shard(modules.dit if self._as_built else self._first_dit(modules.config), lo, hi)]
+            return [initial_shard(self._first_values(), lo, hi)]
         if origin.checkpoint is not None:
             return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
         patience = self.settings.workers.state_timeout_s
@@ -380,6 +396,7 @@ class Worker:
         self._activity(task.name, task.module, task.generation, task.step, task.planned_end_s - task.planned_start_s)
 
     def _activity(self, activity: str, phase: str, generation: int, step: int, predicted_s: float) -> None:
+        self._since = time.monotonic()  # first: the heartbeat thread must not see a new activity with an old time
         self._progress = replace(
             self._progress,
             activity=activity,
@@ -394,6 +411,7 @@ class Worker:
         self._progress = replace(self._progress, phase=phase)
 
     def _idle(self) -> None:
+        self._since = time.monotonic()
         self._progress = replace(self._progress, activity="idle", phase="idle", since=time.time(), predicted_s=0.0)
 
     def _heartbeats(self) -> None:
@@ -424,7 +442,7 @@ class Worker:
 
     def _hangs_on_device(self, progress: Progress) -> bool:
         """Waits for NCCL are the device's: they have no time-out but this one."""
-        waited = time.time() - progress.since
+        waited = time.monotonic() - self._since
         return (
             self.device.type == "cuda"
             and progress.activity != "idle"

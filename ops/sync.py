@@ -93,7 +93,7 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def slots(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
+def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
     """Name, shape and range of each parameter in the flat vector; checkpoints store it."""
     found, at = [], 0
     for name, parameter in named:
@@ -102,9 +102,11 @@ def slots(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def initial_shard(module: nn.Module, lo: int, hi: int) -> ShardState:
-    """State of [lo, hi) of the flat vector before the first update: the module's parameters and zero moments."""
-    named = trainable(module)
+def initial_shard(named: Sequence[tuple[str, Tensor]], lo: int, hi: int) -> ShardState:
+    """State of [lo, hi) of the flat vector before the first update: these trainable parameters and zero moments.
+
+    The state is fp32 (or fp64). Give the values as they were read: those of a module in bf16 have been rounded.
+    """
     layout = slots(named)
     dtype = torch.float64 if named[0][1].dtype == torch.float64 else torch.float32
     pieces = [

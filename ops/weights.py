@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ops.config import ModelConfig
 from ops.folders import component, read_json
 
 STEM = "diffusion_pytorch_model"
 _INDEX = f"{STEM}.safetensors.index.json"
 # Diffusers' own default; files of this size are what its loaders and hubs expect.
 SHARD_BYTES = 10 * 1024**3
+_DIGEST_BYTES = 1 << 26
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -135,3 +138,37 @@ def _some(names: list[str]) -> str:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def frozen_digests(config: ModelConfig, dit: nn.Module, vae: object, text: object) -> tuple[tuple[str, str], ...]:
+    """(setting, SHA-256) of each folder's weights that are not trained. Equal on workers that train the same function.
+
+    Parts without a folder are made from the config, by every worker alike. Takes about a second per GB.
+    """
+    parts: list[tuple[str, str | None, list[tuple[str, Tensor]]]] = [
+        ("model.dit.path", config.dit.path, [(n, p) for n, p in dit.named_parameters() if not p.requires_grad]),
+        ("model.vae.path", config.vae.path, _tensors_of(vae)),
+        ("model.text.path", config.text.path, _tensors_of(text)),
+    ]
+    return tuple((setting, _digest(tensors)) for setting, path, tensors in parts if path and tensors)
+
+
+def _tensors_of(encoder: object) -> list[tuple[str, Tensor]]:
+    """Parameters of the modules that an encoder holds, and its own tensors (a VAE's means and scales)."""
+    found: list[tuple[str, Tensor]] = []
+    for name, value in sorted(vars(encoder).items()):
+        if isinstance(value, nn.Module):
+            found.extend((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
+        elif isinstance(value, Tensor):
+            found.append((name, value))
+    return found
+
+
+def _digest(named: Sequence[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for piece in raw.split(_DIGEST_BYTES):  # of a GPU's memory only so much at a time
+            digest.update(piece.cpu().numpy())
+    return digest.hexdigest()

@@ -154,7 +154,7 @@ class LabRun:
         self._thread.start()
 
     def join(self, timeout_s: float = 300.0) -> Any:
-        """Outcome of the run. Raises what the controller raised, or Timeout."""
+        """Outcome of the run. Raises what the controller raised, or Timeout, or that a step is not whole."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise Timeout(
@@ -163,6 +163,8 @@ class LabRun:
             )
         if self.error is not None:
             raise self.error
+        if self.torn_steps():
+            raise RuntimeError(f"run {self.run_dir.name} committed steps without some samples: {self.torn_steps()}")
         return self.outcome
 
     def stop(self, timeout_s: float = 120.0) -> None:
@@ -211,6 +213,10 @@ class LabRun:
 
     def losses(self) -> list[float]:
         return [m["loss"] for m in self.metrics]
+
+    def torn_steps(self) -> list[tuple[int, float]]:
+        """Committed steps in which samples are missing, and the weight of the good ones. Every clip here decodes."""
+        return [(m["step"], m["good_weight"]) for m in self.metrics if m["good_weight"] != 1]
 
     def steps(self) -> list[int]:
         return [m["step"] for m in self.metrics]

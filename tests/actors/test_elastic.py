@@ -247,7 +247,7 @@ def test_the_controller_is_killed_and_the_run_ends_all_the_same(lab: Lab, undist
         process.kill()
     assert process.returncode == 0, output[-3000:]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(24))
+    assert [line["step"] for line in lines] == list(range(24)) and {line["good_weight"] for line in lines} == {1}
     assert [line["loss"] for line in lines] == pytest.approx(undisturbed[:24], rel=FP32)
     starts = [e for e in _events(run_dir) if e["event"] == "start"]
     assert len(starts) == 2 and starts[1]["origin"] == "keepers" and starts[1]["from_step"] >= 7

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 
@@ -9,7 +14,9 @@ from actors.dispatch import Holdings, StepSamples, calls_of
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan, rolling_cut
 from actors.plan.profile import Profile
-from actors.plan.types import Cluster, Done, Item
+from actors.plan.types import Cascade, Cluster, Done, Item, Part, StepPlan
+from actors.planner import Assignment
+from actors.steps import Seat, StepRunner
 from ops.config import DiTConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 
@@ -60,3 +67,68 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
         done = [Done(item=p.item, module=c.module, workers=c.workers) for c in ahead for p in c.parts]
         holdings.drop_before(step + 1)
     assert early > 0 or strategy != "cascade", "the cascade strategy never used a gap"
+
+
+def samples_of(step: int, seed: int) -> StepSamples:
+    shapes = [(i.id, (i.frames, i.height, i.width), ["k"] * i.batch) for i in items_of(step, seed)]
+    return StepSamples.of(step, shapes, GEOMETRY, "sample")
+
+
+class Source:
+    """Steps without pixels."""
+
+    def items(self, step: int) -> Any:
+        return SimpleNamespace(items=tuple(items_of(step, 1)))
+
+    def data(self, step: int) -> Any:
+        samples = samples_of(step, 1)
+        return SimpleNamespace(samples=samples, cached={}, batches=dict.fromkeys(samples.samples))
+
+    def request(self, step: int) -> None:
+        pass
+
+
+class Planning:
+    """Encodes as far ahead as it is shown, and says no word about what is done already; all that it has given out."""
+
+    def __init__(self) -> None:
+        self.given: Counter[tuple[str, str]] = Counter()
+
+    def plan(self, step: int, window: Any, cluster: Cluster, done: Any, budget_s: float) -> Assignment:
+        known = {(one.module, one.item) for one in done}
+        cascades = []
+        for ahead, items in enumerate(window):
+            modules = ["text", "vae", "dit"] if ahead == 0 else ["text", "vae"]
+            for number, (item, module) in enumerate((item, module) for item in items for module in modules):
+                if (module, item.id) not in known:
+                    part = Part(item=item.id, first=0, count=item.batch)
+                    cascades.append(Cascade(id=f"{item.id}/{module}/0", module=module, step=step + ahead, parts=(part,),
+                                            degree=1, workers=(number % 3,), start_s=0, end_s=1))  # fmt: skip
+        cascades.sort(key=lambda c: (c.module == "dit", c.step))
+        self.given.update((c.module, c.item) for c in cascades)
+        plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, plan_s=0, idle_ratio=0)
+        return Assignment(step=plan, cascades=tuple(cascades), plan_s=0.0)
+
+    def request(self, *question: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_what_is_encoded_steps_ahead_is_encoded_once_and_found(lookahead: int) -> None:
+    planner = Planning()
+    runner = StepRunner(
+        generation=1,
+        world=tuple(Seat(name=f"w{n}", node="n", handle=MagicMock()) for n in range(3)),
+        cluster=Cluster(nodes=(3,)),
+        source=Source(),  # type: ignore[arg-type]
+        planner=planner,  # type: ignore[arg-type]
+        budget_s=0.01,
+        lookahead=lookahead,
+        exports=lambda step: False,
+        last_step=100,
+        forming=[],
+    )
+    for step in range(12):
+        running = runner.dispatch(step)
+        assert all(call.reference is not None for call in running.calls)
+    assert ("vae", f"s{11 + lookahead}.0") in planner.given and set(planner.given.values()) == {1}

@@ -157,8 +157,10 @@ def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_o
     monkeypatch: pytest.MonkeyPatch, device: str, age_s: float, activity: str, cancelled: bool
 ) -> None:
     worker = Worker.__new__(Worker)
-    began = replace(progress("w0", since=time.time() - age_s), activity=activity, predicted_s=0.0)
+    set_forward = 1000.0  # the wall clock, since the activity has begun: it says nothing about how long that takes
+    began = replace(progress("w0", since=time.time() - age_s - set_forward), activity=activity, predicted_s=0.0)
     worker._progress, worker._cancel, worker._leaving, worker._monitor = began, CancelToken(), False, Mock()
+    worker._since = time.monotonic() - age_s
     worker.device, worker.executor = torch.device(device), Mock(groups=Mock(progress={}))
     worker.settings = Mock(workers=WorkersConfig(collective_timeout_s=30))
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=began.generation))

@@ -451,7 +451,7 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
     sample_loss(model, 0, 0).backward()
     sync.finish_step(0, 1.0, SAMPLES, SAMPLES, lambda phase: None)
     assert not np.array_equal(flat_weights(model), flat_weights(first))
-    sync.form(Group.solo(), [initial_shard(first, 0, 100), initial_shard(first, 100, sync.total)])
+    sync.form(Group.solo(), [initial_shard(trainable(first), *part) for part in ((0, 100), (100, sync.total))])
     again = sync.export_shard()
     assert again.step == 0
     np.testing.assert_array_equal(flat_weights(model), flat_weights(first))
