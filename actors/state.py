@@ -52,7 +52,7 @@ class RunState:
         config: RuntimeConfig,
         model: ModelConfig,
         commits: CommitLog,
-        token: Callable[[int], dict[str, Any]],
+        token: Callable[[int], Mapping[str, Any]],
         sealed: Callable[[Path, int], None],
         tell: Callable[..., None],
     ) -> None:
