@@ -39,7 +39,7 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        parts = [self._samples] if self._samples is not None else []
+        parts: list[Any] = [self._samples] if self._samples is not None else []
         for part in (*parts, self._metrics, self._timeline, self._events):
             try:
                 part.close()

@@ -222,8 +222,9 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
     own = folder / RAY_TRAIN
     shutil.rmtree(own, ignore_errors=True)
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
+    loop: Any = controller_loop  # Ray hands on what it returns, its types do not say so
     trainer = TorchTrainer(
-        controller_loop,
+        loop,
         train_loop_config={"yaml": config.to_yaml(), "run_dir": str(folder), "token": token,
                            "changes": [str(change) for change in changes]},
         torch_config=TorchConfig(backend="gloo"),
