@@ -2,6 +2,7 @@
 # make test   install, run the tests
 # make faults the tests that kill workers, nodes and helpers one after the other
 # make kernels compile every shipped kernel for sm_90
+# make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)
 # make lint   ruff and mypy
 # make bench  the benchmarks whose figures stand in LOG.md
 PYTHON ?= python3
@@ -16,13 +17,13 @@ export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install demo test faults kernels lint bench clean
+.PHONY: install demo test faults kernels resolve lint bench clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Heddle needs Python 3.11 or newer: make PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "Heddle needs Python 3.11, 3.12 or 3.13; $$($(PYTHON) -V 2>&1) is not: make PYTHON=python3.13"; exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $(STAMP)
@@ -47,6 +48,9 @@ faults: $(STAMP)
 
 kernels: $(STAMP)
 	$(BIN)/python -m pytest -q -m kernels
+
+resolve: $(STAMP)
+	$(BIN)/python -m pytest -q -m install
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

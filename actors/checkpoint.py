@@ -1,9 +1,9 @@
 """Training state on durable storage: one safetensors file per shard, and a COMPLETE marker that is written last.
 
-    begin(folder)                                   # controller: clear what a torn attempt left
-    write_shard(folder, sync.export_shard())        # every worker, in parallel
-    seal(folder, meta, bounds)                      # controller: checks coverage, then COMPLETE
-    folder = latest(root)                           # a torn checkpoint is never chosen
+    begin(folder)                                   # clear what a torn attempt left
+    files = [write_shard(folder, shard), ...]       # one after the other, or by several processes
+    seal(folder, meta, files=files)                 # checks coverage, then COMPLETE with size and checksum of each file
+    folder = latest(root)                           # a torn or damaged checkpoint is never chosen
     meta, shards = load(folder)                     # memory-mapped; ops.shards.cut(shards, lo, hi) reads only the range
 
 A checkpoint written by N workers is read by any other number. No pickle anywhere. Every file appears under its name
@@ -16,7 +16,10 @@ import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,19 @@ log = logging.getLogger(__name__)
 COMPLETE = "COMPLETE"
 META = "meta.json"
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+_INCOMPLETE = "it is not complete (torn, or in the making)"
+_READERS = 8
+_BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 1024  # of a shard file, at most: four entries and four numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class File:
+    """A file of a checkpoint as it was written; `crc32` is None in checkpoints of earlier versions, which had none."""
+
+    name: str
+    size: int
+    crc32: int | None
 
 
 class CheckpointError(RuntimeError):
@@ -48,19 +63,20 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def begin(folder: Path) -> bool:
-    """Make an empty folder for a checkpoint. False when a complete one is already there: nothing is to be written."""
-    if is_complete(folder):
+    """Make an empty folder for a checkpoint. False when a whole one is already there: nothing is to be written."""
+    if is_complete(folder) and not damage(folder):
         return False
     if folder.exists():
-        log.warning("%s: removing an incomplete checkpoint", folder)
+        log.warning("%s: removing an incomplete or damaged checkpoint", folder)
+        (folder / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     _sync_folder(folder.parent)
     return True
 
 
-def write_shard(folder: Path, shard: ShardState) -> Path:
-    """Write one worker's shard. Safe to call from several workers at once; returns the file."""
+def write_shard(folder: Path, shard: ShardState) -> File:
+    """Write one worker's shard. Safe to call from several processes at once."""
     numbers = {"step": shard.step, "lo": shard.lo, "hi": shard.hi, "total": shard.total}
     header: dict[str, Any] = {"__metadata__": {name: str(value) for name, value in numbers.items()}}
     at = 0
@@ -81,10 +97,16 @@ def write_shard(folder: Path, shard: ShardState) -> Path:
     return _write(folder / _shard_name(shard.lo, shard.hi), parts)
 
 
-def seal(folder: Path, meta: dict[str, Any], bounds: Sequence[tuple[int, int]] | None = None) -> None:
+def seal(
+    folder: Path,
+    meta: dict[str, Any],
+    bounds: Sequence[tuple[int, int]] | None = None,
+    files: Sequence[File] = (),
+) -> None:
     """Make the checkpoint valid: write `meta`, check that the shards cover the vector, write COMPLETE last.
 
-    `bounds` are the shards that belong to it, by default all that are there. `meta` is JSON; "step" is required and
+    `bounds` are the shards that belong to it, by default all that are there. `files` are what `write_shard` returned:
+    the checksum of any other shard is taken by reading it back. `meta` is JSON; "step" is required and
     "parameters" (names and shapes in flat order, see `parameters_meta`) is needed to read weights by name.
     """
     if "step" not in meta:
@@ -103,9 +125,10 @@ def seal(folder: Path, meta: dict[str, Any], bounds: Sequence[tuple[int, int]] |
             + (f"leave {gaps} uncovered" if gaps else "overlap or belong to different states")
             + "; begin the checkpoint again."
         )
-    _write(folder / META, [json.dumps(meta, indent=1).encode()])
-    files = {name: (folder / name).stat().st_size for name in [*names, META]}
-    _write(folder / COMPLETE, [json.dumps({"files": files}).encode()])
+    known = {file.name: file for file in [*files, _write(folder / META, [json.dumps(meta, indent=1).encode()])]}
+    listed = [known.get(name) or _as_it_is(folder / name) for name in [*names, META]]
+    entries = {file.name: {"size": file.size, "crc32": file.crc32} for file in listed}
+    _write(folder / COMPLETE, [json.dumps({"files": entries}).encode()])
 
 
 def parameters_meta(layout: Sequence[Any]) -> list[dict[str, Any]]:
@@ -125,18 +148,42 @@ def trained_parameters(model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def is_complete(folder: Path) -> bool:
-    """COMPLETE is there and every file it lists has its full size."""
+    """COMPLETE is there and every file it lists has its full size. `damage` looks at the bytes, too."""
     try:
-        files = json.loads((folder / COMPLETE).read_bytes())["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return all((folder / file.name).stat().st_size == file.size for file in _listed(folder))
+    except (OSError, CheckpointError):
         return False
 
 
+def damage(folder: Path) -> str:
+    """What is wrong with a complete checkpoint, or nothing. Reads all of it, several files at a time.
+
+    One that was written without checksums is opened, but its bytes are taken as they are.
+    """
+    try:
+        with ThreadPoolExecutor(max_workers=_READERS) as readers:
+            wrong = [name for name in readers.map(lambda file: _changed(folder, file), _listed(folder)) if name]
+        if wrong:
+            return f"{', '.join(wrong)}: the bytes are not those that were written (checksum)"
+        load(folder)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
 def latest(root: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
-    found = complete(root)
-    return found[-1] if found else None
+    """The whole checkpoint of the highest step, or None. Says at WARNING which newer ones it passes over, and why."""
+    for folder in reversed(_step_folders(root)):
+        why = damage(folder) if is_complete(folder) else _INCOMPLETE
+        if not why:
+            return folder
+        log.warning("%s is passed over: %s", folder, why)
+    return None
+
+
+def incomplete(root: Path, after: int) -> list[Path]:
+    """Checkpoints of later steps that are torn, or that somebody is writing."""
+    return [folder for folder in _step_folders(root) if _step_of(folder) > after and not is_complete(folder)]
 
 
 def complete(root: Path) -> list[Path]:
@@ -148,13 +195,14 @@ def load(folder: Path) -> tuple[dict[str, Any], list[ShardState]]:
     """Meta and shards of a checkpoint. The arrays are memory-mapped and read-only: bytes are read when touched."""
     if not is_complete(folder):
         raise CheckpointError(f"{folder} is not a complete checkpoint; choose one that has a {COMPLETE} file.")
-    files = json.loads((folder / COMPLETE).read_bytes())["files"]
-    meta = json.loads((folder / META).read_bytes())
-    return meta, [_open_shard(folder / name) for name in files if name != META]
+    files = _listed(folder)
+    return _meta(folder, files), [_open_shard(folder / file.name) for file in files if file.name != META]
 
 
 def model_state(folder: Path, ema: bool = True) -> dict[str, Tensor]:
     """Trained weights by name, fp32: the EMA, or the weights themselves (`ema=False`, or the run kept no EMA)."""
+    if is_complete(folder) and (why := damage(folder)):
+        raise CheckpointError(f"{folder} is damaged: {why}. Use another checkpoint of the run.")
     meta, shards = load(folder)
     if "parameters" not in meta:
         raise CheckpointError(f"{folder}: meta.json has no 'parameters'; this checkpoint has no names for its weights.")
@@ -276,17 +324,57 @@ def _map(path: Path, entry: dict[str, Any], start: int, size: int) -> np.ndarray
     return np.memmap(path, dtype=dtype, mode="r", offset=start + begin_at, shape=(entry["shape"][0],))
 
 
-def _write(path: Path, parts: Sequence[bytes | memoryview]) -> Path:
+def _listed(folder: Path) -> list[File]:
+    """What COMPLETE lists. Raises CheckpointError when it is missing or not as `seal` writes it."""
+    try:
+        entries = json.loads((folder / COMPLETE).read_bytes())["files"].items()
+        return [
+            File(name=name, size=entry, crc32=None)
+            if isinstance(entry, int)
+            else File(name=name, size=entry["size"], crc32=entry["crc32"])
+            for name, entry in entries
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / COMPLETE} cannot be read ({error}); use another checkpoint.") from error
+
+
+def _meta(folder: Path, files: Sequence[File]) -> dict[str, Any]:
+    """meta.json, if its bytes are those that were written."""
+    if any(file.name == META and _changed(folder, file) for file in files):
+        raise CheckpointError(f"{folder / META}: the bytes are not those that were written; use another checkpoint.")
+    try:
+        meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / META} cannot be read ({error}); use another checkpoint.") from error
+    return meta
+
+
+def _changed(folder: Path, file: File) -> str:
+    """The name of a file that does not have the checksum it was written with."""
+    return file.name if file.crc32 is not None and _as_it_is(folder / file.name).crc32 != file.crc32 else ""
+
+
+def _as_it_is(path: Path) -> File:
+    size = crc32 = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            size, crc32 = size + len(block), zlib.crc32(block, crc32)
+    return File(name=path.name, size=size, crc32=crc32)
+
+
+def _write(path: Path, parts: Sequence[bytes | memoryview]) -> File:
     """All of the file or none of it, also after a power cut."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    size = crc32 = 0
     with aside.open("wb") as file:
         for part in parts:
             file.write(part)
+            size, crc32 = size + len(part), zlib.crc32(part, crc32)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
     _sync_folder(path.parent)
-    return path
+    return File(name=path.name, size=size, crc32=crc32)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -295,6 +383,12 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_torn(folder: Path) -> None:
+    """Free the room that an attempt takes which has failed. A complete checkpoint stays."""
+    if folder.exists() and not is_complete(folder):
+        _try_to_remove(folder)
 
 
 def _try_to_remove(folder: Path) -> bool:

@@ -1,12 +1,13 @@
 """Writes checkpoints in the background, from the shards that workers have just exported; keeps the newest.
 
-The writing task reads the shards out of the object store, so no worker waits for the disk.
+One Ray task writes all shards of a step, one after the other, out of the object store or the keepers' memory: no worker
+waits for the disk, and no state passes through the controller. One checkpoint is written at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import ray
 from actors import checkpoint
 from actors.config import CheckpointConfig
 from actors.snapshots import Origin, Snapshot
+from ops.shards import ShardState
 
 log = logging.getLogger(__name__)
 
-_FETCH_S = 120.0  # shards of a step, from keepers to this process
 _WRITE_S = 3600.0
 
 
@@ -27,9 +28,13 @@ def root_of(run_dir: Path) -> Path:
 
 
 def latest(run_dir: Path) -> tuple[int, Path] | None:
-    """(step, folder) of the newest complete checkpoint."""
-    folder = checkpoint.latest(root_of(run_dir))
-    return (int(folder.name.removeprefix("step-")), folder) if folder is not None else None
+    """(step, folder) of the newest complete checkpoint; its bytes are not read."""
+    folders = checkpoint.complete(root_of(run_dir))
+    return (step_of(folders[-1]), folders[-1]) if folders else None
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 class Writer:
@@ -56,15 +61,20 @@ class Writer:
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
     def save(self, step: int, snapshots: Sequence[Snapshot]) -> None:
-        """Begin to write this step."""
+        """Begin to write this step; while an earlier one is still being written, a later step is taken instead."""
+        if self._writing and step != self._last:
+            late = min(s for s, _ in self._writing.values())
+            if not self._owed:
+                log.warning("the checkpoint of step %d is still being written: that of step %d is put off", late, step)
+            self._owed = True
+            return
         self._owed = False
         self._begin(step, [s.shard for s in snapshots])
 
     def save_origin(self, origin: Origin) -> None:
         """Write the last committed step from keepers and living workers, and wait for it: the run is about to stop."""
         self.wait()  # for an attempt at this step that may have lost its shards with their workers
-        held = ray.get([keeper.get.remote(origin.step) for keeper in origin.keepers], timeout=_FETCH_S)
-        self._begin(origin.step, [*origin.exports, *(ray.put(shard) for shards in held for shard in shards)])
+        self._begin(origin.step, list(origin.exports), list(origin.keepers))
         self.wait()
 
     def poll(self) -> None:
@@ -72,19 +82,20 @@ class Writer:
         self._collect(timeout_s=0)
 
     def wait(self) -> None:
-        """Returns when everything begun is complete or has failed; a disk that takes no byte for an hour has failed."""
+        """Returns when everything begun is complete or has failed; what is not written within an hour has failed."""
         while self._writing:
             if not self._collect(timeout_s=_WRITE_S):
-                for step, folder in self._writing.values():
+                for reference, (step, folder) in self._writing.items():
+                    ray.cancel(reference, force=True)
                     self._give_up(step, f"{folder} was not written in {_WRITE_S:.0f} s")
                 self._writing.clear()
 
-    def _begin(self, step: int, shards: Sequence[Any]) -> None:
+    def _begin(self, step: int, shards: Sequence[Any], keepers: Sequence[Any] = ()) -> None:
         folder = checkpoint.step_folder(self._root, step)
         if any(f == folder for _, f in self._writing.values()):
             return
         task = ray.remote(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
-        self._writing[task.remote(str(folder), self._meta(step), list(shards))] = (step, folder)
+        self._writing[task.remote(str(folder), self._meta(step), list(shards), list(keepers))] = (step, folder)
 
     def _give_up(self, step: int, why: str) -> None:
         log.error("the checkpoint of step %d was not written: %s", step, why)
@@ -100,11 +111,12 @@ class Writer:
             try:
                 ray.get(reference)
             except ray.exceptions.RayTaskError as error:
-                self._owed = isinstance(error.cause, ray.exceptions.ObjectLostError)
+                self._owed |= isinstance(error.cause, ray.exceptions.ObjectLostError)
                 self._give_up(step, str(error.cause))
                 continue
-            except ray.exceptions.RayError as error:
+            except ray.exceptions.RayError as error:  # its process was ended: it could not clean up
                 self._give_up(step, str(error))
+                checkpoint.remove_torn(folder)
                 continue
             for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
                 log.info("removed %s", removed.name)
@@ -112,20 +124,35 @@ class Writer:
         return bool(done)
 
 
-def _write(folder: str, meta: dict[str, Any], shards: list[Any]) -> None:
-    """Runs as a Ray task. Every range is written once, also when several holders have it."""
+def _write(folder: str, meta: dict[str, Any], shards: list[Any], keepers: list[Any]) -> None:
+    """Runs as a Ray task. Every range is written once, also when several holders have it. What a failed attempt has
+    written is removed: on a full disk it would make the next one fail, too."""
     target = Path(folder)
     if not checkpoint.begin(target):
         return
-    written: set[tuple[int, int]] = set()
-    for reference in shards:
-        shard = ray.get(reference)
-        if not written:
-            needed = checkpoint.forecast_bytes(
-                shard.total, ema="ema" in shard.arrays, num_shards=len(shards), num_parameters=len(meta["parameters"])
-            )
-            checkpoint.check_free_space(target, needed)
-        if (shard.lo, shard.hi) not in written and shard.lo < shard.hi:
-            checkpoint.write_shard(target, shard)
-            written.add((shard.lo, shard.hi))
-    checkpoint.seal(target, meta, sorted(written))
+    written: dict[tuple[int, int], checkpoint.File] = {}
+    try:
+        for shard in _one_by_one(meta["step"], shards, keepers):
+            if not written:
+                needed = checkpoint.forecast_bytes(
+                    shard.total,
+                    ema="ema" in shard.arrays,
+                    num_shards=len(shards),
+                    num_parameters=len(meta["parameters"]),
+                )
+                checkpoint.check_free_space(target, needed)
+            if (shard.lo, shard.hi) not in written and shard.lo < shard.hi:
+                written[shard.lo, shard.hi] = checkpoint.write_shard(target, shard)
+        checkpoint.seal(target, meta, sorted(written), list(written.values()))
+    except BaseException:
+        checkpoint.remove_torn(target)
+        raise
+
+
+def _one_by_one(step: int, shards: list[Any], keepers: list[Any]) -> Iterator[ShardState]:
+    """A large state does not fit into one node's memory: each shard is fetched when the one before it is written."""
+    while shards:
+        yield ray.get(shards.pop(0))
+    for keeper in keepers:
+        for lo, hi in ray.get(keeper.held.remote()).get(step, []):
+            yield from ray.get(keeper.get.remote(step, lo, hi))

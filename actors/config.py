@@ -28,6 +28,7 @@ class WorkersConfig:
     start_s: float = 0.0
     suspect_s: float = 20.0  # silent for this long: suspected, then replaced
     collective_timeout_s: float = 120.0  # a worker that waits for another one for longer gives the generation up
+    state_timeout_s: float = 1800.0  # to fetch a worker's part of the state from keepers that live, before a first step
     # In a generation that has not finished a step, a worker that is still busy when the others gave up is left alone
     # for so long: its first steps may compile or tune kernels for minutes, and a new worker would begin that anew.
     first_step_s: float = 900.0
@@ -37,7 +38,7 @@ class WorkersConfig:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"workers.min {self.min} and workers.max {self.max} must satisfy 1 <= min <= max.")
         for name in ("cpus_per_worker", "heartbeat_s", "suspect_s", "collective_timeout_s", "first_step_s",
-                     "stall_factor"):
+                     "state_timeout_s", "stall_factor"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"workers.{name} is {getattr(self, name)}; it must be larger than 0.")
         if self.start_s < 0:

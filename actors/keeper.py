@@ -92,17 +92,16 @@ class Keeper:
         held.shards[shard.lo, shard.hi] = self._copy(shard)
         return True
 
-    def commit(self, step: int) -> None:
-        """`step` is complete over all keepers: keep it and the one before it, let older ones go."""
+    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+        """`step` is complete over all keepers: keep it and the one before it, let older ones go. `position` is where
+        the data stands behind it: a few kB of JSON (`data.Dataset.token`), never one without the other."""
+        if position is not None:
+            self._position = (step, position)
         self._committed.add(step)
         kept = sorted(s for s in self._committed if s <= step)[-self._keep_steps :]
         self._committed = set(kept)
         for old in [s for s in self._steps if s < kept[0] or (s < step and s not in self._committed)]:
             self._drop(old)
-
-    def note(self, step: int, position: Mapping[str, Any]) -> None:
-        """Where the data stands behind the committed `step`: a few kB of JSON (`data.Dataset.token`)."""
-        self._position = (step, position)
 
     def rollback(self, step: int, generation: int) -> None:
         """Training goes on after `step` in `generation`: forget later steps and refuse what older generations send."""

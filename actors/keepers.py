@@ -163,15 +163,10 @@ class Keepers:
     def handles(self, names: Mapping[str, Any] | Sequence[str]) -> tuple[Any, ...]:
         return tuple(self._handles[name] for name in names if name in self._handles)
 
-    def commit(self, step: int) -> None:
-        """The step is held whole: older ones may go."""
+    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+        """The step is held whole, older ones may go; `position` is the data's behind it."""
         for handle in self._handles.values():
-            handle.commit.remote(step)
-
-    def note(self, step: int, position: Any) -> None:
-        """The data's position after a committed step."""
-        for handle in self._handles.values():
-            handle.note.remote(step, position)
+            handle.commit.remote(step, position)
 
     def rollback(self, step: int, generation: int) -> None:
         """Training goes on after `step` in `generation`: later shards and late messages are refused."""

@@ -106,6 +106,7 @@ class WorkerInfo:
     node: str
     host: str
     pid: int
+    born: str = ""  # with the pid the process itself: see actors.process
     device: str
     gpu_memory_gib: float
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO

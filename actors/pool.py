@@ -4,8 +4,6 @@ autoscaler acts on; the controller is told when one is ready or gone."""
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import process
 from actors.config import WorkersConfig
 from actors.messages import IO, WorkerInfo
 from actors.monitor import Monitor
@@ -102,7 +101,7 @@ class Pool:
             return
         ray.kill(member.handle, no_restart=True)
         if frozen and member.info is not None:
-            kill_process(member.info.node, member.info.pid)
+            kill_process(member.info.node, member.info.pid, member.info.born)
 
     def close(self) -> None:
         for name in list(self._members):
@@ -151,17 +150,16 @@ def start_monitor(run: str) -> Any:
     )
 
 
-def kill_process(node: str, pid: int) -> None:
-    """SIGKILL a process on a node: a frozen one does not answer Ray's own kill. Nothing happens if the node is gone."""
+def kill_process(node: str, pid: int, born: str) -> None:
+    """SIGKILL a process on a node: a frozen one does not answer Ray's own kill. Nothing happens if the node is gone, or
+    the process is and another has its number."""
 
     @ray.remote(num_cpus=0, max_retries=0)
-    def kill(pid: int) -> None:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+    def end(pid: int, born: str) -> None:
+        if not process.kill(pid, born):
             log.debug("process %d had already ended", pid)
 
-    kill.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid)
+    end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid, born)
 
 
 def _cause(error: BaseException) -> str:

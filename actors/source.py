@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,13 @@ from actors.messages import Span
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Done, PlanError
 from actors.planner import Assignment, Planner
+from actors.pool import uses_gpu
 from data.errors import DataError, DataIOError
 from data.placement import beside_me
 from ops.config import ModelConfig
 from ops.config import geometry as geometry_of
 from ops.geometry import Geometry
+from ops.models.text import text_dtype
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 _ALARMS = 5  # so many times the engine's own stall alarm without an answer, and the feeder is replaced
 _LEAST_PATIENCE_S = 60.0
 _STARTS = 3
+_POSITIONS_KEPT = 256  # of a few kB each: what a checkpoint or a fallback of some steps asks for
 
 
 class DataLost(RuntimeError):
@@ -72,12 +76,21 @@ class StepSource:
         self._batches: dict[int, Any] = {}
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
+        self._positions: OrderedDict[int, Mapping[str, Any]] = OrderedDict()  # before each of the last steps
 
     def open(self, first_step: int, token: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
-        the data is not that of the checkpoint whose `token` is given."""
+        the data is not that of the checkpoint whose `token` is given.
+
+        `token` may stand before `first_step`; the exact position goes before it where this object has seen it.
+        """
         for known in (self._items, self._batches, self._asked_at, self._ready):
             known.clear()
+        for later in [step for step in self._positions if step > first_step]:
+            del self._positions[later]
+        if token is not None and token["step"] == first_step:
+            self._positions.setdefault(first_step, token)
+        token = self._positions.get(first_step, token)
         for attempt in range(_STARTS):
             try:
                 return self._open(first_step, token)
@@ -130,7 +143,7 @@ class StepSource:
         """Everything of a step; waits for its decoding. Raises DataError or DataLost."""
         if step not in self._ready:
             self.request(step)
-            items, references = self._get(self._items[step]), self._get(self._batches[step])
+            items, batches = self._get(self._items[step]), self._get(self._batches[step])
             listed = [(i.id, (i.frames, i.height, i.width), keys) for i, keys in zip(items.items, items.keys)]
             samples = StepSamples.of(step, listed, self._geometry, self._loss_weight)
             for item, (latent_keys, text_keys) in items.cache_keys.items():
@@ -138,24 +151,29 @@ class StepSource:
             self._ready[step] = StepData(
                 items=items,
                 samples=samples,
-                cached=self._get(self._feeder.cached.remote(step)) if any(i.cached for i in items.items) else {},
-                batches={i.id: r for i, r in zip(items.items, references)},
+                cached=dict(items.cached),
+                batches={i.id: r for i, r in zip(items.items, batches.references, strict=True)},
             )
+            self._positions[step + 1] = batches.position
+            while len(self._positions) > _POSITIONS_KEPT:
+                self._positions.popitem(last=False)
             del self._items[step], self._batches[step], self._asked_at[step]
         return self._ready[step]
 
-    def release(self, step: int) -> Any:
-        """The step is committed. Returns a reference to the data's position behind it."""
+    def release(self, step: int) -> Mapping[str, Any] | None:
+        """The step is committed. Returns the data's position behind it."""
         for known in [s for s in self._ready if s <= step]:
             del self._ready[known]
         self._feeder.release.remote(step)
-        return self._feeder.token.remote(step + 1)
+        return self._positions.get(step + 1)
 
     def ledger(self) -> dict[str, Any]:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
-    def token(self, step: int) -> dict[str, Any]:
+    def token(self, step: int) -> Mapping[str, Any]:
         """The data's position before a step. Raises DataLost when no feeder can tell."""
+        if step in self._positions:
+            return self._positions[step]
         if self._feeder is None:
             raise DataLost("the data is not open")
         return self._get(self._feeder.token.remote(step))
@@ -233,7 +251,7 @@ def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> 
         config=config.data,
         geometry=geometry,
         seed=config.train.seed,
-        encoders=Encoders.of(model),
+        encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
         run_dir=config.run_dir,
         timed=TargetBatch(profile=profile_of(config, model), geometry=geometry),
     )

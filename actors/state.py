@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from actors import checkpoints, keeper
+from actors import checkpoint, checkpoints, keeper
 from actors.checkpoint import load, trained_parameters
 from actors.commits import CommitLog
 from actors.config import RuntimeConfig
@@ -72,10 +72,10 @@ class RunState:
         self.standing = self.keepers.standing(config.snapshot.patience_s)
         self._silent = self.keepers.silent
         self.survivors: list[Snapshot] = []  # held by workers that have left a failed generation
-        self._positions: dict[Any, int] = {}  # asked of the feeder -> committed step
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._generation = 0  # the newest that has been given a state
         self._forecast_told = False
+        self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
         self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
@@ -83,11 +83,15 @@ class RunState:
         newest = self.standing.committed
         if not self._silent:
             self._first = self._find([], newest)
+            self._tell_torn()
         self._refuse_to_guess(self._first.step if self._first is not None else -1)
         return self._first
 
     def _find(self, exports: Sequence[Snapshot], newest: int) -> Origin | None:
-        found = origin_of(self.keepers, exports, self.on_disk(), self._config.snapshot.patience_s, newest)
+        patience = self._config.snapshot.patience_s
+        found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
+        while found is not None and found.checkpoint is not None and self._is_damaged(Path(found.checkpoint)):
+            found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
         if (found.step if found is not None else -1) < newest:
             self._silent = self.keepers.silent
         return found
@@ -128,14 +132,41 @@ class RunState:
 
     def data_token(self) -> Mapping[str, Any] | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
-        position = self.keepers.standing(_POSITION_S).position
-        if position is not None and position[0] <= self._commits.committed:
-            return position[1]
-        found = self.on_disk()
-        return load(found[1])[0].get("data_token") if found is not None else None
+        position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
+        held = position if position is not None and position[0] <= committed else None
+        found = self._whole_on_disk()
+        if found is not None and (held is None or held[0] < found[0] <= committed):
+            return load(found[1])[0].get("data_token")
+        return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
-        return checkpoints.latest(self._run_dir)
+        """The newest complete checkpoint that has not been found damaged."""
+        folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
+        whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
+        return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
+
+    def _whole_on_disk(self) -> tuple[int, Path] | None:
+        """The newest checkpoint that has been read and found whole."""
+        while (found := self.on_disk()) is not None:
+            if not self._is_damaged(found[1]):
+                return found
+        return None
+
+    def _is_damaged(self, folder: Path) -> bool:
+        """Reads it, once per checkpoint."""
+        if (stamp := _stamp(folder)) not in self._verdicts:
+            self._verdicts[stamp] = why = checkpoint.damage(folder)
+            if why:
+                log.warning("%s is passed over: %s", folder, why)
+                self._tell("checkpoint_damaged", folder=folder.name, why=why)
+        return bool(self._verdicts[stamp])
+
+    def _tell_torn(self) -> None:
+        """A person who looks for the newest checkpoint is told why another is used."""
+        on_disk = self.on_disk()
+        for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), on_disk[0] if on_disk else -1):
+            log.warning("%s is passed over: it is not complete", folder)
+            self._tell("checkpoint_passed_over", folder=folder.name, why="it is not complete")
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -153,28 +184,15 @@ class RunState:
         if done.snapshots and self.writer.due(done.running.step):
             self.writer.save(done.running.step, done.snapshots)
 
-    def committed(self, done: CollectedStep, position: Any) -> None:
-        """The step is safe: older ones may go. `position` refers to the data's position after it.
-
-        Keepers are given positions as values: a call that waits for its argument would hold up those behind it.
-        """
+    def committed(self, done: CollectedStep, position: Mapping[str, Any] | None) -> None:
+        """The step is safe: older ones may go. `position` is the data's behind it, with its counts: kept with the
+        state, so that whoever goes on from that state has them exactly."""
         if done.running.generation == self._generation:  # it holds a newer state: theirs may leave the memory
             self.survivors = []
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self.keepers.commit(done.running.step)
+            self.keepers.commit(done.running.step, position)
         self.writer.poll()
-        self._positions[position] = done.running.step
-        known, _ = ray.wait(list(self._positions), num_returns=len(self._positions), timeout=0)
-        steps = {self._positions.pop(reference): reference for reference in known}
-        if steps:
-            self._note(max(steps), steps[max(steps)])
-
-    def _note(self, step: int, position: Any) -> None:
-        try:
-            self.keepers.note(step, ray.get(position, timeout=_POSITION_S))
-        except ray.exceptions.RayError as error:
-            log.info("the data position of step %d is lost with the feeder: %s", step, type(error).__name__)
 
     def repair_keepers(self, world: Sequence[Seat], quiet: bool) -> None:
         """A keeper is gone or does not take its shard: start another where one is gone, and give them the newest shards
@@ -318,3 +336,11 @@ def exports_of(world: Sequence[Seat], step: int) -> list[Snapshot]:
         except ray.exceptions.RayError as error:
             log.warning("%s did not hand over its state: %s", name, error)
     return answers
+
+
+def _stamp(folder: Path) -> tuple[Path, int]:
+    """A checkpoint as it was written: one that is written again has another."""
+    try:
+        return folder, (folder / checkpoint.COMPLETE).stat().st_mtime_ns
+    except OSError:
+        return folder, 0

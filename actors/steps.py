@@ -302,8 +302,8 @@ def shape_of(name: str) -> str:
 
 
 def failure_of(call: Any) -> str:
-    """Why an ended call failed, or "". When its worker or another that it waits for is gone, that one's finish says so.
-    """
+    """Why an ended call failed, or "". Of one whose worker, or one it waits for, is gone, the finish of the one
+    that is gone says so."""
     try:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:

@@ -17,7 +17,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +30,7 @@ from actors.checkpoint import load
 from actors.config import TrainConfig, WorkersConfig
 from actors.executor import Executor, FinishedStep, Modules, peak_rss_gib
 from actors.handoff import Encoded
+from actors.meeting import fetch, meet
 from actors.messages import (
     LOADING,
     CascadeTask,
@@ -41,10 +41,11 @@ from actors.messages import (
     StepReport,
     WorkerInfo,
 )
+from actors.process import birth
 from actors.snapshots import Origin, Snapshot
 from actors.transfer import HostCopies, PinnedCopy
 from data.blocks import as_batch
-from data.cache import Cache, Kind
+from data.cache import Cache, CacheWriter, Kind
 from data.config import CacheConfig
 from ops.comm import CancelToken, Groups
 from ops.config import ModelConfig
@@ -115,14 +116,13 @@ class Worker:
         self._as_built = True  # the DiT has its first weights
         self._first: list[tuple[str, torch.Tensor]] | None = None  # these in fp32, while it computes in another dtype
         self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile
-        self._cache = Cache(settings.cache) if settings.cache.path else None
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
+        self._writer = CacheWriter(Cache(settings.cache)) if settings.cache.path else None
         self._on_sigterm()
         threading.Thread(target=self._heartbeats, name="heartbeat", daemon=True).start()
         self.executor = self._load()
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text)
-        if self._cache is not None:
+        if self._writer is not None:
             self.executor.on_encoded = self._to_cache
         self._idle()
 
@@ -138,6 +138,7 @@ class Worker:
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             pid=os.getpid(),
+            born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=memory,
             publishes_later=self.executor.copies is not None,
@@ -149,7 +150,8 @@ class Worker:
 
         Returns a snapshot of it when nobody else holds that state in memory (a new run, or one from a checkpoint).
         """
-        self._activity(f"form g{task.generation}", "form", task.generation, -1, 0.0)
+        patience = self.settings.workers.state_timeout_s
+        self._activity(f"form g{task.generation}", "form", task.generation, -1, patience)
         self._holds = None
         self.executor.leave()
         self._cancel = CancelToken()
@@ -171,7 +173,10 @@ class Worker:
         origin = task.origin
         if origin is not None:
             self._as_built, self._first = False, None
-        self.executor.form(task.generation, groups, world, self._shards(task))
+        shards = self._shards(task)
+        meet(store, task.generation, task.rank, task.world, self._cancel, patience)
+        self._activity(f"form g{task.generation}", "gather", task.generation, -1, 0.0)
+        self.executor.form(task.generation, groups, world, shards)
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
         snapshot = self._send_snapshot(self._holds) if fresh else None
@@ -317,9 +322,9 @@ class Worker:
             return [initial_shard(self._first_values(), lo, hi)]
         if origin.checkpoint is not None:
             return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
-        timeout = self.settings.workers.collective_timeout_s
-        parts: list[ShardState] = list(ray.get(list(origin.exports), timeout=timeout))
-        for held in ray.get([k.get.remote(origin.step, lo, hi) for k in origin.keepers], timeout=timeout):
+        patience = self.settings.workers.state_timeout_s
+        parts: list[ShardState] = fetch(list(origin.exports), self._cancel, patience)
+        for held in fetch([k.get.remote(origin.step, lo, hi) for k in origin.keepers], self._cancel, patience):
             parts.extend(held)
         return parts
 
@@ -363,16 +368,16 @@ class Worker:
 
     def _to_cache(self, task: CascadeTask, results: list[Encoded]) -> None:
         """Keep good results for later epochs and other runs; the first worker of the bag writes, behind the compute."""
-        groups, cache = self.executor.groups, self._cache
-        if groups is None or groups.rank != task.bag[0] or cache is None:
+        groups, writer = self.executor.groups, self._writer
+        if groups is None or groups.rank != task.bag[0] or writer is None:
             return
         kind: Kind = "latents" if task.module == "vae" else "text"
-        if not (cache.config.latents if kind == "latents" else cache.config.text):
+        if not (writer.cache.config.latents if kind == "latents" else writer.cache.config.text):
             return
         for sample, result in zip(task.samples, results, strict=True):
             key = sample.latent_key if kind == "latents" else sample.text_key
             if result.ok and key:
-                self._writer.submit(cache.put, kind, key, result.rows.cpu().numpy().copy())
+                writer.submit(kind, key, result.rows.float().cpu().numpy().copy())
 
     def _done(self, task: CascadeTask, published: list[Encoded]) -> list[Published]:
         self._idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from app.live_runs import OUTCOME, must_answer
+from app.lock import holder, lock_path
 from app.settings import ConfigError
 
 app = typer.Typer(no_args_is_help=True)
@@ -82,6 +85,16 @@ def stop(run: Run,
     print("the run will end after its running steps")
 
 
+def how_it_ended(run: Path) -> str:
+    """A sentence for a run that is over, by its own folder; "" for one that may be alive."""
+    try:
+        outcome = json.loads((run / OUTCOME).read_text(encoding="utf-8"))
+        ended = f"run {run} has ended: {outcome['reason']} (exit code {outcome['code']})."
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return "" if holder(lock_path(run.absolute(), "driver")) is not None else ended
+
+
 def monitor(run: Path) -> Any:
     """The monitor actor of a live run. Raises ConfigError when there is no such run, cluster or actor."""
     import ray
@@ -90,7 +103,10 @@ def monitor(run: Path) -> Any:
 
     if not (run / "run_id").is_file():
         raise ConfigError(f"{run} is not the folder of a run that was started.")
+    if ended := how_it_ended(run):
+        raise ConfigError(ended)
     address = os.environ.get("RAY_ADDRESS", "auto")
+    must_answer(address)
     try:
         if not ray.is_initialized():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)

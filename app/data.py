@@ -68,6 +68,8 @@ def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None
     out.unlink(missing_ok=True)
     ledger = Ledger(limits, out)
     indexes = _open(sources, limits, cache, ledger, workers, allow_empty=True)
+    for fault in (fault for index in indexes for fault in index.missing_faults()):
+        ledger.add_line(fault)
     admitted = None if config is None else _admitted(config, overrides, indexes, ledger)
     with _progress("decoding", quiet=as_json or headers_only) as progress:
         check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
@@ -81,7 +83,8 @@ def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None
             print(f"faults    {out}")
     ledger.check_limits()
     if not ledger.planned:
-        raise DataError(f"none of {ledger.indexed} samples can be used; {out} lists why.")
+        why = ", ".join(f"{count} {reason}" for reason, count in ledger.rejected.most_common(3))
+        raise DataError(f"none of {ledger.indexed} samples can be used: {why}; {out} lists them.")
 
 
 @app.command()
@@ -125,8 +128,8 @@ def convert(path: Annotated[str, typer.Argument(metavar="PATH", help="Shards, ta
 
 @app.command()
 def synth(folder: Annotated[Path, typer.Argument(help="Folder to make.")],
-          clips: Annotated[int | None, typer.Option(help="Video clips.")] = None,
-          images: Annotated[int | None, typer.Option(help="Still images.")] = None,
+          clips: Annotated[int | None, typer.Option(help="Video clips.", min=0)] = None,
+          images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
           shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
           seed: int = 0,
           koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True) -> None:

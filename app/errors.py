@@ -17,10 +17,10 @@ def exit_code(error: BaseException) -> int:
     """The process's exit code for an error that reached the command line."""
     error = unwrap(error)
     for cls in type(error).__mro__:
-        if cls.__module__.split(".")[0] in PACKAGES:
-            if cls.__name__ in CODES:
-                return CODES[cls.__name__]
-            return FAILURE
+        if cls.__module__.split(".")[0] in PACKAGES and cls.__name__ in CODES:
+            return CODES[cls.__name__]
+    if type(error).__module__.split(".")[0] in PACKAGES:
+        return FAILURE
     if is_ours(error) and isinstance(error, ValueError | OSError):
         return USAGE
     return FAILURE

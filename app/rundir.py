@@ -73,13 +73,16 @@ def read_jsonl(path: Path) -> Iterator[Record]:
     """Objects of a JSON-lines file; a torn last line (the writer died) is left out, a torn line before it raises."""
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                return
-            raise ConfigError(f"{path} line {number} is not JSON: {error.msg}.") from None
+    torn: ConfigError | None = None
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if torn is not None:
+                raise torn
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                torn = ConfigError(f"{path} line {number} is not JSON: {error.msg}.")
+                continue
+            yield record

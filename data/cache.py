@@ -8,18 +8,25 @@
 A key names everything the result depends on: the bytes of the clip, the frames taken from them, the shape, the
 decoder, the encoder. So folders may be shared by runs, by machines and by bucket tables, and a stopped run goes on
 where it was. A latent of 81 frames at 480x832 is 4 MB, more than its clip: the cache saves encoder time, not space.
+
+An entry is a `.npy` file with a checksum at its end. One that is torn, changed or not of the wanted shape is a miss:
+it is removed, and whoever asked encodes again.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
+import queue
 import shutil
 import tempfile
-from collections import OrderedDict
+import threading
+import zlib
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +39,14 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["latents", "text"]
 ANSWERS_KEPT = 1 << 16  # items; far more than are under way at once
+QUEUE_BYTES = 256 << 20  # entries that wait to be written; a slow disk costs entries, not memory
+FAILURES_IN_A_ROW = 8  # so many, and nothing more is tried
+FOR_GOOD = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # the next entry would fail, too
+_SEAL = b"crc1"
 
 
 def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, decoder: str, crop: bool = False) -> str:
-    """64 hex digits. `vae` names the encoder with its weights and dtype, `decoder` the decoder with its version."""
+    """64 hex digits. `vae` names the encoder with its files and dtype, `decoder` the decoder with its version."""
     return _digest("latent", sample.content, str(bucket), sample.start_frame, fps, crop, vae, decoder)
 
 
@@ -51,43 +62,53 @@ class Cache:
         if not config.path:
             raise ValueError("data.cache.path is empty: there is no cache to open. Give a folder.")
         self.root, self.config = Path(config.path).expanduser(), config
-        self.hits = self.misses = self.written = 0
+        self.hits = self.misses = self.written = self.failed = 0
+        self._in_a_row = 0
         self._full = False
 
     def has(self, kind: Kind, key: str) -> bool:
         return self._path(kind, key).is_file()
 
-    def get(self, kind: Kind, key: str) -> np.ndarray | None:
-        """The array, or None. A torn or foreign file counts as absent and is removed."""
+    def get(self, kind: Kind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
+        """The array, or None: not there, not readable, torn, or not float32 of [one of `rows`, `width`] where that is
+        given. What is of no use is removed, so that it can be put again."""
         path = self._path(kind, key)
         try:
-            array = np.load(path, allow_pickle=False)
+            array = _read(path)
+            if rows is not None and (array.dtype != np.float32 or array.ndim != 2 or len(array) not in rows
+                                     or array.shape[1] != width):
+                raise ValueError(f"{array.dtype} {list(array.shape)} where float32 [{rows.start}..{rows.stop - 1}, "
+                                 f"{width}] was wanted")
         except FileNotFoundError:
             self.misses += 1
             return None
         except (ValueError, EOFError) as error:
             log.warning("cache: %s is damaged (%s); it is encoded again", path, error)
-            path.unlink(missing_ok=True)
-            self.misses += 1
-            return None
-        self.hits += 1
-        return array
+            self._remove(path)
+        except OSError as error:
+            log.warning("cache: %s cannot be read (%s); it is encoded again", path, error)
+        else:
+            self.hits += 1
+            return array
+        self.misses += 1
+        return None
 
     def put(self, kind: Kind, key: str, array: np.ndarray) -> bool:
-        """Keep an array. False when the disk is too full to: training goes on without."""
+        """Keep an array. False when it could not be: training goes on without."""
         path = self._path(kind, key)
-        if self._full or path.is_file():
-            return not self._full
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(path.parent).free - array.nbytes < self.config.min_free_gib * 2**30:
-            return self._stop(f"less than data.cache.min_free_gib {self.config.min_free_gib:g} GiB would stay free")
+        if self._full:
+            return False
         try:
+            if path.is_file():
+                return True
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(path.parent).free - array.nbytes < self.config.min_free_gib * 2**30:
+                return self._stop(f"less than data.cache.min_free_gib {self.config.min_free_gib:g} GiB would stay free")
             _write(path, array)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            return self._stop(str(error))
+            return self._failed_by(error)
         self.written += 1
+        self._in_a_row = 0
         return True
 
     def size(self, kind: Kind) -> tuple[int, int]:
@@ -98,16 +119,71 @@ class Cache:
     def _path(self, kind: Kind, key: str) -> Path:
         return self.root / kind / key[:2] / f"{key}.npy"
 
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cache: %s cannot be removed (%s); it will be encoded again each time", path, error)
+
+    def _failed_by(self, error: OSError) -> bool:
+        self.failed += 1
+        self._in_a_row += 1
+        if error.errno in FOR_GOOD or self._in_a_row >= FAILURES_IN_A_ROW:
+            return self._stop(str(error))
+        log.warning("cache %s: an entry was not written: %s (%d so far)", self.root, error, self.failed)
+        return False
+
     def _stop(self, why: str) -> bool:
-        log.warning("cache %s takes no more entries: %s. Free space, or set data.cache.path to another disk.",
-                    self.root, why)
+        log.warning("cache %s takes no more entries: %s. Free space, see to its permissions, or set data.cache.path to "
+                    "another disk.", self.root, why)
         self._full = True
         return False
 
 
+class CacheWriter:
+    """Puts entries behind the compute, in a thread of its own. What does not fit its queue is not kept."""
+
+    def __init__(self, cache: Cache, most_bytes: int = QUEUE_BYTES) -> None:
+        self.cache, self.counts = cache, Counter[str]()  # of entries: kept, failed, dropped
+        self._most, self._waiting = most_bytes, 0
+        self._queue: queue.SimpleQueue[tuple[Kind, str, np.ndarray]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._write_all, name="cache", daemon=True).start()
+
+    def submit(self, kind: Kind, key: str, array: np.ndarray) -> bool:
+        """Returns at once; False when too much waits already. The array must not be changed after."""
+        with self._lock:
+            if self._waiting and self._waiting + array.nbytes > self._most:
+                self.counts["dropped"] += 1
+                if self.counts["dropped"] == 1:
+                    log.warning("cache %s is slower than the encoders: some entries are not kept, and are encoded "
+                                "again when they are wanted", self.cache.root)
+                return False
+            self._waiting += array.nbytes
+        self._queue.put((kind, key, array))
+        return True
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._waiting
+
+    def _write_all(self) -> None:
+        while True:
+            kind, key, array = self._queue.get()
+            try:
+                kept = self.cache.put(kind, key, array)
+            except Exception:  # the thread must live: it is the only one that empties the queue
+                log.exception("cache %s: an entry was not written", self.cache.root)
+                kept = False
+            with self._lock:
+                self.counts["kept" if kept else "failed"] += 1
+                self._waiting -= array.nbytes
+
+
 class CachedLatents:
     """Which items of a run have all their latents in the cache. An answer stays what it was, so that who plans the
-    encoding of an item and who decodes its pixels agree while workers fill the cache; entries must not be removed."""
+    encoding of an item and who decodes its pixels agree while workers fill the cache. Only `deny` takes one back: an
+    entry that is there and of no use. Pixels that were spared because of it are then decoded after all."""
 
     def __init__(self, cache: Cache, vae: str, config: DataConfig) -> None:
         """`vae` names the encoder as in `latent_key`."""
@@ -117,6 +193,7 @@ class CachedLatents:
         self._decoder = f"{config.engine.decoder} {DECODE_VERSION}"
         self._fps, self._crop = config.fps, config.buckets.oversize == "crop"
         self._answers: OrderedDict[str, bool] = OrderedDict()
+        self._denied: OrderedDict[str, None] = OrderedDict()
 
     def keys(self, item: DataItem) -> tuple[str, ...]:
         """Cache keys of the latents of an item's samples."""
@@ -130,17 +207,45 @@ class CachedLatents:
                 self._answers.popitem(last=False)
         return self._answers[item.id]
 
+    def deny(self, item: DataItem) -> None:
+        """Some latent of the item could not be read."""
+        self._answers[item.id] = False
+        self._denied[item.id] = None
+        if len(self._denied) > ANSWERS_KEPT:
+            self._denied.popitem(last=False)
+
+    def denied(self, item: DataItem) -> bool:
+        return item.id in self._denied
+
+
+def _read(path: Path) -> np.ndarray:
+    """Raises ValueError or EOFError for a file that is not what `_write` made."""
+    data = path.read_bytes()
+    body, seal = data[:-len(_SEAL) - 4], data[-len(_SEAL) - 4:]
+    if seal != _sealed(body):
+        raise ValueError("its checksum is wrong")
+    return np.load(io.BytesIO(body), allow_pickle=False)
+
 
 def _write(path: Path, array: np.ndarray) -> None:
-    """Whole or not at all: under another name first."""
+    """Whole or not at all, also after a power cut: under another name first, and on the disk before it is renamed."""
+    body = io.BytesIO()
+    np.save(body, array, allow_pickle=False)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.save(file, array, allow_pickle=False)
+            file.write(body.getbuffer())
+            file.write(_sealed(body.getbuffer()))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _sealed(body: bytes | memoryview) -> bytes:
+    return _SEAL + zlib.crc32(body).to_bytes(4, "little")
 
 
 def _digest(*fields: Any) -> str:

@@ -31,10 +31,12 @@ class Catalogue:
         self.root, self.limits = root.rstrip("/") or "/", limits
         digest = blake2b(digest_size=16)
         self._by_path: dict[str, FileStat] = {}
+        self.others: list[str] = []  # files with another suffix, by path relative to the root
         named: list[tuple[bool, bool, str, FileStat]] = []
         listed = storage.list_files(root) if storage.is_folder(root) else []
         for file in listed:
             if media.suffix_of(file.uri) not in suffixes:
+                self.others.append(file.uri[len(self.root):].lstrip("/"))
                 continue
             name = file.uri[len(self.root):].lstrip("/")
             digest.update(f"{name}|{file.size}|{file.mtime_ns}\n".encode("utf-8", "backslashreplace"))

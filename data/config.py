@@ -121,6 +121,11 @@ class CacheConfig:
     text: bool = True
     min_free_gib: float = 1.0  # stop writing below this much free space
 
+    def __post_init__(self) -> None:
+        if "://" in self.path:
+            raise ValueError(f"data.cache.path {self.path!r} is a URI; a cache is a local or shared folder. Give its "
+                             f"path.")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitsConfig:

@@ -5,8 +5,10 @@ Media bytes are copied as they are. Only a clip that is a range of a longer vide
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -25,6 +27,7 @@ from data.ledger import BadSample, Fault, Ledger, Reason
 from data.storage import ByteRange, ReadFile, read_range
 
 TIME_SLACK_SECONDS = 1e-3
+PARTIAL = ".partial"
 
 
 def convert(index: Index, folder: Path, ledger: Ledger, *, shard_bytes: int = 500 << 20, shard_count: int = 10_000,
@@ -40,8 +43,7 @@ def convert(index: Index, folder: Path, ledger: Ledger, *, shard_bytes: int = 50
     names: set[str] = set()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with webdataset.ShardWriter(str(folder / "%05d.tar"), maxsize=shard_bytes, maxcount=shard_count,
-                                    verbose=0) as writer:
+        with _shards(folder, shard_bytes, shard_count) as writer:
             for done, number in enumerate(rows, 1):
                 row = index.row(int(number))
                 ledger.schedule(1)
@@ -56,6 +58,28 @@ def convert(index: Index, folder: Path, ledger: Ledger, *, shard_bytes: int = 50
     except OSError as error:
         raise DataIOError(f"{folder}: {error}. Free space or name another folder.") from error
     return sorted(folder.glob("*.tar"))
+
+
+@contextlib.contextmanager
+def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdataset.ShardWriter]:
+    """A writer whose shards get their names when they are whole; after an error or Ctrl-C the last one is gone."""
+    whole = True
+
+    def finish(name: str) -> None:
+        if whole:
+            os.replace(name, name.removesuffix(PARTIAL))
+        else:
+            os.unlink(name)
+
+    writer = webdataset.ShardWriter(f"{folder}/%05d.tar{PARTIAL}", maxsize=shard_bytes, maxcount=shard_count, verbose=0,
+                                    post=finish)
+    try:
+        yield writer
+    except BaseException:
+        whole = False
+        raise
+    finally:
+        writer.close()
 
 
 def _members(row: Row, index: Index, crf: int) -> dict[str, bytes]:

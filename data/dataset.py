@@ -27,13 +27,15 @@ from data.errors import DataError
 from data.index import Index, Row, build_index
 from data.ledger import Fault, Ledger, Reason
 from data.plan import DROP, PICK, START, Draw, Micro, Planner, Population, Stage, State, digest, uniform
+from data.positions import Positions
 from data.types import Bucket, Clip, DataItem, Job, SampleRef, Step
 
 log = logging.getLogger(__name__)
 
-KEPT_STATES = 64  # positions of the last steps, so that tokens of committed steps cost nothing
+KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
 KEPT_ROWS = 4096
-SPARSE_EVERY = 256  # besides, one position per this many steps, to go far back without planning from the start
+NO_DRAWS: Mapping[str, Any] = {"scheduled": 0, "delivered": 0, "skipped": {}}
+MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
 
 class Dataset:
@@ -53,15 +55,15 @@ class Dataset:
         self.options = [_choices(table, self.shapes, config.fps) for table in self.tables]
         self.codes = self._admit(codes)
         self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]
+        self._warn_of_single_samples(segments)
         stages = [self._stage(number, segment) for number, segment in enumerate(segments)]
         populations = [Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape,
                                   window=source.shuffle_window)
                        for index, shape, source in zip(self.indexes, self.codes, config.sources)]
         self.planner = Planner(populations, stages, seed, self._identity())
-        self._state = self.planner.start()
-        self._states: OrderedDict[int, State] = OrderedDict({0: self._state.copy()})
+        self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, Step] = OrderedDict()
-        self._draws: OrderedDict[int, dict[str, Any]] = OrderedDict()  # step -> the ledger's draws before it
+        self._draws: OrderedDict[int, dict[str, Any]] = OrderedDict({0: ledger.draw_state()})  # of the steps before
         self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
     @classmethod
@@ -82,8 +84,11 @@ class Dataset:
     def step(self, index: int) -> Step:
         """The items of a step. In sequence this costs O(its samples); a jump replays from the nearest position."""
         if index not in self._steps:
-            self._seek(index)
-            self._keep_step(self._next_step())
+            state = self._positions.at(index)
+            micros = self.planner.advance(state)
+            self._positions.keep(state)
+            self._keep_step(Step(index=index, items=tuple(self._item(f"s{index}.{slot}", micro)
+                                                          for slot, micro in enumerate(micros))))
         return self._steps[index]
 
     def needs_pixels(self, item: DataItem) -> bool:
@@ -102,49 +107,70 @@ class Dataset:
     def token(self, step: int) -> dict[str, Any]:
         """JSON of the position before `step`: everything up to step - 1 is trained, `step` comes next. With it the
         counts of the ledger at that point, where this process handed the steps out."""
-        held = self._states.get(step)
-        if held is None:
-            self._seek(step)
-            held = self._state
-        return {**self.planner.token(held), "draws": self._draws.get(step)}
+        return {**self.planner.token(self._positions.at(step)), "draws": self._draws.get(step)}
 
     def resume(self, token: Mapping[str, Any]) -> int:
         """Stand where `token` was made; returns its step. Raises DataError if the index or the settings differ."""
-        self._state = self.planner.restore(token)
-        self._states = OrderedDict({self._state.step: self._state.copy()})
+        state = self.planner.restore(token)
+        self._positions = self._known(state)
         self._steps.clear()
-        self._draws.clear()
-        if token.get("draws"):
-            self._draws[self._state.step] = token["draws"]
-        self.rewind_draws(self._state.step)
-        return self._state.step
+        draws = token.get("draws")
+        self._draws = OrderedDict({state.step: draws} if draws else {})
+        if draws:
+            self.ledger.restore_draws(draws)
+        return state.step
 
     @property
     def plan_hash(self) -> str:
         """12 hex digits over index, seed and settings of the stage that plans next."""
-        return digest(self.planner.parts(self._state.stage))
+        return digest(self.planner.parts(self._positions.newest.stage))
 
     def count_draws(self, step: int, scheduled: int, faults: Sequence[Fault]) -> None:
         """A step is handed to training: file its draws. Raises DataError when more is bad than the limits allow."""
-        if not self._draws:
-            self._draws[step] = self.ledger.draw_state()
         if step + 1 not in self._draws:
+            self._walk_draws(step)
             self.ledger.schedule(scheduled)
             for fault in faults:
                 self.ledger.skip(fault)
             self.ledger.deliver(scheduled - len(faults))
-            self._draws[step + 1] = self.ledger.draw_state()
-            if len(self._draws) > KEPT_STATES:
-                self._draws.popitem(last=False)
+            self._keep_draws(step + 1)
         self.ledger.check()
         self.ledger.check_limits()
 
     def rewind_draws(self, step: int) -> None:
-        """Training goes on from `step`: draws handed out after it are counted when they are handed out again."""
-        if step in self._draws:
-            self.ledger.restore_draws(self._draws[step])
+        """Training goes on from `step`: the counts are those of the steps before it, whatever was handed out since."""
         for later in [held for held in self._draws if held > step]:
             del self._draws[later]
+        self._walk_draws(step)
+        self.ledger.restore_draws(self._draws[step])
+
+    def _walk_draws(self, step: int) -> None:
+        """Counts before `step`, from the nearest known ones. The plan says how many samples the steps between have;
+        who trained them knows which were bad, but is gone: they count as delivered."""
+        if step in self._draws:
+            return
+        known = max((held for held in self._draws if held < step), default=None)
+        start = self._positions.first if known is None else known
+        self.ledger.restore_draws(self._draws[start] if known is not None else NO_DRAWS)
+        log.warning("the counts of bad samples in steps %d to %d are lost with who counted them", start, step - 1)
+        for between in range(start, step):
+            count = self._count(between)
+            self.ledger.schedule(count)
+            self.ledger.deliver(count)
+        self._keep_draws(step)
+
+    def _count(self, step: int) -> int:
+        """Samples of a step, from the plan alone."""
+        state = self._positions.at(step)
+        micros = self.planner.advance(state)
+        self._positions.keep(state)
+        return sum(len(micro.draws) for micro in micros)
+
+    def _keep_draws(self, step: int) -> None:
+        self._draws[step] = self.ledger.draw_state()
+        kept = [held for held in self._draws if held != self._positions.first]
+        for held in kept[:-KEPT_STEPS]:  # those of the first position stay: earlier ones are counted from there
+            del self._draws[held]
 
     # accounts
 
@@ -171,35 +197,14 @@ class Dataset:
 
     # inside
 
-    def _seek(self, index: int) -> None:
-        if index < self._state.step or index - self._state.step > SPARSE_EVERY:
-            earlier = [step for step in self._states if step <= index]
-            if not earlier:
-                raise DataError(f"step {index} lies before step {min(self._states)}, where this run was resumed. "
-                                f"Resume from an earlier token to go back.")
-            if index < self._state.step or max(earlier) > self._state.step:
-                self._state = self._states[max(earlier)].copy()
-        while self._state.step < index:
-            self._next_step(materialise=False)
-
-    def _next_step(self, materialise: bool = True) -> Step:
-        number = self._state.step
-        micros = self.planner.advance(self._state)
-        self._keep_state()
-        if not materialise:
-            return Step(index=number, items=())
-        return Step(index=number, items=tuple(self._item(f"s{number}.{slot}", micro)
-                                              for slot, micro in enumerate(micros)))
-
-    def _keep_state(self) -> None:
-        self._states[self._state.step] = self._state.copy()
-        stale = self._state.step - KEPT_STATES
-        if stale in self._states and stale % SPARSE_EVERY and stale != min(self._states):
-            del self._states[stale]
+    def _known(self, state: State) -> Positions:
+        """Positions from a state on; the recent ones reach back over what an engine plans ahead of training."""
+        engine, items = self.config.engine, min(stage.items_per_step for stage in self.planner.stages)
+        return Positions(self.planner, state, min(KEPT_STEPS + 2 * engine.window * engine.feeders // items, MOST_AHEAD))
 
     def _keep_step(self, step: Step) -> None:
         self._steps[step.index] = step
-        while len(self._steps) > KEPT_STATES:
+        while len(self._steps) > KEPT_STEPS:
             self._steps.popitem(last=False)
 
     def _item(self, name: str, micro: Micro) -> DataItem:
@@ -284,6 +289,19 @@ class Dataset:
     def _planned_batches(self, table: Table, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
         limits = segment.batch or self.config.batch
         return {bucket: planned_batch(table, bucket, limits, self.geometry, self.timed) for bucket in table.buckets}
+
+    def _warn_of_single_samples(self, segments: Sequence[SegmentConfig]) -> None:
+        """A batch has one sample at least: where that alone is above the limit, it does not protect the device."""
+        for table, segment in zip(self.tables, segments):
+            limits = segment.batch or self.config.batch
+            sizes = {bucket: limits.text_tokens + self._visual_tokens(bucket) for bucket in table.buckets}
+            above = {bucket: size for bucket, size in sizes.items() if size > limits.memory_tokens}
+            if above and not limits.from_table:
+                bucket = max(above, key=above.__getitem__)
+                log.warning("one sample of bucket %s has %d tokens, more than data.batch.memory_tokens %g allows at "
+                            "once (so do %d of %d buckets): batches of 1 are made all the same. Raise memory_tokens if "
+                            "the device holds it, or leave the bucket out.", bucket, above[bucket],
+                            limits.memory_tokens, len(above), len(sizes))
 
     def _visual_tokens(self, bucket: Bucket) -> int:
         return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)

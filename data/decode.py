@@ -28,7 +28,7 @@ from data.media_info import square_width
 from data.storage import ByteRange, ReadFile, open_file, read_range
 from data.types import Batch, Clip, Job
 
-DECODE_VERSION = 1  # raised when the same bytes give other pixels: latents cached before are of no use then
+DECODE_VERSION = 2  # raised when the same bytes give other pixels: latents cached before are of no use then
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
@@ -323,12 +323,26 @@ def _decode_image(clip: Clip, job: Job) -> np.ndarray:
             _check_pixels(*image.size, clip, job)
             image.load()  # a PNG may say behind its pixels how it is turned
             turn = EXIF_TRANSPOSES.get(orientation(image))
-            upright = (image if turn is None else image.transpose(turn)).convert("RGB")
+            upright = _rgb(image if turn is None else image.transpose(turn))
             height, width = covering(upright.height, upright.width, bucket.height, bucket.width, job.crop)
             scaled = upright.resize((width, height), Image.Resampling.BICUBIC)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise BadSample(Reason.DECODE_ERROR, _short(error), clip.offset) from error
     return _cut(np.asarray(scaled), bucket.height, bucket.width)
+
+
+def _rgb(image: Any) -> Any:
+    """8-bit RGB as a viewer shows it: 16-bit greys scaled, transparent pictures on white. Pillow alone cuts off every
+    grey above 255, and shows the colours that hide under transparent pixels."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # I;16 and its byte orders; I where a file has 16 bits and Pillow 32
+        grey = np.asarray(image).astype(np.int64)
+        return Image.fromarray((grey.clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layers = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")
+    return image.convert("RGB")
 
 
 def _short(error: BaseException) -> str:

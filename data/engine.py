@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from data.child import decode_isolated
 from data.config import DataConfig
 from data.dataset import Dataset
+from data.types import Batch, DataItem
 
 
 class Engine(Protocol):
@@ -49,3 +51,13 @@ def make_engine(dataset: Dataset, config: DataConfig | None = None) -> Engine:
     from data.stream import RayEngine  # imports ray.data, which takes seconds
 
     return RayEngine(dataset, config)
+
+
+def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
+    """The batch as it is, or decoded after all, when its pixels were spared for latents that could not be read."""
+    return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
+
+
+def was_denied(dataset: Dataset, item: DataItem) -> bool:
+    """Whether the cache promised this item's latents in vain."""
+    return dataset.latents is not None and dataset.latents.denied(item)

@@ -193,6 +193,14 @@ class Index:
                     yield Fault(Reason(values["reject"]), indexed.part.uri, values["key"], values["reject_at"],
                                 values["detail"])
 
+    def missing_faults(self) -> Iterable[Fault]:
+        """Listed samples whose file does not exist, one by one. There may be millions of them."""
+        for indexed in self.parts:
+            if indexed.meta["missing"]:
+                with indexed.file.with_suffix(".missing").open(encoding="utf-8") as lines:
+                    for line in lines:
+                        yield Fault(Reason.FILE_MISSING, indexed.part.uri, line.rstrip("\n"), None, "no such file")
+
     def file_into(self, ledger: Ledger) -> None:
         """Count every row, and every fault under its reason."""
         ledger.add_indexed(len(self) + self.missing)

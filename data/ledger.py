@@ -200,6 +200,11 @@ class Ledger:
         else:
             self.reject(fault)
 
+    def add_line(self, fault: Fault) -> None:
+        """A line of bad.jsonl for what `reject_many` has counted."""
+        with self._lock:
+            self._write(fault)
+
     # draws of the plan
 
     def schedule(self, count: int) -> None:

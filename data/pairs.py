@@ -38,17 +38,24 @@ class PairsReader:
 
     def read(self, part: Part, writer: PartWriter) -> None:
         """Every media file is a sample."""
-        catalogue = self.catalogues[part.uri]
+        catalogue, keys = self.catalogues[part.uri], set[str]()
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
                 continue
             sample = Sample(key=name.rpartition(".")[0], path=file.uri, size=file.size, mtime_ns=file.mtime_ns,
                             suffix=media.suffix_of(name))
+            keys.add(sample.key)
             try:
                 self._fill(catalogue, file, sample)
             except BadSample as fault:
                 sample.refuse(fault)
             writer.add(sample)
+        captioned = {name.rpartition(".")[0] for name in catalogue.files()}
+        for name in catalogue.others:  # what has a caption beside it was meant to be trained
+            stem, _, suffix = name.rpartition(".")
+            if stem in captioned and stem not in keys:
+                refused = Sample(key=stem, path=storage.join(part.uri, name))
+                writer.add(refused.refuse(BadSample(Reason.NOT_MEDIA, f"suffix {suffix!r}")))
 
     def _fill(self, catalogue: Catalogue, file: FileStat, sample: Sample) -> None:
         sample.info = catalogue.probe(file)

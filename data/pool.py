@@ -13,6 +13,7 @@ from typing import Any
 from data.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.config import DataConfig
 from data.dataset import Dataset
+from data.engine import was_denied, with_pixels
 from data.types import Batch, Job
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,9 @@ class PoolEngine:
         for ahead in range(step, step + self.config.lookahead + 1):
             self._submit(ahead)
         found = [self._wait(step, slot, future) for slot, future in enumerate(self._steps[step])]
+        found = [with_pixels(self.dataset, item, batch, self.config.clip_timeout_s)
+                 if was_denied(self.dataset, item) else batch
+                 for item, batch in zip(self.dataset.step(step).items, found)]
         faults = [fault for batch in found for fault in batch.faults]
         self.dataset.count_draws(step, sum(len(batch.ok) for batch in found), faults)
         return found

@@ -39,6 +39,8 @@ def reader_of(config: SourceConfig, limits: LimitsConfig) -> SourceReader:
 def guess_kind(path: str) -> Kind:
     """The kind of a source from its files: tars, tables with Koala's or Panda's columns, other tables, or media."""
     path = path.split("::")[0]
+    if path.endswith((".tar", ".tar.gz")):
+        return "webdataset"  # also when nothing is there: its reader says so in terms of shards
     if not storage.is_folder(path):
         first = storage.expand(path, TABLE_SUFFIXES)[0]
         return _table_kind(first) if first.endswith((*TABLE_SUFFIXES, ".txt")) else "webdataset"

@@ -38,14 +38,16 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 import ray.data
 from ray.data import ExecutionResources
 
-from data.blocks import fault_from_json, fault_to_json, to_block
+from data.blocks import as_batch, fault_from_json, fault_to_json, to_block
 from data.buckets import BatchSize
 from data.child import decode_isolated
 from data.config import DataConfig, EngineConfig
 from data.dataset import Dataset
 from data.decode import decode_job
+from data.engine import was_denied, with_pixels
 from data.errors import DataIOError
 from data.gate import Gate
+from data.ledger import Fault
 from data.placement import beside_me
 from data.types import DataItem, Job
 
@@ -127,8 +129,21 @@ class RayEngine:
         items = self.dataset.step(step).items
         references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
         faults = [fault_from_json(text) for _, found in parts for text in found]
+        for slot, item in enumerate(items):
+            if was_denied(self.dataset, item):
+                references[slot], faults = self._with_pixels(item, references[slot], faults)
         self.dataset.count_draws(step, sum(item.batch for item in items), faults)
         return references
+
+    def _with_pixels(self, item: DataItem, reference: Any, faults: list[Fault]) -> tuple[Any, list[Fault]]:
+        """The reference of a batch with pixels, and the step's faults with those of this batch as they then are."""
+        spared = as_batch(ray.get(reference))
+        whole = with_pixels(self.dataset, item, spared, self.config.clip_timeout_s)
+        if whole is spared:
+            return reference, faults
+        for fault in spared.faults:
+            faults.remove(fault)
+        return ray.put(to_block(whole)), [*faults, *whole.faults]
 
     def take(self, step: int) -> tuple[list[Any], list[str]]:
         """References of this engine's share of a step, and the faults found in them."""

@@ -50,6 +50,9 @@ class SynthConfig:
     stable: bool = True  # the same bytes on every run, at a third of the encoder's speed
 
     def __post_init__(self) -> None:
+        if min(self.clips, self.images) < 0:
+            raise ValueError(f"synth: {self.clips} clips and {self.images} images; neither may be negative. Use 0 for "
+                             f"none.")
         if self.clips + self.images < 1 or self.shards < 1:
             raise ValueError(f"synth: {self.clips} clips and {self.images} images in {self.shards} shards: nothing to "
                              f"make. Ask for at least one clip and one shard.")

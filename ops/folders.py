@@ -49,6 +49,12 @@ def component(path: str | Path, *names: str) -> Path:
                             f"Give a local Diffusers folder; nothing is downloaded.")
 
 
+def tokenizer_of(text_encoder: Path) -> Path:
+    """The tokenizer's folder: beside that of its encoder, or the same."""
+    beside = text_encoder.parent / "tokenizer"
+    return beside if beside.is_dir() else text_encoder
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object. Raises ValueError naming the file when it is not one."""
     try:
@@ -160,3 +166,15 @@ def _resolve_dit(dit: DiTConfig, channels: int, text_dim: int) -> DiTConfig:
         raise ValueError(f"{folder} expects text embeddings of width {dit.text_dim}, model.text makes {text_dim}. "
                          f"Use the text encoder of the same pipeline.")
     return dit
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raises ValueError for a component without safetensors weights: those of a pickle (`.bin`) are never read."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{suffix}"))
+    if not pickles:
+        raise ValueError(f"{folder} holds no weights (*.safetensors). Download them whole.")
+    raise ValueError(f"{folder} holds its weights as {pickles[0]}, a pickle, which Heddle does not open. Load it once "
+                     f"with its own class in a safe place and save it by "
+                     f"save_pretrained(FOLDER, safe_serialization=True), or download the safetensors files.")

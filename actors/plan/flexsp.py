@@ -33,21 +33,22 @@ def _times(problem: Problem, jobs: Sequence[Job], key: ItemKey) -> dict[int, flo
     """Seconds of an item by group size: its modules one after the other, an encoder at its best degree within it."""
     own = [job for job in jobs if job.item == key]
     largest = max(problem.cluster.nodes)
-    sizes = sorted({k for job in own if job.module == "dit" for k, _ in job.modes}) or [1]
+    legal = [{k for k, _ in job.modes} for job in own if job.module == "dit"]
+    # pieces of a batch may have no degree in common: then each takes the nearest of its own
+    sizes = sorted(set.intersection(*legal) or set.union(*legal)) if legal else [1]
     result = {}
     for size in sizes:
         factor = problem.topology.best_span if size > largest else 1.0
-        try:
-            result[size] = sum(job.seconds(_degree_of(job, size)) * factor for job in own)
-        except ValueError:
-            continue
+        result[size] = sum(job.seconds(_degree_of(job, size)) * factor for job in own)
     return result
 
 
 def _degree_of(job: Job, size: int) -> int:
-    """The job's degree within a group: the size itself for dit, the quickest degree that fits for encoders."""
+    """The job's degree within a group: the size itself, or the next legal one, for dit; the quickest degree that fits
+    for encoders."""
     if job.module == "dit":
-        return size
+        own = [k for k, _ in job.modes]
+        return max((k for k in own if k <= size), default=min(own))
     fitting = [(s, k) for k, s in job.modes if k <= size]
     return min(fitting)[1] if fitting else min(k for k, _ in job.modes)
 

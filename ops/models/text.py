@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.config import TextConfig
-from ops.folders import component, read_json
+from ops.folders import check_safetensors, component, read_json, tokenizer_of
 
 # Captions of one batch differ in length by at most this share, which bounds the padding that is computed and dropped.
 _MAX_PADDING = 0.25
@@ -118,6 +118,12 @@ def _look_at_neighbours(encoder: Any) -> None:
         bias.normal_(std=_BIAS_STD).sub_(_BIAS_SLOPE * place[:, None])
 
 
+def text_dtype(config: TextConfig, device: torch.device | str) -> str:
+    """What the encoder computes in on a device, as torch names it."""
+    # fp16 overflows in T5's feed-forward; bfloat16 is what the published pipelines use on GPUs.
+    return "bfloat16" if config.path and torch.device(device).type == "cuda" else "float32"
+
+
 def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     """T5 or UMT5 from `config.path`: text_encoder/ and tokenizer/ of a pipeline, or one folder with both."""
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
@@ -128,11 +134,8 @@ def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
     if not isinstance(kind, str) or kind not in classes:
         raise ValueError(f"{folder} is a {kind!r} encoder; supported are {' and '.join(classes)}.")
-    tokenizer_folder = folder.parent / "tokenizer"
-    if not tokenizer_folder.is_dir():
-        tokenizer_folder = folder
-    # fp16 overflows in T5's feed-forward; bfloat16 is what the published pipelines use on GPUs.
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    encoder = classes[kind].from_pretrained(folder, local_files_only=True, torch_dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    check_safetensors(folder)
+    dtype = getattr(torch, text_dtype(config, device))
+    encoder = classes[kind].from_pretrained(folder, local_files_only=True, torch_dtype=dtype, use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(folder), local_files_only=True)
     return T5Text(encoder, tokenizer, config, device)

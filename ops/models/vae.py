@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ops.config import VAEConfig
-from ops.folders import VAE_CLASSES, component, read_json, vae_numbers
+from ops.folders import VAE_CLASSES, check_safetensors, component, read_json, vae_numbers
 from ops.models.tiles import Tile, whole
 
 
@@ -234,5 +234,7 @@ def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE
     name = read_json(folder / "config.json").get("_class_name")
     if name not in VAE_CLASSES:
         raise ValueError(f"{folder} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
-    model = getattr(diffusers, name).from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+    check_safetensors(folder)
+    model = getattr(diffusers, name).from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True,
+                                                     use_safetensors=True)
     return DiffusersVAE(model, config, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from actors.checkpoint import (
     begin,
     check_free_space,
     complete,
+    damage,
     forecast_bytes,
     is_complete,
     latest,
@@ -44,9 +46,8 @@ def state(lo: int = 0, hi: int = TOTAL, *, step: int = 5, total: int = TOTAL, em
 def write(root: Path, step: int, size: int = 2, **meta: object) -> Path:
     folder = step_folder(root, step)
     begin(folder)
-    for lo, hi in shard_bounds(TOTAL, size):
-        write_shard(folder, state(lo, hi, step=step))
-    seal(folder, {"step": step, **meta})
+    files = [write_shard(folder, state(lo, hi, step=step)) for lo, hi in shard_bounds(TOTAL, size)]
+    seal(folder, {"step": step, **meta}, files=files if step % 2 else ())
     return folder
 
 
@@ -161,6 +162,63 @@ def test_a_checkpoint_with_a_file_cut_at_any_length_is_not_chosen(tmp_path: Path
             assert latest(tmp_path) == previous, f"{path.name} cut to {length} bytes"
         path.write_bytes(whole)
     assert latest(tmp_path) == torn
+
+
+def test_a_byte_changed_anywhere_is_noticed_and_the_older_checkpoint_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At full size: it was trained on without a word."""
+    previous, hurt = write(tmp_path, 1), write(tmp_path, 2, data_token={"rows": [3, 1, 4]})
+    rng = np.random.default_rng(0)
+    for path in sorted(hurt.iterdir()):
+        whole = path.read_bytes()
+        for at in [0, 7, 8, len(whole) // 2, len(whole) - 1, *rng.integers(0, len(whole), 8)]:
+            changed = bytearray(whole)
+            changed[at] ^= 1 << int(rng.integers(0, 8))
+            path.write_bytes(changed)
+            caplog.clear()
+            found = latest(tmp_path)
+            if path.name == COMPLETE and found == hurt:  # a white space between two entries
+                continue
+            assert found == previous, f"byte {at} of {path.name}"
+            assert f"{hurt} is passed over" in caplog.text, "it is said"
+        path.write_bytes(whole)
+    assert latest(tmp_path) == hurt
+
+
+def test_a_zeroed_half_is_damage_with_a_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, parameters=[{"name": "w", "shape": [TOTAL]}])
+    path = sorted(folder.glob("shard-*"))[1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2].ljust(path.stat().st_size, b"\0"))
+    assert is_complete(folder) and path.name in damage(folder)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        model_state(folder)
+    assert begin(folder), "it is written again, not taken for done"
+    assert not list(folder.iterdir())
+
+
+def test_meta_that_was_changed_is_one_clear_error(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, note="right")
+    meta = folder / "meta.json"
+    meta.write_text(meta.read_text().replace("right", "wrong"))
+    with pytest.raises(CheckpointError, match=r"meta\.json.*not those that were written"):
+        load(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_without_checksums_is_still_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2)
+    entries = json.loads((folder / COMPLETE).read_bytes())["files"]
+    (folder / COMPLETE).write_text(json.dumps({"files": {name: entry["size"] for name, entry in entries.items()}}))
+    assert latest(tmp_path) == folder and load(folder)[0] == {"step": 2}
+    (folder / "meta.json").write_text("x" * entries["meta.json"]["size"])
+    assert "meta.json cannot be read" in damage(folder) and latest(tmp_path) is None
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    """Taken while they are written, or read back where another process has written them."""
+    for folder in (write(tmp_path, 1), write(tmp_path, 2, told=True)):
+        for name, entry in json.loads((folder / COMPLETE).read_bytes())["files"].items():
+            assert entry == {"size": (folder / name).stat().st_size, "crc32": zlib.crc32((folder / name).read_bytes())}
 
 
 def test_a_removal_cut_at_any_point_never_leaves_half_a_checkpoint_that_looks_whole(

@@ -94,16 +94,15 @@ def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(
     collected.running.step, collected.running.generation = 7, 3
     found = Mock(spec=Origin, step=7, checkpoint=None)
     monkeypatch.setattr("actors.state.origin_of", lambda *arguments, **named: found)
-    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: ([], references))
     state.keepers, state.writer, state.on_disk = Mock(), Mock(), Mock()  # type: ignore[method-assign]
     state._config = Mock()
-    state._positions, state._first, state.survivors = {}, None, ["export"]  # type: ignore[list-item]
-    state._commits = CommitLog(commit=lambda done: state.committed(done, "position"), committed=6)
+    state._first, state.survivors = None, ["export"]  # type: ignore[list-item]
+    state._commits = CommitLog(commit=lambda done: state.committed(done, {}), committed=6)
     state._commits.add(Mock(spec=CollectedStep, snapshots=(), running=collected.running))
     assert state.choose(4, ()) is found
     assert state._commits.committed == 7 and state.survivors == ["export"]
     collected.running.generation = generation
-    state.committed(collected, "next position")
+    state.committed(collected, {})
     assert bool(state.survivors) == (generation < 4), "the new generation's first commit lets them go"
 
 

@@ -65,7 +65,7 @@ def test_a_restarted_controller_learns_what_is_committed_and_which_generations_a
 
 def test_the_position_of_the_data_goes_back_with_the_training_state() -> None:
     keeper = Keeper()
-    keeper.note(7, {"step": 8})
+    keeper.commit(7, {"step": 8})
     assert keeper.standing().position == (7, {"step": 8})
     keeper.rollback(7, generation=1)
     assert keeper.standing().position == (7, {"step": 8})

@@ -118,7 +118,8 @@ def state_of(keepers: Keepers, committed: int, on_disk: int) -> tuple[RunState, 
     state._commits = CommitLog(commit=Mock(), committed=committed)
     state.on_disk = lambda: (on_disk, Path("step"))  # type: ignore[method-assign]
     state._tell = lambda event, **detail: told.append(event)
-    state.writer = Mock()
+    state.writer, state._verdicts = Mock(), {(Path("step"), 0): ""}
+    state._tell_torn = lambda: None  # type: ignore[method-assign]
     return state, told
 
 

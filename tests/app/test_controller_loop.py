@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -10,15 +11,20 @@ from unittest.mock import Mock
 import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemoryError, RayTaskError
 
+from actors.outcome import Outcome
 from app.config import RunConfig
+from app.live_runs import came_to_anything, read_outcome
+from app.lock import FolderLock, lock_path
 from app.train import OUTCOME, controller_loop
 from data.errors import DataIOError
 
+LEFT = "7 steps are only in memory"
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]:
-    monkeypatch.setattr("actors.controller.Controller", Mock(return_value=Mock(train=Mock(side_effect=error))))
+    train = Mock(side_effect=error)
+    monkeypatch.setattr("actors.controller.Controller", Mock(return_value=Mock(train=train, left=LEFT)))
     controller_loop({"yaml": RunConfig.load(DEMO).to_yaml(), "run_dir": str(folder)})
     outcome: dict[str, object] = json.loads((folder / OUTCOME).read_text())
     return outcome
@@ -44,3 +50,50 @@ def test_what_a_retry_would_repeat_ends_the_run_with_its_reason(
 ) -> None:
     outcome = run(tmp_path, monkeypatch, error)
     assert outcome["code"] == 1 and re.search(reason, str(outcome["reason"]))
+    assert str(outcome["reason"]).endswith(LEFT)
+
+
+def settings(folder: Path, token: str = "") -> dict[str, str]:
+    return {"yaml": RunConfig.load(DEMO).to_yaml(), "run_dir": str(folder), "token": token}
+
+
+def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_keepers_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before there is a controller, and with no place for the outcome either: it is returned."""
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "events"))
+    monkeypatch.setattr("app.train.Recorder", Mock(side_effect=full))
+    monkeypatch.setattr("actors.rescue.rescue", Mock(return_value=LEFT))
+    monkeypatch.setattr("os.replace", Mock(side_effect=full))
+    outcome = controller_loop(settings(tmp_path))
+    assert outcome is not None and outcome["code"] == 1
+    assert outcome["reason"] == (f"No space left on device: {tmp_path}/events. Make room for {tmp_path}, then continue "
+                                 f"with --resume. {LEFT}")
+
+
+def test_a_controller_whose_folder_another_start_has_taken_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.controller.Controller", Mock())
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with FolderLock(lock_path(folder, "driver"), token="the other start") as other:
+        other.take(0.0, print)
+        assert controller_loop(settings(folder, token="mine")) is None
+    assert list(folder.iterdir()) == []
+
+
+def test_an_outcome_belongs_to_one_start(tmp_path: Path) -> None:
+    (tmp_path / OUTCOME).write_text(json.dumps({"code": 0, "reason": "done", "last_step": 4, "token": "a"}))
+    assert read_outcome(tmp_path, "a") == Outcome(code=0, reason="done", last_step=4)
+    assert read_outcome(tmp_path, "b") is None and read_outcome(tmp_path / "gone", "a") is None
+
+
+@pytest.mark.parametrize(("name", "text", "kept"), [
+    ("metrics.jsonl", "", False), ("metrics.jsonl", '{"step": 0}\n', True), ("bad.jsonl", "", True),
+    ("error.txt", "Traceback", True), (OUTCOME, '{"code": 2}', False), (OUTCOME, '{"code": 75}', True),
+])
+def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str, text: str, kept: bool) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: x}")
+    (tmp_path / name).write_text(text)
+    assert came_to_anything(tmp_path) is kept

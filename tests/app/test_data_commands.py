@@ -11,7 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from app.data import app
+from data import convert
+from data.config import SourceConfig
 from data.errors import DataError
+from data.index import build_index
+from data.ledger import Ledger
+from data.synthetic import SynthConfig
 from tests.data.making import clip, good, sample, shard
 
 RUNNER = CliRunner()
@@ -65,7 +70,7 @@ def test_lint_of_a_set_without_a_usable_sample_still_lists_why(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     page = b"<!DOCTYPE html><html></html>"
     Path("bad.tar").write_bytes(shard([*sample(0, mp4=page), *sample(1, txt=None, json=None)]))
-    with pytest.raises(DataError, match=r"none of 2 samples can be used; bad\.jsonl lists why"):
+    with pytest.raises(DataError, match=r"none of 2 samples can be used: 1 no.*, 1 no.*; bad\.jsonl lists them"):
         run("lint", "bad.tar")
     reasons = [json.loads(line)["reason"] for line in Path("bad.jsonl").read_text().splitlines()]
     assert sorted(reasons) == ["no_caption", "not_mp4"]
@@ -83,6 +88,58 @@ data:
     assert "  4 filtered(aesthetic_score >= 4.2)" in text
     assert "indexed 12 = usable 7 + rejected 5 (4 filtered, 1 no_media)" in text
     assert "checked 7 = good 7 + bad 0" in text
+
+
+def test_lint_names_the_files_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here.mp4").write_bytes(clip())
+    Path("manifest.csv").write_text("path,caption\nhere.mp4,a\nclips/missing.mp4,b\n")
+    text = run("lint", "manifest.csv")
+    assert "1 file_missing" in text
+    line, = map(json.loads, Path("bad.jsonl").read_text().splitlines())
+    assert line["key"] == "clips/missing.mp4" and line["reason"] == "file_missing"
+
+
+def test_lint_of_shards_that_are_not_there_speaks_of_shards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("nothere").mkdir()
+    with pytest.raises(DataError, match=r"nothere/\*\.tar") as caught:
+        run("lint", "nothere/*.tar")
+    assert "csv" not in str(caught.value)
+
+
+def test_lint_of_videos_without_captions_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("clips").mkdir()
+    for number in range(2):
+        Path(f"clips/{number}.mp4").write_bytes(clip())
+    with pytest.raises(DataError, match=r"none of 2 samples can be used: 2 no_caption"):
+        run("lint", "clips")
+
+
+@pytest.mark.parametrize("option", ["--clips", "--images"])
+def test_a_negative_number_of_clips_is_refused(tmp_path, option):
+    assert RUNNER.invoke(app, ["synth", str(tmp_path / "set"), option, "-3"]).exit_code == 2
+    with pytest.raises(ValueError, match="neither may be negative"):
+        SynthConfig(clips=-3)
+
+
+@pytest.mark.parametrize("fails", [KeyboardInterrupt, RuntimeError])
+def test_a_conversion_that_is_stopped_leaves_whole_shards_only(folder, tmp_path, monkeypatch, fails):
+    usual, calls = convert._members, []
+
+    def members(*arguments):
+        calls.append(arguments)
+        if len(calls) == 8:
+            raise fails
+        return usual(*arguments)
+
+    monkeypatch.setattr(convert, "_members", members)
+    index = build_index(SourceConfig(path=str(folder)), tmp_path / "cache", Ledger())
+    with pytest.raises(fails):
+        convert.convert(index, tmp_path / "out", Ledger(), shard_count=5)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["00000.tar"]
+    assert "5 of 5 samples usable" in run("index", tmp_path / "out")
 
 
 def test_lint_of_headers_does_not_decode(folder):

@@ -11,9 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from data.synthetic import SynthConfig, synthesize
@@ -165,6 +167,19 @@ def test_rays_timeline_has_a_bar_for_every_cascade(folder: Path, whole: list[dic
     assert len({worker for worker, _ in bars}) == 2
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """A run that a failed test has left ends with all below it."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
+
+
 def running(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen[str]:
     """A run that has taken so many steps and goes on."""
     process = subprocess.Popen(
@@ -175,6 +190,7 @@ def running(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen
         text=True,
         start_new_session=True,
     )
+    STARTED.append(process)
     path = folder / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 400
     while not path.exists() or len(path.read_text().splitlines()) < steps:
@@ -192,24 +208,122 @@ def assert_resumes_to_the_losses_of(whole: list[dict], folder: Path, name: str) 
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole], rel=SAME_RUN)
 
 
+def files(run: Path) -> dict[str, bytes]:
+    """What a start writes before it trains; a live run writes the others."""
+    return {name: (run / name).read_bytes() for name in ("config.yaml", "run_id")}
+
+
 def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole: list[dict]) -> None:
-    """SIGTERM to the driver alone: what runs is finished, a checkpoint is written although none was due."""
+    """SIGTERM to the whole process group, as supervisors send it: what runs is finished, a checkpoint is written
+    although none was due. Beside the live run nobody else starts."""
     process = running(folder, "two", steps=3)
-    process.terminate()
+    run = folder / "runs" / "two"
+    before = files(run)
+    for option in ("--resume", "--overwrite"):
+        second = train(folder, "--set", "run.name=two", "--set", "train.steps=7", option)
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert "two is alive (process" in second.stderr and "Traceback" not in second.stderr
+        assert files(run) == before and process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "stopping after the running steps" in output and "Traceback" not in output
     reached = metrics(folder, "two")[-1]["step"]
-    assert (folder / "runs" / "two" / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
+    assert (run / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
+    assert not list(run.parent.glob(".two.*")), "locks are given back"
     assert_resumes_to_the_losses_of(whole, folder, "two")
+
+
+def copied(folder: Path, name: str) -> Path:
+    """The finished run under another name."""
+    shutil.copytree(folder / "runs" / "one", folder / "runs" / name)
+    return folder / "runs" / name
+
+
+def test_a_run_whose_checkpoints_were_pruned_resumes(folder: Path, whole: list[dict]) -> None:
+    """Also beside what Ray Train has written there in earlier versions of this program, and with fewer workers."""
+    run = copied(folder, "pruned")
+    (run / "checkpoint_manager_snapshot.json").write_text(json.dumps({
+        "ray_version": "1.0.0", "checkpoint_results": [
+            {"checkpoint_dir_name": "checkpoints/step-3", "metrics": {"step": 3}}],
+        "latest_checkpoint_result": {"checkpoint_dir_name": "checkpoints/step-3", "metrics": {"step": 3}}}))
+    assert not (run / "checkpoints" / "step-3").exists()
+    done = train(folder, "--set", "run.name=pruned", "--set", f"train.steps={STEPS + 2}", "--set", "workers.min=1",
+                 "--set", "workers.max=1", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"starting at step {STEPS}" in done.stdout
+    assert f"settings changed since the last start: train.steps {STEPS} -> {STEPS + 2}" in done.stdout
+    lines = metrics(folder, "pruned")
+    assert [line["step"] for line in lines] == list(range(STEPS + 2))
+    assert [line["loss"] for line in lines[:STEPS]] == [line["loss"] for line in whole]
+
+
+def test_another_training_is_refused_before_anything_is_touched(folder: Path, whole: list[dict]) -> None:
+    run = copied(folder, "other")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = train(folder, "--set", "run.name=other", "--set", "model.dit.num_heads=2", "--set", "model.dit.head_dim=32",
+                 "--resume")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "model.dit.num_heads 4 -> 2" in done.stderr and "model.dit.head_dim 16 -> 32" in done.stderr
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.faults
+def test_the_end_of_a_terminal_ends_a_run_as_ctrl_c_does(folder: Path) -> None:
+    process = running(folder, "hangup", steps=3)
+    os.killpg(process.pid, signal.SIGHUP)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
+    reached = metrics(folder, "hangup")[-1]["step"]
+    assert (folder / "runs" / "hangup" / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
 
 
 @pytest.mark.faults
 def test_a_run_that_is_killed_and_resumed_has_the_losses_of_a_whole_one(folder: Path, whole: list[dict]) -> None:
     process = running(folder, "three", steps=6)
-    os.killpg(process.pid, signal.SIGKILL)  # the driver and all that Ray started for it
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) > 8, "Ray and its workers"
+    process.kill()  # the driver alone
     process.communicate()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert alive == []
     assert_resumes_to_the_losses_of(whole, folder, "three")
+
+
+@pytest.mark.faults
+def test_a_run_whose_ray_is_killed_ends_and_says_so(folder: Path) -> None:
+    process = running(folder, "rayless", 3, "--set", "train.steps=100000")
+    for below in psutil.Process(process.pid).children(recursive=True):
+        if below.name() in ("raylet", "gcs_server"):
+            below.kill()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode not in (0, 2, 75), output
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_ends_with_a_sentence_and_the_run_goes_on_once_there_is_room(folder: Path) -> None:
+    small = folder / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(small)], check=True)
+    try:
+        where = ("--set", f"run.dir={small}", "--set", "train.steps=100000")
+        (folder / "runs" / "full").symlink_to(small / "full")
+        process = running(folder, "full", 6, *where)
+        with suppress(OSError), (small / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(bytes(4096)):
+                pass
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 1, output
+        assert "No space left on device" in output and "Make room" in output and "Traceback" not in output
+        (small / "ballast").unlink()
+        found = len(metrics(folder, "full"))
+        again = train(folder, "--set", "run.name=full", "--set", f"run.dir={small}", "--set",
+                      f"train.steps={found + 2}", "--resume")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert [line["step"] for line in metrics(folder, "full")] == list(range(found + 2))
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 def test_an_existing_run_is_not_overwritten_by_accident(folder: Path, whole: list[dict]) -> None:
@@ -227,9 +341,11 @@ def test_too_few_workers_end_with_a_sentence_and_the_resumable_code(folder: Path
         "workers.device=cuda",
         "--set",
         "workers.wait_s=3",
+        "--resume",
         address=cluster.address,
     )
     assert done.returncode == 75, done.stdout + done.stderr
+    assert "note: there is no run" in done.stdout and "it starts anew, at step 0" in done.stdout
     assert "waiting up to 3 s" in done.stdout and "workers.min" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -246,4 +362,4 @@ def test_a_dataset_without_items_is_rejected_before_training(folder: Path, clust
     )
     assert done.returncode == 4, done.stdout + done.stderr
     assert "129x720x1280" in done.stderr and "Traceback" not in done.stderr
-    assert not metrics(folder, "empty")
+    assert not (folder / "runs" / "empty").exists(), "the corrected command may be given as it is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,10 @@ import ray
 
 from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
-from app.cli_workers import drain, list_workers, scale, stop
+from app.cli_workers import drain, how_it_ended, list_workers, scale, stop
 from app.config import RunConfig
-from app.live_runs import end_leftovers
+from app.live_runs import end_leftovers, must_answer
+from app.lock import FolderLock, lock_path
 from app.settings import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -91,3 +93,28 @@ def test_a_run_that_is_over_is_named(live_run: tuple[Path, Any], tmp_path: Path)
     (tmp_path / "run_id").write_text("ended-1234\n")
     with pytest.raises(ConfigError, match="is not alive on this cluster"):
         list_workers(tmp_path)
+
+
+def test_a_run_that_has_ended_says_how(tmp_path: Path) -> None:
+    """Also where no cluster is: its folder knows."""
+    (tmp_path / "run_id").write_text("ended-1234\n")
+    (tmp_path / "outcome.json").write_text('{"code": 75, "reason": "stopped by a signal", "last_step": 4}')
+    with pytest.raises(ConfigError, match=r"has ended: stopped by a signal \(exit code 75\)"):
+        list_workers(tmp_path)
+
+
+def test_a_run_that_is_resumed_has_not_ended(tmp_path: Path) -> None:
+    (tmp_path / "outcome.json").write_text('{"code": 75, "reason": "stopped by a signal", "last_step": 4}')
+    with FolderLock(lock_path(tmp_path, "driver")) as lock:
+        lock.take(0.0, print)
+        assert how_it_ended(tmp_path) == ""
+    assert how_it_ended(tmp_path) != ""
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}"):
+        must_answer(f"127.0.0.1:{port}")
+    must_answer("auto")

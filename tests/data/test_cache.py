@@ -1,12 +1,15 @@
+import errno
 import multiprocessing
 import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.cache import Cache, CachedLatents, latent_key, text_key
+from data.cache import Cache, CachedLatents, CacheWriter, latent_key, text_key
 from data.config import CacheConfig, DataConfig
 from data.decode import DECODE_VERSION
 from data.types import Bucket, DataItem, SampleRef
@@ -28,7 +31,7 @@ def test_what_was_put_comes_back_also_in_another_run(tmp_path: Path) -> None:
     found = again.get("latents", key)
     assert found is not None and found.dtype == latent.dtype and np.array_equal(found, latent)
     assert (again.hits, again.misses) == (1, 0)
-    assert again.size("latents") == (1, latent.nbytes + 128)
+    assert again.size("latents") == (1, latent.nbytes + 128 + 8)
 
 
 @pytest.mark.parametrize("other", [
@@ -91,6 +94,78 @@ def test_a_full_disk_stops_the_cache_and_not_the_run(tmp_path: Path, caplog: pyt
     assert not store.put("text", text_key("b", "t5", 226), np.ones(3))
     assert len(caplog.records) == 1 and "min_free_gib" in caplog.text
     assert not list(tmp_path.rglob("*.npy"))
+
+
+@pytest.mark.parametrize("begin", [128, 300, -4])
+def test_a_file_of_the_right_size_whose_end_is_zeros_counts_as_absent(tmp_path: Path, begin: int) -> None:
+    """What a power cut leaves."""
+    store, key = cache(tmp_path), text_key("a", "t5", 226)
+    store.put("text", key, np.ones((4, 80), np.float32))
+    path, = (tmp_path / "text").glob("*/*.npy")
+    data = path.read_bytes()
+    path.write_bytes(data[:begin] + bytes(len(data[begin:])))
+    assert store.get("text", key) is None and not path.exists()
+
+
+@pytest.mark.parametrize("array", [np.ones((4, 8), np.int8), np.ones((4, 7), np.float32), np.ones((9, 8), np.float32),
+                                   np.ones(8, np.float32), np.ones((4, 8), np.float64)])
+def test_an_array_that_is_not_what_was_asked_for_counts_as_absent(tmp_path: Path, array: np.ndarray) -> None:
+    store, key = cache(tmp_path), text_key("a", "t5", 226)
+    store.put("text", key, array)
+    assert store.get("text", key, range(1, 9), 8) is None
+    store.put("text", key, np.ones((4, 8), np.float32))
+    assert store.get("text", key, range(1, 9), 8) is not None
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace_ = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), fsync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace_(*names))[1])
+    cache(tmp_path).put("text", text_key("a", "t5", 226), np.ones(3))
+    assert done == ["fsync", "replace"]
+
+
+def test_a_cache_in_a_bucket_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.cache\.path 's3://bucket/cache' is a URI"):
+        CacheConfig(path="s3://bucket/cache")
+
+
+@pytest.mark.parametrize(("code", "tries"), [(errno.EACCES, 1), (errno.ENOSPC, 1), (errno.EROFS, 1), (errno.EIO, 8)])
+def test_a_disk_that_fails_is_counted_and_said_and_then_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, tries: int
+) -> None:
+    tried: list[Path] = []
+
+    def fail(path: Path, array: np.ndarray) -> None:
+        tried.append(path)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("data.cache._write", fail)
+    writer = CacheWriter(cache(tmp_path))
+    for number in range(12):
+        assert writer.submit("text", text_key(str(number), "t5", 226), np.ones(3))
+    wait_for(writer)
+    assert len(tried) == writer.cache.failed == tries and writer.counts == {"failed": 12}
+    assert os.strerror(code) in caplog.text and "takes no more entries" in caplog.text
+
+
+def test_a_slow_disk_costs_entries_and_not_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = threading.Event()
+    monkeypatch.setattr("data.cache._write", lambda path, array: free.wait(60))
+    writer = CacheWriter(cache(tmp_path), most_bytes=1000)
+    taken = [writer.submit("text", text_key(str(number), "t5", 226), np.ones(50)) for number in range(10)]
+    assert taken == [True, True] + [False] * 8 and writer.waiting_bytes == 800
+    free.set()
+    wait_for(writer)
+    assert writer.counts == {"kept": 2, "dropped": 8}
+    assert writer.submit("text", "f" * 64, np.ones(500)), "one that is larger than the queue goes alone"
+
+
+def wait_for(writer: CacheWriter) -> None:
+    deadline = time.monotonic() + 60
+    while writer.waiting_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def write_many(folder: str, seed: int) -> None:

@@ -206,3 +206,10 @@ def test_jobs_name_the_bytes_of_their_clips(clips: Path) -> None:
             file.seek(clip.offset)
             assert file.read(clip.size) == wanted
         assert clip.key == sample.key and clip.start_frame == sample.start_frame
+
+
+def test_a_sample_above_the_memory_limit_is_told_with_its_bucket(clips: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset(clips)
+    assert not caplog.records
+    dataset(clips, batch=BatchConfig(memory_tokens=50, text_tokens=48))
+    assert "one sample of bucket 17x80x80 has 173 tokens, more than data.batch.memory_tokens 50" in caplog.text

@@ -185,6 +185,34 @@ def test_images_are_upright_rgb_of_the_bucket(tmp_path: Path) -> None:
     assert pixels.shape == (1, 64, 96, 3) and (pixels == [10, 200, 30]).all()
 
 
+def still(path: Path, image: Image.Image) -> np.ndarray:
+    """The middle pixel of a picture as it is trained."""
+    image.save(path)
+    return decode_clip(clip(path, 1, image=True, fps=0.0, suffix="png"), job(bucket=Bucket(1, 16, 16)))[0, 8, 8]
+
+
+@pytest.mark.parametrize("value", [0, 255, 256, 30_000, 65_535])
+def test_greys_of_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path, value: int) -> None:
+    picture = Image.fromarray(np.full((32, 32), value, np.uint16))
+    assert still(tmp_path / "a.png", picture).tolist() == [value >> 8] * 3
+
+
+@pytest.mark.parametrize(("mode", "pixel", "shown"), [
+    ("RGBA", (200, 0, 0, 255), (200, 0, 0)), ("RGBA", (200, 0, 0, 0), (255, 255, 255)),
+    ("RGBA", (0, 0, 0, 128), (127, 127, 127)), ("LA", (10, 0), (255, 255, 255)),
+])
+def test_transparent_pictures_are_put_on_white(tmp_path: Path, mode: str, pixel: tuple[int, ...],
+                                               shown: tuple[int, ...]) -> None:
+    assert still(tmp_path / "a.png", Image.new(mode, (32, 32), pixel)).tolist() == pytest.approx(shown, abs=1)
+
+
+def test_a_palette_with_a_transparent_colour_is_put_on_white(tmp_path: Path) -> None:
+    picture = Image.new("P", (32, 32), 0)
+    picture.putpalette([9, 9, 9, 200, 0, 0])
+    picture.info["transparency"] = 0
+    assert still(tmp_path / "a.png", picture).tolist() == [255, 255, 255]
+
+
 def test_a_bad_clip_keeps_its_slot_and_is_named(steady: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.mp4"
     data = bytearray(steady.read_bytes())

@@ -266,3 +266,15 @@ def test_kind_is_guessed_from_the_files(tmp_path, files, kind):
         (tmp_path / name).write_bytes(content)
     assert guess_kind(str(tmp_path)) == kind
     shutil.rmtree(tmp_path)
+
+
+def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(clip())
+    for name in ("a.txt", "scan.txt"):
+        (folder / name).write_text("a caption")
+    for name in ("scan.tiff", "a.srt", "Thumbs.db"):  # one was meant to be trained, the others were not
+        (folder / name).write_bytes(b"x")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert rejected(ledger) == {"not_media": 1} and [row.key for row in map(index.row, range(2))] == ["a", "scan"]

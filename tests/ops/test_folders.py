@@ -10,7 +10,7 @@ import pytest
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 
 from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
-from ops.folders import dit_config, dit_json, resolve, vae_numbers
+from ops.folders import check_safetensors, dit_config, dit_json, resolve, vae_numbers
 
 
 def write(folder: Path, **fields: Any) -> None:
@@ -83,3 +83,17 @@ def test_broken_json_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         resolve(ModelConfig(dit=DiTConfig(path=str(tmp_path))))
+
+
+@pytest.mark.parametrize(("files", "says"), [
+    (["model.safetensors", "pytorch_model.bin"], ""),
+    (["diffusion_pytorch_model.bin"], r"as diffusion_pytorch_model\.bin, a pickle.*safe_serialization=True"),
+    (["config.json"], "holds no weights"),
+])
+def test_weights_of_a_pickle_are_refused_with_the_way_out(tmp_path: Path, files: list[str], says: str) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    if not says:
+        return check_safetensors(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        check_safetensors(tmp_path)

@@ -82,6 +82,15 @@ def test_folder_gives_the_states_of_its_own_class(config_class: type, model_clas
     torch.testing.assert_close(text.encode(["a green cube", "a"])[0], expected, atol=FP32_ATOL, rtol=0)
 
 
+def test_a_folder_whose_weights_are_a_pickle_is_refused(tmp_path: Path) -> None:
+    model = T5EncoderModel(T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4))
+    model.config.save_pretrained(tmp_path)
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin, a pickle"):
+        build_text(TextConfig(path=str(tmp_path)))
+
+
 def test_missing_folder_and_foreign_encoder_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         build_text(TextConfig(path=str(tmp_path)))

@@ -128,6 +128,13 @@ def test_folder_loads_by_its_own_class(family: str, tmp_path: Path) -> None:
     assert torch.equal(loaded.encode(video), vae.encode(video))
 
 
+def test_a_folder_whose_weights_are_a_pickle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"diffusion_pytorch_model\.bin, a pickle"):
+        build_vae(VAEConfig(kind="diffusers", path=str(tmp_path)))
+
+
 def test_unknown_class_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     with pytest.raises(ValueError, match="is a AutoencoderKL; known video autoencoders are AutoencoderKLWan"):

@@ -1,0 +1,22 @@
+"""The baseline of one degree per item: pieces of a batch with different legal degrees are planned, not a KeyError."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.plan.check import check
+from actors.plan.planner import PlanOptions, make_plan
+from actors.plan.profile_json import parse_profile
+from actors.plan.types import Cluster, Item
+
+
+@pytest.mark.parametrize("strategy", ["flexsp", "flexsp_greedy"])
+def test_pieces_without_a_common_degree_take_their_own(strategy: str) -> None:
+    latency = [{"module": "dit", "batch": batch, "frames": 17, "height": 64, "width": 64, "degree": degree,
+                "seconds": 1.0} for batch, degree in ((2, 2), (1, 1))]
+    profile = parse_profile({"model": "m", "device": "d", "degrees": {"dit": [1, 2]}, "latency": latency,
+                             "limits": {"gpu_memory_gib": 80}, "extrapolate": False})
+    steps = [[Item(id="a", batch=3, frames=17, height=64, width=64, cached=("text", "vae"))]]
+    plan = make_plan(steps, profile, Cluster(nodes=(4,)), PlanOptions(strategy=strategy))
+    check(plan, steps, profile, Cluster(nodes=(4,)))
+    assert sorted((c.batch, c.degree) for c in plan.steps[0].cascades) == [(1, 1), (2, 2)]

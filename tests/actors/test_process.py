@@ -1,0 +1,39 @@
+"""A frozen worker is ended by its number only while that number is still its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from actors.process import birth, kill
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_frozen_process_is_ended(sleeper: subprocess.Popen) -> None:
+    born = birth(sleeper.pid)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert born and kill(sleeper.pid, born)
+    assert sleeper.wait(60) == -signal.SIGKILL
+
+
+def test_another_process_under_the_same_number_is_left_alone(sleeper: subprocess.Popen) -> None:
+    assert not kill(sleeper.pid, birth(os.getpid()) + "0")
+    assert sleeper.poll() is None
+
+
+def test_a_process_that_has_ended_is_nobody(sleeper: subprocess.Popen) -> None:
+    born = birth(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait(60)
+    assert birth(sleeper.pid) == "" and not kill(sleeper.pid, born)
