@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -218,12 +218,14 @@ def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
     config = train_config()
     hosts = make_hosts(2, torch.float32, config)
     worker = Worker.__new__(Worker)
-    worker.executor, worker._cache = hosts[0].executor, Cache(CacheConfig(path=str(tmp_path)))
-    worker._writer = ThreadPoolExecutor(max_workers=1)
+    worker.executor, kept = hosts[0].executor, []
+    worker._writer = Mock(cache=Cache(CacheConfig(path=str(tmp_path))))
+    worker._writer.submit = lambda kind, key, array: kept.append((kind, key, array.dtype))
     published: list[Published] = []
 
     def to_cache(task: CascadeTask, results: list[Encoded]) -> None:
-        worker._to_cache(task, results)
+        named = tuple(replace(s, text_key=f"t{s.id}", latent_key=f"l{s.id}") for s in task.samples)
+        worker._to_cache(replace(task, samples=named), results)
         published.extend(_published(task.module, [replace(r, rows=r.rows.cpu()) for r in results]))
 
     hosts[0].executor.on_encoded = to_cache
@@ -236,4 +238,5 @@ def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
         for c, workers in zip(one_worker(items), [(0,), (0,), (1,), (0, 1), (0, 1), (0, 1)], strict=True)
     ]
     run_step(hosts, items, plan)
+    assert len(kept) == 8 and {dtype for *_, dtype in kept} == {np.dtype(np.float32)}
     assert len(published) == 8 and {p.rows.dtype for p in published} == {np.dtype(np.float32)}
