@@ -11,11 +11,12 @@ from pathlib import Path
 
 from tests.blackbox.compare import Truth, deviations, largest_loss_difference
 from tests.blackbox.damage import small_disk
-from tests.blackbox.faults import BETWEEN, ENDS, LIVE, Fault, Scene
+from tests.blackbox.faults import BETWEEN, ENDS, LIVE, TWO_STARTS, Fault, Scene
 from tests.blackbox.place import Place
 from tests.blackbox.run import GONE_S, START_S, STEP_S, Deviation, Run
 
 _DISK_MIB = 24
+_TWO_STARTS = 0.3  # of the episodes begin so
 _LEAST_LEFT = 4  # steps that a run must have ahead of it to be struck
 _MAX_STARTS = 12
 
@@ -100,10 +101,13 @@ class Episode:
     def _through(self, scene: Scene) -> None:
         run = scene.run
         expected = 0
-        options = ["--overwrite"]
+        options = ["--overwrite"] if run.folder.exists() else []
         while True:
-            number = len(run.events("start"))
-            run.start(*options)
+            number = len(run.events("start"))  # of earlier starts
+            if run.starts == 0 and not self._only and self._rng.random() < _TWO_STARTS:
+                self._count(TWO_STARTS, TWO_STARTS.strike(scene), -1, None)
+            else:
+                run.start(*options)
             self._begins(scene, number + 1, expected)
             if not self._storm(scene):
                 break
@@ -130,7 +134,7 @@ class Episode:
     def _storm(self, scene: Scene) -> bool:
         """Strike a few times; then end this start. False when the run goes to its end instead."""
         run, rng = scene.run, self._rng
-        for _ in range(rng.randint(3, 8)):
+        for _ in range(rng.randint(4, 12)):
             if not self._more(run):
                 return False
             if not self._strike(scene, self._draw(LIVE)):

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.blackbox import damage
-from tests.blackbox.place import Place
-from tests.blackbox.processes import MARK, Processes
+from tests.blackbox.place import ROOT, Place
+from tests.blackbox.processes import MARK, Processes, wait_for
 from tests.blackbox.run import Deviation, Run
 
 RESUMABLE, USAGE, DATA = 75, 2, 4
@@ -164,21 +164,49 @@ def _second_start(scene: Scene) -> str:
 
 def _other_start(scene: Scene, *more: str, settings: dict[str, object] | None = None) -> tuple[int | None, str]:
     """Exit code and output of another start in this folder; None when it has not ended in time. Nothing is left."""
-    mark = f"{scene.run.name}-other-{scene.rng.randrange(1 << 30)}"
-    processes = Processes(mark)
-    command = scene.place.command(scene.run.name, *more, settings={**scene.run.settings, **(settings or {})})
-    driver = subprocess.Popen(command, cwd=Path(__file__).resolve().parents[2], text=True, start_new_session=True,
-                              env=scene.place.environment(**{MARK: mark}), stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
-    try:
-        output, _ = driver.communicate(timeout=_ANSWER_S)
-        return driver.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, "no answer"
-    finally:
-        processes.end_all()
-        driver.communicate()
-        processes.close()
+    other = Other(scene, *more, settings=settings)
+    wait_for(lambda: other.code() is not None, _ANSWER_S)
+    return other.code(), other.close()
+
+
+class Other:
+    """Another start in the same folder."""
+
+    def __init__(self, scene: Scene, *more: str, settings: dict[str, object] | None = None) -> None:
+        mark = f"{scene.run.name}-other-{scene.rng.randrange(1 << 30)}"
+        self._processes = Processes(mark)
+        self._output = scene.place.folder / f"{mark}.out"
+        command = scene.place.command(scene.run.name, *more, settings={**scene.run.settings, **(settings or {})})
+        with self._output.open("wb") as file:
+            self._driver = subprocess.Popen(command, cwd=ROOT, env=scene.place.environment(**{MARK: mark}), stdout=file,
+                                            stderr=subprocess.STDOUT, start_new_session=True)
+
+    def code(self) -> int | None:
+        return self._driver.poll()
+
+    def close(self) -> str:
+        """End it if it lives. Returns what it said."""
+        self._processes.end_all()
+        self._driver.wait()
+        self._processes.close()
+        said = self._output.read_text(errors="replace")
+        self._output.unlink()
+        return said
+
+
+def _two_starts(scene: Scene) -> str:
+    """Two terminals start the same new run at once: one trains, the other is refused with a sentence."""
+    run, other = scene.run, Other(scene)
+    run.start()
+    wait_for(lambda: other.code() is not None or not run.alive, _ANSWER_S)
+    first, second = run.code(0.1), other.code()
+    wins = "the first" if second == USAGE and first is None else "the second" if first == USAGE else "nobody"
+    said = other.close()
+    if wins == "nobody" or "Traceback" in said:
+        raise Deviation(f"two starts at once ended with {first} and {second}: {said[-300:]}")
+    if wins == "the second":
+        run.start("--overwrite")
+    return f"two starts at once: {wins} trains"
 
 
 # Files under a live run ---------------------------------------------------------------------------------------------
@@ -424,6 +452,8 @@ def _live(name: str, strike: Callable[[Scene], str], **more: Any) -> Fault:
 
 _KILL, _TERM, _HUP, _INT = signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 _HELPERS = ("feeder", "planner", "keeper", "monitor", "controller")
+
+TWO_STARTS = _live("two starts at once", _two_starts)
 
 LIVE: tuple[Fault, ...] = (
     *(_live(f"kill {role}", _signalled(role, _KILL)) for role in ("worker", *_HELPERS)),
