@@ -131,7 +131,12 @@ def _exact(problem: Problem, step: int, seed: int) -> list[Cascade]:
     if not chosen.jobs:
         return []
     best = improve_exactly(problem, chosen.jobs, lister, seed)
-    return problem.to_cascades(chosen.jobs, best.placed)
+    found = problem.to_cascades(chosen.jobs, best.placed)
+    try:  # packed bags are not in its space; the yardstick of the others must know them
+        packed = knapsack_step(problem, step)
+    except PlanError:
+        return found
+    return packed if _cost(problem, packed, step) < _cost(problem, found, step) else found
 
 
 def _concatenate(plans: Sequence[Sequence[Cascade]]) -> list[Cascade]:
