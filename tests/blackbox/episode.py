@@ -64,6 +64,7 @@ class Episode:
         """`only`: names of faults to draw from (all, when empty). After `deadline` (monotonic) no more are drawn."""
         self._place, self._truth, self._rng = place, truth, random.Random(seed)
         self._want, self._deadline, self._only = faults, deadline, set(only)
+        self._decks: dict[str, list[Fault]] = {}
         self.result = Result(name=f"storm{seed}", seed=seed)
 
     def play(self) -> Result:
@@ -148,8 +149,12 @@ class Episode:
         return not enough and run.alive and run.step() < self._place.steps - 1 - _LEAST_LEFT
 
     def _draw(self, kinds: Sequence[Fault]) -> Fault | None:
-        wanted = [fault for fault in kinds if not self._only or fault.name in self._only]
-        return self._rng.choice(wanted) if wanted else None
+        """Each kind once before one comes again."""
+        deck = self._decks.setdefault(kinds[0].name, [])
+        if not deck:
+            deck.extend(fault for fault in kinds if not self._only or fault.name in self._only)
+            self._rng.shuffle(deck)
+        return deck.pop() if deck else None
 
     def _strike(self, scene: Scene, fault: Fault | None) -> bool:
         """False when the fault has ended this start, as it may."""
