@@ -194,7 +194,7 @@ class Episode:
         if code is None:
             raise Deviation(f"no step and no end {fault.patience_s:.0f} s after {fault.name}: {_words(run)}")
         if code not in fault.may_end and not (code > 128 and 128 - code in fault.may_end):
-            raise Deviation(f"{fault.name} ended the run with exit code {code}, not {fault.may_end}: {_words(run)}")
+            self._deviates(run, f"{fault.name} ended the run with exit code {code}, not {fault.may_end}: {_words(run)}")
         if "Traceback" in run.said() and code != 0:
             self._deviates(run, f"{fault.name} ended with a traceback on the console: {_words(run)}")
         self._leaves_nothing(scene, fault)
