@@ -4,7 +4,7 @@
 # make kernels compile every shipped kernel for sm_90
 # make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)
 # make lint   ruff and mypy
-# make bench  the benchmarks whose figures stand in LOG.md
+# make bench  the benchmarks whose figures stand in docs/results.md
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -24,7 +24,7 @@ app = typer.Typer(name="heddle", no_args_is_help=True, pretty_exceptions_enable=
                   help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
                   epilog="Add --debug to any command to see the traceback of an error.")
 app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
-app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into LOG.md.")
+app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")
 app.add_typer(workers_app, name="workers", help="Look at, drain, scale or stop the workers of a live run.")
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="YAML of the run, e.g. configs/runs/demo.yaml.")]

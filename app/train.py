@@ -170,7 +170,7 @@ def _connect(config: RunConfig) -> None:
     spare = 2.0  # the controller, decoding, and Ray's own tasks
     cpus = max(os.cpu_count() or 1, int(workers.max * workers.cpus_per_worker + spare + 0.999))
     # Many small actors start at once here; Ray would warn about each batch of processes.
-    os.environ.setdefault("RAY_maximum_startup_concurrency", "32")
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
     local: dict[str, Any] = {"address": "local", "num_cpus": cpus, "dashboard_host": "127.0.0.1", **quiet}
     try:
         ray.init(**local)

@@ -61,7 +61,7 @@ class Lab:
             synthesize(self.data, SynthConfig(clips=clips, images=12, shards=2, koala=False))
         root = str(Path(__file__).resolve().parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        os.environ.setdefault("RAY_maximum_startup_concurrency", "32")
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
         # The head has room for decoding only: a worker takes two (logical) CPUs.
         self.cluster = Cluster(
