@@ -19,6 +19,7 @@ _DISK_MIB = 24
 _TWO_STARTS = 0.3  # of the episodes begin so
 _LEAST_LEFT = 4  # steps that a run must have ahead of it to be struck
 _MAX_STARTS = 12
+_UNDER_WAY = 3  # so many steps may be committed that were dispatched before the fault
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ class Result:
 
 
 def reference(place: Place, name: str = "calm") -> Truth:
-    """The run that nobody disturbs."""
+    """The run that nobody disturbs; one that was made here before is taken again."""
     run = Run(place, name)
+    if len(run.events("finish")) == 1 and run.step() == place.steps - 1:
+        return Truth.of(run)
     try:
         run.start("--overwrite")
         code = run.code(START_S + place.steps * 10)
@@ -140,8 +143,9 @@ class Episode:
                 return False
             if not self._strike(scene, self._draw(LIVE)):
                 return True
-            pause = run.step() + rng.randint(0, 2)
-            run.wait_for_step(min(pause, self._place.steps - 1), STEP_S)
+            pause = min(run.step() + rng.randint(0, 2), self._place.steps - 1)
+            if not run.wait_for_step(pause, STEP_S) and run.alive:
+                raise Deviation(f"no step in {STEP_S:.0f} s after {self.result.struck[-1:]}: {_words(run)}")
         return self._more(run) and self._end(scene)
 
     def _more(self, run: Run) -> bool:
@@ -165,7 +169,7 @@ class Episode:
         detail = self._do(scene, fault)
         if not detail:
             return True
-        goal = min(step + 2, self._place.steps - 1)
+        goal = min(step + _UNDER_WAY + 1, self._place.steps - 1)
         came = run.wait_for_step(goal, fault.patience_s, since=at)
         if fault.heal_first and run.alive:
             came = run.wait_for_step(min(run.step() + 12, self._place.steps - 1), fault.patience_s, since=at)
