@@ -102,8 +102,8 @@ class BatchConfig:
         if self.compute < 0 or self.target_s < 0 or self.max_batch < 0 or self.text_tokens < 0:
             raise ValueError("data.batch: compute, target_s, max_batch and text_tokens must not be negative.")
         # more than 2^24 tokens at once fit no device, and a batch is planned sample by sample
-        check_numbers("data.batch", self, memory_tokens=above(0, 1 << 24), compute=between(0, 1e24),
-                      target_s=between(0, SECONDS), max_batch=between(0), text_tokens=between(0, 1 << 20))
+        check_numbers("data.batch", self, memory_tokens=above(0, 1e12), compute=between(0, 1e24),
+                      target_s=between(0, 1e12), max_batch=between(0), text_tokens=between(0, 1 << 20))
         if not 1.0 <= self.exponent <= 3.0:
             raise ValueError(f"data.batch.exponent {self.exponent} is outside 1..3 (1 linear, 2 all attention).")
 

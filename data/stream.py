@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 FINISHED = object()
 EXECUTION_END_S = 25.0
+LOGS_WATCHED = 8  # of the last windows, whose log files are removed again and again
 
 
 def decode_block(rows: dict[str, Any], gate: Any, clip_timeout_s: float) -> pa.Table:
@@ -231,6 +232,7 @@ class Blocks:
         self._items, self._dataset, self._config, self._gate, self._ahead = items, dataset, config, gate, ahead
         self._numbers = itertools.count()
         self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
+        self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
         self._begun: deque[int] = deque()  # bytes of the microbatches behind the open gate, oldest first
         self._opened = 0
         self._failure: Exception | None = None  # what ended the stream; every further call is told the same
@@ -274,7 +276,7 @@ class Blocks:
         items = list(itertools.islice(self._items, size))
         self._coming.extend(items)
         work = [(number, self._dataset.job(item)) for item, number in zip(items, self._numbers)]
-        return Window(work, self._config, self._gate)
+        return Window(work, self._config, self._gate, self._ended)
 
     def _admit(self) -> None:
         """Open the gate as far as the bounds allow. Whether pixels are wanted is decided now, not when the window was
@@ -307,8 +309,9 @@ def pixel_bytes(item: DataItem) -> int:
 class Window:
     """One Ray Data execution over a list of numbered jobs, and the thread that drains it."""
 
-    def __init__(self, work: list[tuple[int, Job]], config: EngineConfig, gate: Any) -> None:
-        self._work, self._config, self._gate = work, config, gate
+    def __init__(self, work: list[tuple[int, Job]], config: EngineConfig, gate: Any, ended: deque[str]) -> None:
+        """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
+        self._work, self._config, self._gate, self._ended = work, config, gate, ended
         self.references: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._abandoned = threading.Event()
         self._taken = 0
@@ -336,7 +339,8 @@ class Window:
                 self._take(microbatches.iter_internal_ref_bundles())
             finally:
                 await_executions(microbatches.get_dataset_id())
-            remove_log(microbatches.get_dataset_id())  # that of one that failed stays
+            self._ended.append(microbatches.get_dataset_id())
+            remove_logs(list(self._ended))  # that of one that failed stays
         except Exception as error:  # handed to whoever waits for the next reference
             self.references.put(error)
 
@@ -387,9 +391,10 @@ def await_executions(dataset_id: str = "") -> None:
             thread.join(timeout=EXECUTION_END_S)
 
 
-def remove_log(dataset_id: str) -> None:
-    """Ray Data opens a log file per execution and keeps all of them: 15,000 in a million steps."""
+def remove_logs(dataset_ids: Sequence[str]) -> None:
+    """Ray Data opens a log file per execution and keeps all of them: 15,000 in a million steps. A worker process that
+    has still something to say of an execution makes its file again, so that each is removed several times."""
     folder = get_log_directory()
-    if folder is not None:
+    for dataset_id in dataset_ids if folder is not None else ():
         with contextlib.suppress(OSError):  # never written, or gone with the session
-            os.unlink(os.path.join(folder, f"ray-data-{dataset_id}.log"))
+            os.unlink(os.path.join(str(folder), f"ray-data-{dataset_id}.log"))

@@ -99,7 +99,7 @@ def test_rejected_data_ends_with_the_last_committed_step_on_disk(
 
     def feeder() -> Any:
         found = Rejecting(made()())
-        for name, until in (("items", 6), ("batches", 6), ("token", 3)):
+        for name, until in (("items", 9), ("batches", 9), ("token", 3)):
             setattr(found, name, Call(getattr(found._feeder, name), until))
         return found
 

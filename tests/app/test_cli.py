@@ -141,9 +141,9 @@ def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
     (tmp_path / "config.json").write_text(json.dumps(dit_json(DiTConfig())))
     said = f"note: model.dit.path {tmp_path} with model.text.pad_to 0"
     code, printed, err = dry_run(f"model.dit.path={tmp_path}")
-    assert code == 0 and printed.startswith(said), err
+    assert code == 0 and said in printed, err
     code, printed, err = dry_run(f"model.dit.path={tmp_path}", "model.text.pad_to=512")
-    assert code == 0 and "note: " not in printed, err
+    assert code == 0 and "pad_to" not in printed, err
     monkeypatch.setattr(train, "_connect", no_cluster)
     monkeypatch.setattr(train, "is_inner", lambda: True)  # the run itself, not the process that starts it
     overrides = [f"model.dit.path={tmp_path}", f"run.dir={tmp_path}", "data.sources.0.synthetic=false"]

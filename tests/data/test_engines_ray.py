@@ -29,7 +29,7 @@ from data.dataset import Dataset
 from data.decode import decode_job
 from data.errors import DataIOError
 from data.ledger import Reason
-from data.stream import RayEngine
+from data.stream import LOGS_WATCHED, RayEngine
 from data.types import Batch
 from ops.geometry import Geometry
 
@@ -279,13 +279,13 @@ def test_windows_leave_no_files_behind(cluster: None, clips: Path) -> None:
     from ray.data._internal.logging import get_log_directory
 
     folder = Path(str(get_log_directory()))
-    before = set(folder.iterdir())
+    before = set(folder.iterdir()) if folder.is_dir() else set()
     engine = RayEngine(dataset(clips))
     engine.start(0)
-    drain(engine, 0, 16)  # 48 microbatches in windows of 7
+    drain(engine, 0, 40)  # 120 microbatches in windows of 7
     engine.stop()
     left = {file.name for file in set(folder.iterdir()) - before if file.name.startswith("ray-data-")}
-    assert len(left) <= 2, "those of the windows that were abandoned"
+    assert len(left) <= LOGS_WATCHED < 120 // 7
 
 
 def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> None:
@@ -296,4 +296,5 @@ def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> No
     counts = engine.counts()
     engine.stop()
     assert found == reference(clips, 2, 5)
-    assert counts["delivered"] == sum(item.batch for step in range(2, 5) for item in data.step(step).items)
+    # samples of the steps before the start count as delivered
+    assert counts["delivered"] == sum(item.batch for step in range(5) for item in data.step(step).items)
