@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import math
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -90,6 +92,13 @@ class Encoders:
         )
 
 
+def _end_when_terminated() -> None:
+    """In an actor's process, SIGTERM ends it at once. Ray would first wait for the tasks that the actor has submitted,
+    and a window that is being decoded waits for the actor: neither would end, nor would anybody be answered."""
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+
+
 def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
     """Every file of these folders: small ones by content, weights by size and time."""
     found = []
@@ -145,6 +154,7 @@ class Feeder:
         have changed since.
         """
         self._items.clear()
+        _end_when_terminated()
         if token is not None:
             self.dataset.resume(token)
         if self._engine is not None:

@@ -22,7 +22,7 @@ from tests.blackbox.place import ROOT, Place
 from tests.blackbox.processes import MARK, Processes, wait_for
 from tests.blackbox.run import Deviation, Run
 
-RESUMABLE, USAGE, DATA = 75, 2, 4
+FAILURE, USAGE, DATA, RESUMABLE = 1, 2, 4, 75
 FREEZE_S = (0.5, 14.0)  # some outlast place.SUSPECT_S
 _ANSWER_S = 150.0  # a refusal comes within this time on a busy machine
 
@@ -102,6 +102,17 @@ def _worker_and_keeper(scene: Scene) -> str:
     _send(workers[-1], signal.SIGKILL)
     _send(keepers[-1], signal.SIGKILL)
     return f"SIGKILL to worker {workers[-1]} and keeper {keepers[-1]}"
+
+
+def _two_after_another(scene: Scene) -> str:
+    """The second strikes while the run recovers from the first."""
+    first, second = scene.rng.sample(["worker", "worker", "feeder", "planner", "monitor", "controller"], 2)
+    struck = []
+    for role in (first, second):
+        if (pids := scene.pids(role)) and _send(pid := scene.rng.choice(pids), signal.SIGKILL):
+            struck.append(f"{role} {pid}")
+        time.sleep(scene.rng.uniform(0.0, 3.0))
+    return f"SIGKILL to {', then '.join(struck)}" if struck else ""
 
 
 def _frozen(role: str, longest_s: float = FREEZE_S[1]) -> Callable[[Scene], str]:
@@ -239,6 +250,18 @@ def _cache(scene: Scene, harm: Callable[[Path, random.Random], str]) -> str:
         with suppress(OSError):
             done.append(harm(path, scene.rng))
     return f"{len(done)} cache entries: {done[0]}" if done else ""
+
+
+def _cache_locked(scene: Scene) -> str:
+    folder = Path(str(scene.run.settings.get("data.cache.path", "/nowhere")))
+    if not folder.is_dir():
+        return ""
+    locked = damage.Locked(folder)
+    scene.undo.append(locked.back)
+    if not locked.works:
+        scene.heal()
+        return ""
+    return "the cache cannot be written"
 
 
 def _old_checkpoint_away(scene: Scene) -> str:
@@ -428,7 +451,7 @@ def _start_locked(scene: Scene) -> str:
     try:
         if not locked.works:
             return ""
-        _must_be_refused(scene, "a resume in a folder that cannot be written", (1, USAGE))
+        _must_be_refused(scene, "a resume in a folder that cannot be written", (FAILURE, USAGE))
     finally:
         locked.back()
     return "resume in a folder that cannot be written: refused"
@@ -460,6 +483,7 @@ LIVE: tuple[Fault, ...] = (
     *(_live(f"terminate {role}", _signalled(role, _TERM)) for role in ("worker", *_HELPERS)),
     _live("hang up worker", _signalled("worker", _HUP)),
     _live("kill two workers", _two_workers),
+    _live("kill one after another", _two_after_another),
     _live("kill worker and keeper", _worker_and_keeper, may_roll_back=True),
     *(_live(f"freeze {role}", _frozen(role)) for role in ("worker", *_HELPERS, "train_controller", "driver")),
     _live("freeze raylet", _frozen("raylet", 6.0)),
@@ -469,9 +493,10 @@ LIVE: tuple[Fault, ...] = (
     _live("cache garbled", _cache_garbled),
     _live("cache cut", _cache_cut),
     _live("cache removed", _cache_removed),
+    _live("cache locked", _cache_locked),
     _live("old checkpoint removed", _old_checkpoint_away),
-    _live("disk full for a moment", _disk_full_briefly, may_end=(1,), may_roll_back=True),
-    _live("shard gone", _shard_away, may_end=(DATA,), keeps_last=True, heal_first=True),
+    _live("disk full for a moment", _disk_full_briefly, may_end=(FAILURE,), may_roll_back=True),
+    _live("shard gone", _shard_away, may_end=(FAILURE, DATA), keeps_last=True, heal_first=True),
 )
 
 ENDS: tuple[Fault, ...] = (
@@ -482,12 +507,12 @@ ENDS: tuple[Fault, ...] = (
     _live("stop", _stop, may_end=(RESUMABLE,), keeps_last=True),
     _live("kill driver", _to_driver(_KILL), may_end=(-9,)),
     _live("kill all", _to_all, may_end=(-9,)),
-    _live("kill raylet", _signalled("raylet", _KILL), may_end=(1,)),
-    _live("terminate raylet", _signalled("raylet", _TERM), may_end=(1, RESUMABLE)),
-    _live("kill gcs", _signalled("gcs", _KILL), may_end=(1,)),
-    _live("kill train_controller", _signalled("train_controller", _KILL), may_end=(1,), keeps_last=True),
-    _live("disk full", _disk_full, may_end=(1,)),
-    _live("folder locked", _folder_locked, may_end=(1,)),
+    _live("kill raylet", _signalled("raylet", _KILL), may_end=(FAILURE,)),
+    _live("terminate raylet", _signalled("raylet", _TERM), may_end=(FAILURE, RESUMABLE)),
+    _live("kill gcs", _signalled("gcs", _KILL), may_end=(FAILURE,)),
+    _live("kill train_controller", _signalled("train_controller", _KILL), may_end=(FAILURE,), keeps_last=True),
+    _live("disk full", _disk_full, may_end=(FAILURE,)),
+    _live("folder locked", _folder_locked, may_end=(FAILURE,)),
 )
 
 BETWEEN: tuple[Fault, ...] = (

@@ -22,8 +22,8 @@ from tests.blackbox.compare import Truth
 from tests.blackbox.episode import Episode, Result, reference
 from tests.blackbox.place import Place
 
-STEPS = 90
-PER_EPISODE = 25
+STEPS = 110
+PER_EPISODE = 30
 
 
 def soak(place: Place, truth: Truth, faults: int, seed: int, minutes: float = 1e9,
