@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 DRIVER, CONTROLLER = "driver", "controller"  # who holds a lock of a run's folder
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
+_TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _DRIVER_S = 3.0  # a run that was killed frees its folder within this
 _CONTROLLER_S = 60.0  # and its controller, on whichever node, within this
@@ -169,6 +170,7 @@ def _connect(config: RunConfig) -> None:
     workers = config.workers
     spare = 2.0  # the controller, decoding, and Ray's own tasks
     cpus = max(os.cpu_count() or 1, int(workers.max * workers.cpus_per_worker + spare + 0.999))
+    logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
     # Many small actors start at once here; Ray would warn about each batch of processes.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
     local: dict[str, Any] = {"address": "local", "num_cpus": cpus, "dashboard_host": "127.0.0.1", **quiet}
@@ -178,6 +180,12 @@ def _connect(config: RunConfig) -> None:
         log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
         ray.shutdown()
         ray.init(**local)
+
+
+def is_news_of_tokens(record: logging.LogRecord) -> bool:
+    """Ray says at each local start that its token is used, as it is unless somebody asks otherwise. That it is not used
+    must be seen."""
+    return "Token authentication is enabled" not in record.getMessage()
 
 
 def _is_on_a_cluster() -> bool:

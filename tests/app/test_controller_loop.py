@@ -97,3 +97,19 @@ def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str
     (tmp_path / "config.yaml").write_text("run: {name: x}")
     (tmp_path / name).write_text(text)
     assert came_to_anything(tmp_path) is kept
+
+
+def test_of_rays_words_on_tokens_only_the_warning_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    from ray._private.authentication import authentication_token_setup as ray_tokens
+
+    from app.train import is_news_of_tokens
+
+    ray_tokens.logger.addFilter(is_news_of_tokens)
+    try:
+        with caplog.at_level("WARNING", ray_tokens.logger.name):
+            ray_tokens.logger.propagate = True
+            ray_tokens._warn_token_auth_enabled()
+            ray_tokens._warn_token_auth_disabled()
+    finally:
+        ray_tokens.logger.removeFilter(is_news_of_tokens)
+    assert [record.getMessage()[:36] for record in caplog.records] == ["Token authentication is disabled for"]
