@@ -218,7 +218,7 @@ def last_start(shape: Shape, bucket: Bucket, fps: float) -> int:
 
 def planned_batch(table: Table, bucket: Bucket, config: BatchConfig, geometry: Geometry,
                   timed: BatchSize | None = None) -> tuple[int, str]:
-    """Clips of a bucket's batch, and what sets their number: the pasted table, the profile behind `timed` where the
+    """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` tells where the
     config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
     if config.from_table and bucket in table.batches:
         return table.batches[bucket], "table"
@@ -227,7 +227,7 @@ def planned_batch(table: Table, bucket: Bucket, config: BatchConfig, geometry: G
     if timed is None:
         raise ValueError("data.batch.target_s needs a profile to tell the seconds of a batch. Set data.batch.compute "
                          "instead where there is none.")
-    return timed(bucket, config), "profile"
+    return timed(bucket, config), "target_s"
 
 
 def batch_size(bucket: Bucket, config: BatchConfig, geometry: Geometry) -> int:

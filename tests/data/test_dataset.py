@@ -160,7 +160,7 @@ def test_a_curriculum_changes_buckets_and_batch_at_its_border(clips: Path) -> No
 def test_batch_sizes_may_come_from_the_planner(clips: Path) -> None:
     given = config(clips, batch=BatchConfig(target_s=1.0))
     data = Dataset.open(given, Geometry(), 0, timed=lambda bucket, limits: 2)
-    assert set(data.batch_sizes().values()) == {2} and {row.limit for row in data.account(4).buckets} == {"profile"}
+    assert set(data.batch_sizes().values()) == {2} and {row.limit for row in data.account(4).buckets} == {"target_s"}
     with pytest.raises(ValueError, match="target_s needs a profile"):
         Dataset.open(given, Geometry(), 0)
     assert {item.batch for index in range(10) for item in data.step(index).items} == {2}
