@@ -79,7 +79,8 @@ def stops_on_signal(folder: Path) -> Iterator[None]:
             _write_nowhere()
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping after the running steps; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        with suppress(OSError):  # not `print`: a write to the same stream may be what the signal has interrupted
+            os.write(2, b"stopping after the running steps; Ctrl-C again stops at once\n")
         _ask_to_stop(folder)
 
     for number, handler in earlier.items():

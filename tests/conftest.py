@@ -15,7 +15,11 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a late call joins the cluster of another test process
 os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared: a slow example is no fault
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True, scope="session")

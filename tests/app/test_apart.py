@@ -17,12 +17,12 @@ from app.apart import run_apart
 ROOT = Path(__file__).resolve().parents[2]
 # The inner process starts a child, as Ray is started, and says what it is told.
 INNER = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from app.apart import join_lifeline
 join_lifeline()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 def told(number, frame):
-    print("told", number, child.poll(), flush=True)
+    os.write(1, f"told {number} {child.poll()}\\n".encode())  # print may be what the signal has interrupted
     sys.exit(75)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, told)
