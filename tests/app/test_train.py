@@ -216,15 +216,9 @@ def files(run: Path) -> dict[str, bytes]:
 
 def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole: list[dict]) -> None:
     """SIGTERM to the whole process group, as supervisors send it: what runs is finished, a checkpoint is written
-    although none was due. Beside the live run nobody else starts."""
+    although none was due."""
     process = running(folder, "two", steps=3)
     run = folder / "runs" / "two"
-    before = files(run)
-    for option in ("--resume", "--overwrite"):
-        second = train(folder, "--set", "run.name=two", "--set", "train.steps=7", option)
-        assert second.returncode == 2, second.stdout + second.stderr
-        assert "two is alive (process" in second.stderr and "Traceback" not in second.stderr
-        assert files(run) == before and process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
@@ -233,6 +227,20 @@ def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole:
     assert (run / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
     assert not list(run.parent.glob(".two.*")), "locks are given back"
     assert_resumes_to_the_losses_of(whole, folder, "two")
+
+
+def test_beside_a_live_run_nobody_else_starts(folder: Path) -> None:
+    process = running(folder, "alive", 3, "--set", "train.steps=100000")
+    run = folder / "runs" / "alive"
+    before = files(run)
+    for option in ("--resume", "--overwrite"):
+        second = train(folder, "--set", "run.name=alive", option)
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert "alive is alive (process" in second.stderr and "Traceback" not in second.stderr
+        assert files(run) == before and process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
 
 
 def copied(folder: Path, name: str) -> Path:

@@ -20,8 +20,9 @@ from tests.blackbox.run import Run
 from tests.blackbox.soak import STEPS as STEPS_OF_A_RUN
 from tests.blackbox.soak import soak, table
 
-FEW = ("kill worker", "kill feeder", "kill controller", "freeze worker", "terminate driver", "kill all",
-       "checkpoint shard: flip", "half a line of metrics", "half a line of events", "other number of workers")
+# quick ones: a killed controller or cluster costs half a minute, a start as much
+FEW = ("kill worker", "kill feeder", "freeze worker", "terminate driver", "checkpoint shard: flip",
+       "half a line of metrics")
 
 
 STEPS = 5
@@ -113,7 +114,7 @@ def assert_nothing_deviates(results: list[Result], faults: int) -> None:
 @pytest.mark.timeout(600)
 def test_a_run_under_a_few_faults_is_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
     with closing(Place(tmp_path, steps=30)) as place:
-        assert_nothing_deviates(soak(place, reference(place), faults=6, seed=3, only=FEW), 6)
+        assert_nothing_deviates(soak(place, reference(place), faults=4, seed=3, only=FEW), 4)
 
 
 @pytest.fixture(scope="module")
