@@ -54,6 +54,7 @@ resolve: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
 bench: $(STAMP)

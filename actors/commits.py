@@ -101,8 +101,7 @@ class CommitLog:
 
 
 def _failure(reference: Any) -> str:
-    """Why a shard is not held; empty when it is. The reference has resolved: its value or error is all that is awaited.
-    """
+    """Why a shard is not held; empty when it is. The reference has resolved, so this does not wait."""
     try:
         held: bool = ray.get(reference, timeout=30)
     except ray.exceptions.RayTaskError as error:

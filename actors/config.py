@@ -38,11 +38,21 @@ class WorkersConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"workers.min {self.min} and workers.max {self.max} must satisfy 1 <= min <= max.")
-        check_numbers("workers", self, max=between(1, 1 << 16), cpus_per_worker=above(0, 1 << 16),
-                      torch_threads=between(1, 1024), wait_s=between(0, SECONDS), heartbeat_s=above(0, SECONDS),
-                      start_s=between(0, SECONDS), suspect_s=above(0, SECONDS), first_step_s=above(0, SECONDS),
-                      state_timeout_s=above(0, SECONDS),
-                      collective_timeout_s=above(0, SECONDS), stall_factor=above(0, 1e9))
+        check_numbers(
+            "workers",
+            self,
+            max=between(1, 1 << 16),
+            cpus_per_worker=above(0, 1 << 16),
+            torch_threads=between(1, 1024),
+            wait_s=between(0, SECONDS),
+            heartbeat_s=above(0, SECONDS),
+            start_s=between(0, SECONDS),
+            suspect_s=above(0, SECONDS),
+            first_step_s=above(0, SECONDS),
+            state_timeout_s=above(0, SECONDS),
+            collective_timeout_s=above(0, SECONDS),
+            stall_factor=above(0, 1e9),
+        )
 
     def start_patience_s(self, weights_bytes: int) -> float:
         """How long a worker may load that reads so many bytes."""

@@ -108,9 +108,7 @@ class Controller:
             patience_s=config.snapshot.patience_s,
             slow=lambda step, waited: self._event("keepers_slow", step=step, seconds=round(waited, 1)),
         )
-        self.state = RunState(
-            self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event
-        )
+        self.state = RunState(self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event)
         reported = ray.get(self.monitor.begin.remote(), timeout=_START_S)
         generation = max(reported.generation, self.state.standing.generation)
         self.membership = Membership(Limits.of(config.workers), generation=generation)

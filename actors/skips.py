@@ -33,8 +33,15 @@ class Skips:
         self._steps = {s for s in (*self._steps, step) if step - WINDOW < s <= step}
         count, samples = len(self._steps), sorted({s for r in done.reports for s in r.bad_samples})
         self._tell("skipped", step=step, loss=first.loss, grad_norm=first.grad_norm, samples=samples)
-        log.warning("step %d is skipped: loss %s, gradient norm %s (%d of at most %d in %d steps)",
-                    step, first.loss, first.grad_norm, count, self._limit, WINDOW)
+        log.warning(
+            "step %d is skipped: loss %s, gradient norm %s (%d of at most %d in %d steps)",
+            step,
+            first.loss,
+            first.grad_norm,
+            count,
+            self._limit,
+            WINDOW,
+        )
         if count > self._limit:
             reason = (
                 f"{count} of the last {WINDOW} steps had a non-finite gradient, more than train.max_skipped_steps "

@@ -271,8 +271,10 @@ class RunState:
             return False
         on_disk = self.on_disk()
         if (on_disk[0] if on_disk is not None else -1) < self._commits.committed:
-            log.error("step %d is not on disk; the keepers stay, and --resume on this cluster continues from them",
-                      self._commits.committed)
+            log.error(
+                "step %d is not on disk; the keepers stay, and --resume on this cluster continues from them",
+                self._commits.committed,
+            )
             return False
         self.keepers.close()
         return True
@@ -319,8 +321,13 @@ class RunState:
         self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:
-                log.warning("snapshots take %.1f GiB on %s, which can spare %.1f GiB: add nodes or memory, lower "
-                            "snapshot.copies, or set snapshot.enabled: false", held / 2**30, host, room / 2**30)
+                log.warning(
+                    "snapshots take %.1f GiB on %s, which can spare %.1f GiB: add nodes or memory, lower "
+                    "snapshot.copies, or set snapshot.enabled: false",
+                    held / 2**30,
+                    host,
+                    room / 2**30,
+                )
                 self._tell("memory_short", host=host, mib_needed=held >> 20, mib_room=room >> 20)
 
 

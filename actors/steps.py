@@ -302,8 +302,7 @@ def shape_of(name: str) -> str:
 
 
 def failure_of(call: Any) -> str:
-    """Why an ended call failed, or "". When its worker or another that it waits for is gone, that one's finish says so.
-    """
+    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead."""
     try:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:

@@ -35,11 +35,15 @@ def is_inner() -> bool:
 def run_apart(arguments: Sequence[str]) -> int:
     """Run `python ARGUMENTS` in a session of its own. Returns its exit code, 128 + N where signal N ended it."""
     inner_end, ours = os.pipe()
-    environment = {**os.environ, LIFELINE: str(inner_end), "PYTHONPATH": os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment = {
+        **os.environ,
+        LIFELINE: str(inner_end),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
     sys.stdout.flush()
-    process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=[inner_end],
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *arguments], env=environment, pass_fds=[inner_end], start_new_session=True
+    )
     os.close(inner_end)
     earlier = {number: signal.getsignal(number) for number in SIGNALS}
 
@@ -57,8 +61,11 @@ def run_apart(arguments: Sequence[str]) -> int:
             signal.signal(number, handler)
         os.close(ours)
     if code < 0:
-        print(f"error: the process of the run was ended by signal {-code} ({signal.Signals(-code).name}); "
-              f"--resume continues it from its last checkpoint.", file=sys.stderr)
+        print(
+            f"error: the process of the run was ended by signal {-code} ({signal.Signals(-code).name}); "
+            f"--resume continues it from its last checkpoint.",
+            file=sys.stderr,
+        )
         return 128 - code
     return code
 

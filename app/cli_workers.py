@@ -35,10 +35,11 @@ def list_workers(run: Run) -> None:
 
 
 @app.command()
-def drain(run: Run,
-          names: Annotated[list[str], typer.Argument(help="Names from `heddle workers list`, e.g. w2.")],
-          wait_s: Annotated[float, typer.Option(help="Wait this long until they are gone; 0 does not wait.")] = 60.0,
-          ) -> None:
+def drain(
+    run: Run,
+    names: Annotated[list[str], typer.Argument(help="Names from `heddle workers list`, e.g. w2.")],
+    wait_s: Annotated[float, typer.Option(help="Wait this long until they are gone; 0 does not wait.")] = 60.0,
+) -> None:
     """Let these workers finish their work, hand over their state and leave at a step boundary."""
     import ray
 
@@ -67,8 +68,9 @@ def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep f
 
 
 @app.command()
-def stop(run: Run,
-         wait_s: Annotated[float, typer.Option(help="Wait this long for the end; 0 does not wait.")] = 300.0) -> None:
+def stop(
+    run: Run, wait_s: Annotated[float, typer.Option(help="Wait this long for the end; 0 does not wait.")] = 300.0
+) -> None:
     """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it."""
     import ray
 

@@ -109,11 +109,22 @@ class SampleConfig:
         if self.steps < 1:
             raise ValueError(f"sample.steps {self.steps} must be at least 1.")
         if min(self.frames, self.height, self.width) < 1 or self.fps <= 0:
-            raise ValueError(f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
-                             f"must be positive.")
-        check_numbers("sample", self, every=between(0), steps=between(1, 100_000), guidance_scale=between(0, 1e6),
-                      frames=between(1, 100_000), height=between(1, 1 << 16), width=between(1, 1 << 16),
-                      fps=above(0, 1000), seed=between(0, SEED))
+            raise ValueError(
+                f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
+                f"must be positive."
+            )
+        check_numbers(
+            "sample",
+            self,
+            every=between(0),
+            steps=between(1, 100_000),
+            guidance_scale=between(0, 1e6),
+            frames=between(1, 100_000),
+            height=between(1, 1 << 16),
+            width=between(1, 1 << 16),
+            fps=above(0, 1000),
+            seed=between(0, SEED),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,23 +166,30 @@ def from_here(config: RunConfig) -> RunConfig:
     """The same with local paths made absolute: processes of other nodes, and of a cluster that was started elsewhere,
     have other working directories and homes."""
     model, data, planner = config.model, config.data, config.planner
-    sources = tuple(replace(s, path=_absolute(s.path), media=_absolute(s.media), index=_absolute(s.index))
-                    for s in data.sources)
+    sources = tuple(
+        replace(s, path=_absolute(s.path), media=_absolute(s.media), index=_absolute(s.index)) for s in data.sources
+    )
     return replace(
-        config, run=replace(config.run, dir=_absolute(config.run.dir)),
-        model=replace(model, dit=replace(model.dit, path=_absolute(model.dit.path)),
-                      vae=replace(model.vae, path=_absolute(model.vae.path)),
-                      text=replace(model.text, path=_absolute(model.text.path))),
+        config,
+        run=replace(config.run, dir=_absolute(config.run.dir)),
+        model=replace(
+            model,
+            dit=replace(model.dit, path=_absolute(model.dit.path)),
+            vae=replace(model.vae, path=_absolute(model.vae.path)),
+            text=replace(model.text, path=_absolute(model.text.path)),
+        ),
         data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
-        planner=replace(planner, profile=_absolute(planner.profile)))
+        planner=replace(planner, profile=_absolute(planner.profile)),
+    )
 
 
 def _absolute(path: MaybePath) -> MaybePath:
     """Every part of a `::` list; URIs and nothing at all stay what they are."""
     if path is None:
         return path
-    return "::".join(part if not part or "://" in part else os.path.abspath(os.path.expanduser(part))
-                     for part in path.split("::"))
+    return "::".join(
+        part if not part or "://" in part else os.path.abspath(os.path.expanduser(part)) for part in path.split("::")
+    )
 
 
 def names() -> Names:
@@ -192,12 +210,17 @@ def notes(config: RunConfig) -> list[str]:
     model = config.model
     found = _unused_numbers(config)
     if config.data.batch.target_s and not config.planner.profile:
-        found.append("data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
-                     "was measured; `heddle profile` does it.")
+        found.append(
+            "data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
+            "was measured; `heddle profile` does it."
+        )
     if model.dit.architecture != "wan" or not model.dit.path or model.text.pad_to:
         return found
-    return [*found, f"model.dit.path {model.dit.path} with model.text.pad_to 0: Wan's published weights were trained "
-                    f"on text padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512."]
+    return [
+        *found,
+        f"model.dit.path {model.dit.path} with model.text.pad_to 0: Wan's published weights were trained "
+        f"on text padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512.",
+    ]
 
 
 def _unused_numbers(config: RunConfig) -> list[str]:
@@ -210,10 +233,14 @@ def _unused_numbers(config: RunConfig) -> list[str]:
     except (OSError, ValueError):  # the start refuses such a folder with the reason
         return []
     default = type(dit)()
-    unused = [f.name for f in fields(dit) if f.name != "path"
-              and getattr(dit, f.name) not in (getattr(default, f.name), getattr(true, f.name))]
-    return [f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}."
-            for name in unused]
+    unused = [
+        f.name
+        for f in fields(dit)
+        if f.name != "path" and getattr(dit, f.name) not in (getattr(default, f.name), getattr(true, f.name))
+    ]
+    return [
+        f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused
+    ]
 
 
 def _check_degrees(config: RunConfig) -> None:
@@ -223,34 +250,46 @@ def _check_degrees(config: RunConfig) -> None:
     for key, degrees in wanted.items():
         for degree in degrees:
             if degree < 1 or (dit.path is None and degree not in legal):
-                raise ConfigError(f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
-                                  f"model.dit; legal degrees are {', '.join(map(str, legal))}.")
+                raise ConfigError(
+                    f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
+                    f"model.dit; legal degrees are {', '.join(map(str, legal))}."
+                )
     if planner.strategy == "static" and planner.static_degree > config.workers.max:
-        raise ConfigError(f"planner.static_degree {planner.static_degree} needs as many workers; workers.max is "
-                          f"{config.workers.max}. Raise workers.max or lower the degree.")
+        raise ConfigError(
+            f"planner.static_degree {planner.static_degree} needs as many workers; workers.max is "
+            f"{config.workers.max}. Raise workers.max or lower the degree."
+        )
 
 
 def _check_schedule(config: RunConfig) -> None:
     train = config.train
     if train.optimizer.lr_warmup_steps > train.steps:
-        raise ConfigError(f"train.optimizer.lr_warmup_steps {train.optimizer.lr_warmup_steps} is longer than the run "
-                          f"of train.steps {train.steps}; shorten the warm-up.")
+        raise ConfigError(
+            f"train.optimizer.lr_warmup_steps {train.optimizer.lr_warmup_steps} is longer than the run "
+            f"of train.steps {train.steps}; shorten the warm-up."
+        )
 
 
 def _check_sample(config: RunConfig) -> None:
     sample = config.sample
     if not sample.prompts:
         if sample.every:
-            raise ConfigError(f"sample.every is {sample.every} but sample.prompts is empty; give at least one prompt "
-                              f"or set sample.every: 0.")
+            raise ConfigError(
+                f"sample.every is {sample.every} but sample.prompts is empty; give at least one prompt "
+                f"or set sample.every: 0."
+            )
         return
     if sample.every and config.checkpoint.every == 0:
-        raise ConfigError(f"checkpoint.every is 0, so checkpoints are made at the end only, but sample.every "
-                          f"{sample.every} makes samples from checkpoints. Set checkpoint.every to a divisor of "
-                          f"{sample.every}, or sample.every: 0.")
+        raise ConfigError(
+            f"checkpoint.every is 0, so checkpoints are made at the end only, but sample.every "
+            f"{sample.every} makes samples from checkpoints. Set checkpoint.every to a divisor of "
+            f"{sample.every}, or sample.every: 0."
+        )
     if sample.every and sample.every % config.checkpoint.every:
-        raise ConfigError(f"sample.every {sample.every} must be a multiple of checkpoint.every "
-                          f"{config.checkpoint.every}: samples are made from checkpoints.")
+        raise ConfigError(
+            f"sample.every {sample.every} must be a multiple of checkpoint.every "
+            f"{config.checkpoint.every}: samples are made from checkpoints."
+        )
     if config.model.vae.kind != "haar" or config.model.dit.path is not None:
         return  # the strides are known once the folders are read
     try:
@@ -289,11 +328,14 @@ def check_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = Fal
     if occupied and resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other; give one.")
     if occupied and not (resume or overwrite):
-        raise ConfigError(f"run directory {folder} already exists; continue it with --resume, start again with "
-                          f"--overwrite, or choose another run.name.")
+        raise ConfigError(
+            f"run directory {folder} already exists; continue it with --resume, start again with "
+            f"--overwrite, or choose another run.name."
+        )
     if occupied and not (folder / "config.yaml").is_file():
-        raise ConfigError(f"run directory {folder} holds files but no config.yaml, so it is not a run; choose another "
-                          f"run.name.")
+        raise ConfigError(
+            f"run directory {folder} holds files but no config.yaml, so it is not a run; choose another run.name."
+        )
     return folder
 
 

@@ -31,8 +31,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
-def index(paths: Paths = None, config: Config = None, overrides: Overrides = None, kind: Kind = "", media: Media = "",
-          caption: Caption = "", cache: Cache = None, workers: Workers = 1, as_json: AsJson = False) -> None:
+def index(
+    paths: Paths = None,
+    config: Config = None,
+    overrides: Overrides = None,
+    kind: Kind = "",
+    media: Media = "",
+    caption: Caption = "",
+    cache: Cache = None,
+    workers: Workers = 1,
+    as_json: AsJson = False,
+) -> None:
     """Read the headers of all samples once; changed shards only, the next time."""
     from data.ledger import Ledger
 
@@ -45,17 +54,27 @@ def index(paths: Paths = None, config: Config = None, overrides: Overrides = Non
         print(json.dumps({"sources": [_index_facts(index) for index in indexes], "ledger": ledger.summary()}, indent=1))
         return
     for index in indexes:
-        print(f"{index.name}: {index.num_ok} of {len(index) + index.missing} samples usable in "
-              f"{_shards(index.num_shards)}, media of {index.coverage:.1%} found, index {index.hash}")
+        print(
+            f"{index.name}: {index.num_ok} of {len(index) + index.missing} samples usable in "
+            f"{_shards(index.num_shards)}, media of {index.coverage:.1%} found, index {index.hash}"
+        )
     _print_ledger(ledger)
 
 
 @app.command()
-def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None, kind: Kind = "", media: Media = "",
-         caption: Caption = "", cache: Cache = None, workers: Workers = 1,
-         headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not decode.")] = False,
-         out: Annotated[Path, typer.Option("--out", help="List of all faults.")] = Path("bad.jsonl"),
-         as_json: AsJson = False) -> None:
+def lint(
+    paths: Paths = None,
+    config: Config = None,
+    overrides: Overrides = None,
+    kind: Kind = "",
+    media: Media = "",
+    caption: Caption = "",
+    cache: Cache = None,
+    workers: Workers = 1,
+    headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not decode.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="List of all faults.")] = Path("bad.jsonl"),
+    as_json: AsJson = False,
+) -> None:
     """Check every sample as training would, decode included; lists the faults. Exit code 4 beyond the limits.
 
     With --config the run's filters and buckets apply too: what they refuse is counted and not decoded.
@@ -81,8 +100,10 @@ def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None
     else:
         _print_ledger(ledger)
         if long and long["count"]:
-            print("{count} of {captions} captions have more than model.text.max_length {most} tokens and are cut there"
-                  .format_map(long))
+            words = (
+                "{count} of {captions} captions have more than model.text.max_length {most} tokens and are cut there"
+            )
+            print(words.format_map(long))
         if out.exists():
             print(f"faults    {out}")
     ledger.check_limits()
@@ -92,8 +113,17 @@ def lint(paths: Paths = None, config: Config = None, overrides: Overrides = None
 
 
 @app.command()
-def stats(paths: Paths = None, config: Config = None, overrides: Overrides = None, kind: Kind = "", media: Media = "",
-          caption: Caption = "", cache: Cache = None, workers: Workers = 1, as_json: AsJson = False) -> None:
+def stats(
+    paths: Paths = None,
+    config: Config = None,
+    overrides: Overrides = None,
+    kind: Kind = "",
+    media: Media = "",
+    caption: Caption = "",
+    cache: Cache = None,
+    workers: Workers = 1,
+    as_json: AsJson = False,
+) -> None:
     """Shapes, lengths, frame rates, captions and scores of a data set."""
     from data.ledger import Ledger
     from data.stats import statistics
@@ -108,22 +138,29 @@ def stats(paths: Paths = None, config: Config = None, overrides: Overrides = Non
 
 
 @app.command()
-def convert(path: Annotated[str, typer.Argument(metavar="PATH", help="Shards, table or folder to convert.")],
-            out: Annotated[Path, typer.Argument(help="Empty folder for the shards.")],
-            kind: Kind = "", media: Media = "", caption: Caption = "", cache: Cache = None, workers: Workers = 1,
-            shard_mb: Annotated[int, typer.Option(help="Largest shard in MB.", min=1)] = 500,
-            shard_samples: Annotated[int, typer.Option(help="Most samples of a shard.", min=1)] = 10_000,
-            crf: Annotated[int, typer.Option(help="H.264 quality of clips cut out of longer videos.")] = 18) -> None:
+def convert(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Shards, table or folder to convert.")],
+    out: Annotated[Path, typer.Argument(help="Empty folder for the shards.")],
+    kind: Kind = "",
+    media: Media = "",
+    caption: Caption = "",
+    cache: Cache = None,
+    workers: Workers = 1,
+    shard_mb: Annotated[int, typer.Option(help="Largest shard in MB.", min=1)] = 500,
+    shard_samples: Annotated[int, typer.Option(help="Most samples of a shard.", min=1)] = 10_000,
+    crf: Annotated[int, typer.Option(help="H.264 quality of clips cut out of longer videos.")] = 18,
+) -> None:
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
     from data.convert import convert as write
     from data.ledger import Ledger
 
     sources, limits = _sources([path], None, None, kind, media, caption)
     ledger = Ledger(limits, out / "bad.jsonl")
-    source, = _open(sources, limits, cache, ledger, workers)
+    (source,) = _open(sources, limits, cache, ledger, workers)
     with _progress("writing") as progress:
-        shards = write(source, out, ledger, shard_bytes=shard_mb * 10**6, shard_count=shard_samples, crf=crf,
-                       progress=progress)
+        shards = write(
+            source, out, ledger, shard_bytes=shard_mb * 10**6, shard_count=shard_samples, crf=crf, progress=progress
+        )
     ledger.close()
     ledger.check()
     print(f"{ledger.delivered} samples in {_shards(len(shards))}: {out}")
@@ -131,12 +168,14 @@ def convert(path: Annotated[str, typer.Argument(metavar="PATH", help="Shards, ta
 
 
 @app.command()
-def synth(folder: Annotated[Path, typer.Argument(help="Folder to make.")],
-          clips: Annotated[int | None, typer.Option(help="Video clips.", min=0)] = None,
-          images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
-          shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
-          seed: int = 0,
-          koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True) -> None:
+def synth(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    clips: Annotated[int | None, typer.Option(help="Video clips.", min=0)] = None,
+    images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
+    shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
+    seed: int = 0,
+    koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True,
+) -> None:
     """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table."""
     from app.data_synth import synth as make
 
@@ -144,11 +183,13 @@ def synth(folder: Annotated[Path, typer.Argument(help="Folder to make.")],
 
 
 @app.command()
-def preview(config: Annotated[Path, typer.Option("--config", "-c", help="The run to look at.")],
-            overrides: Overrides = None,
-            out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("preview"),
-            samples: Annotated[int, typer.Option(help="Clips per bucket.", min=1)] = 8,
-            frames: Annotated[int, typer.Option(help="Pictures per clip.", min=1)] = 5) -> None:
+def preview(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run to look at.")],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("preview"),
+    samples: Annotated[int, typer.Option(help="Clips per bucket.", min=1)] = 8,
+    frames: Annotated[int, typer.Option(help="Pictures per clip.", min=1)] = 5,
+) -> None:
     """A contact sheet per bucket: the frames, crops and captions that training would see."""
     from app.config import RunConfig, from_here
     from app.data_preview import preview as make
@@ -156,8 +197,9 @@ def preview(config: Annotated[Path, typer.Option("--config", "-c", help="The run
     make(from_here(RunConfig.load(config, overrides or [])), out, samples, frames)
 
 
-def _sources(paths: list[str] | None, config: Path | None, overrides: list[str] | None, kind: str, media: str,
-             caption: str) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
+def _sources(
+    paths: list[str] | None, config: Path | None, overrides: list[str] | None, kind: str, media: str, caption: str
+) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
     """Sources of the command line or of a run's config, and the limits that apply."""
     from data.config import LimitsConfig, SourceConfig
     from data.sources import guess_kind
@@ -191,8 +233,9 @@ def _admitted(config: Path, overrides: list[str] | None, indexes: list[Index], l
     return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, geometry, ledger, timed).codes]
 
 
-def _long_captions(config: Path, overrides: list[str] | None, indexes: list[Index],
-                   admitted: list[np.ndarray]) -> dict[str, int]:
+def _long_captions(
+    config: Path, overrides: list[str] | None, indexes: list[Index], admitted: list[np.ndarray]
+) -> dict[str, int]:
     """How many captions the run's text encoder cuts."""
     from app.config import RunConfig, from_here
     from data.lint import count_long_captions
@@ -203,14 +246,30 @@ def _long_captions(config: Path, overrides: list[str] | None, indexes: list[Inde
     return {"count": long, "captions": captions, "most": text.max_length}
 
 
-def _open(sources: tuple[SourceConfig, ...], limits: LimitsConfig, cache: Path | None, ledger: Ledger,
-          workers: int, allow_empty: bool = False) -> list[Index]:
+def _open(
+    sources: tuple[SourceConfig, ...],
+    limits: LimitsConfig,
+    cache: Path | None,
+    ledger: Ledger,
+    workers: int,
+    allow_empty: bool = False,
+) -> list[Index]:
     from data.index import build_index
 
     with _progress("indexing") as progress:
-        return [build_index(source, cache, ledger, limits=limits, ordinal=ordinal, workers=workers, progress=progress,
-                            allow_empty=allow_empty)
-                for ordinal, source in enumerate(sources)]
+        return [
+            build_index(
+                source,
+                cache,
+                ledger,
+                limits=limits,
+                ordinal=ordinal,
+                workers=workers,
+                progress=progress,
+                allow_empty=allow_empty,
+            )
+            for ordinal, source in enumerate(sources)
+        ]
 
 
 class _progress:
@@ -233,19 +292,31 @@ class _progress:
 
 
 def _index_facts(index: Index) -> dict[str, Any]:
-    return {"name": index.name, "kind": index.config.kind, "hash": index.hash, "shards": index.num_shards,
-            "rows": len(index), "usable": index.num_ok, "missing": index.missing, "coverage": index.coverage}
+    return {
+        "name": index.name,
+        "kind": index.config.kind,
+        "hash": index.hash,
+        "shards": index.num_shards,
+        "rows": len(index),
+        "usable": index.num_ok,
+        "missing": index.missing,
+        "coverage": index.coverage,
+    }
 
 
 def _print_ledger(ledger: Ledger) -> None:
     facts = ledger.summary()
-    print(f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {sum(facts['rejected'].values())}"
-          f"{_reasons(facts['rejected'])}")
+    print(
+        f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {sum(facts['rejected'].values())}"
+        f"{_reasons(facts['rejected'])}"
+    )
     for rule, count in facts["details"].items():
         print(f"  {count} {rule}")
     if facts["scheduled"]:
-        print(f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(facts['skipped'].values())}"
-              f"{_reasons(facts['skipped'])}")
+        print(
+            f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(facts['skipped'].values())}"
+            f"{_reasons(facts['skipped'])}"
+        )
     if facts["shard_faults"]:
         print(f"shard faults{_reasons(facts['shard_faults'])}")
     if facts["notes"]:
@@ -266,9 +337,11 @@ def _print_stats(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{facts['name']}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
-                  f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
-                  f"{facts['bytes'] / 1e6:.1f} MB in {_shards(facts['shards'])}{_reasons(facts['rejected'])}")
+    console.print(
+        f"[bold]{facts['name']}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
+        f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
+        f"{facts['bytes'] / 1e6:.1f} MB in {_shards(facts['shards'])}{_reasons(facts['rejected'])}"
+    )
     shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)
     for shape in facts["shapes"]:
         shapes.add_row(*(str(shape[name]) for name in ("width", "height", "count")))

@@ -84,6 +84,6 @@ def _sheet(bucket: Bucket, rows: list[tuple[np.ndarray, str]], frames: int) -> I
             sheet.paste(picture, (MARGIN + column * (width + MARGIN), top))
         left = MARGIN + len(chosen) * (width + MARGIN)
         lines = [line for part in text.split("\n") for line in textwrap.wrap(part, CAPTION_WIDTH // 6)]
-        for number, line in enumerate(lines[:height // LINE]):
+        for number, line in enumerate(lines[: height // LINE]):
             draw.text((left, top + number * LINE), line.encode("ascii", "replace").decode(), fill="black")
     return sheet

@@ -8,8 +8,14 @@ from pathlib import Path
 from data.config import SourceConfig
 
 
-def synth(folder: Path, clips: int | None = None, images: int | None = None, shards: int | None = None,
-          seed: int = 0, koala: bool = True) -> dict[str, object]:
+def synth(
+    folder: Path,
+    clips: int | None = None,
+    images: int | None = None,
+    shards: int | None = None,
+    seed: int = 0,
+    koala: bool = True,
+) -> dict[str, object]:
     """Write WebDataset shards and a Koala-36M style table of synthetic clips, say what was made, return the summary.
 
     Raises ValueError when `folder` already holds either.
@@ -17,11 +23,18 @@ def synth(folder: Path, clips: int | None = None, images: int | None = None, sha
     from data.synthetic import SynthConfig, synthesize
 
     base = SynthConfig()
-    config = SynthConfig(clips=base.clips if clips is None else clips, images=base.images if images is None else images,
-                         shards=shards or base.shards, seed=seed, koala=koala)
+    config = SynthConfig(
+        clips=base.clips if clips is None else clips,
+        images=base.images if images is None else images,
+        shards=shards or base.shards,
+        seed=seed,
+        koala=koala,
+    )
     summary = synthesize(folder, config)
-    print(f"{summary['clips']} clips and {summary['images']} still images in {config.shards} shards: "
-          f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB in all)")
+    print(
+        f"{summary['clips']} clips and {summary['images']} still images in {config.shards} shards: "
+        f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB in all)"
+    )
     if summary["koala"]:
         print(f"the clips as a Koala-36M table: {summary['koala']}")
     return summary

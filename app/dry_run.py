@@ -58,8 +58,10 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     count = parameters(model)
     per_weight = 16 if config.train.optimizer.ema_decay else 12  # fp32 master, two moments, EMA
     layers = f"{dit.num_layers}+{dit.num_single_layers}" if dit.num_single_layers else f"{dit.num_layers}"
-    print(f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
-          f"{count / 1e6:,.1f} M weights")
+    print(
+        f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
+        f"{count / 1e6:,.1f} M weights"
+    )
     size, free = count * per_weight, free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
@@ -96,9 +98,11 @@ def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float) -
     balance = step_figures(plan, config.workers.max)
     seconds = statistics.fmean(step.makespan_s for step in plan.steps)
     idle = statistics.fmean(figure.idle_ratio for figure in balance)
-    print(f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
-          f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
-          f"{1000 * statistics.fmean(step.plan_s for step in plan.steps):.1f} ms per step")
+    print(
+        f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
+        f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
+        f"{1000 * statistics.fmean(step.plan_s for step in plan.steps):.1f} ms per step"
+    )
     print(f"          {config.train.steps} steps take about {seconds * config.train.steps / 60:.1f} minutes")
     if not profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")

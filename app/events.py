@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FATES = {"dead": "died", "replace": "is replaced", "drain": "finishes and leaves", "suspect": "is silent",
-         "leaving": "announces that it leaves", "lost": "was lost"}
+FATES = {
+    "dead": "died",
+    "replace": "is replaced",
+    "drain": "finishes and leaves",
+    "suspect": "is silent",
+    "leaving": "announces that it leaves",
+    "lost": "was lost",
+}
 
 
 def describe(event: Mapping[str, Any]) -> str:
@@ -54,8 +60,10 @@ def describe(event: Mapping[str, Any]) -> str:
         case "snapshots_failed":
             return f"the keepers cannot take the state{why}; the workers' own goes to disk"
         case "memory_short":
-            return (f"warning: snapshots take {event['mib_needed']:,} MiB on {event['host']}, which can spare "
-                    f"{event['mib_room']:,} MiB")
+            return (
+                f"warning: snapshots take {event['mib_needed']:,} MiB on {event['host']}, which can spare "
+                f"{event['mib_room']:,} MiB"
+            )
         case "checkpoint_damaged" | "checkpoint_passed_over":
             return f"checkpoint {event['folder']} is passed over{why}"
         case "feeder_lost":

@@ -49,8 +49,7 @@ class Exported:
     notes: list[str] = field(default_factory=list)
 
 
-def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32",
-        ema: bool = True) -> Exported:
+def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True) -> Exported:
     """Body of the command: export, compare, print what was done."""
     _quiet()
     exported = export(checkpoint, to, base=base, dtype=dtype, ema=ema)
@@ -58,13 +57,16 @@ def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "f
         print(f"{name:24} {origin}")
     for note in exported.notes:
         print(f"note: {note}")
-    print(f"{exported.folder}: loaded back by Diffusers, weights identical, forward pass equal "
-          f"(largest difference {exported.largest_difference:.1e})")
+    print(
+        f"{exported.folder}: loaded back by Diffusers, weights identical, forward pass equal "
+        f"(largest difference {exported.largest_difference:.1e})"
+    )
     return exported
 
 
-def export(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32",
-           ema: bool = True) -> Exported:
+def export(
+    checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True
+) -> Exported:
     """Write and verify the folder `to`. Raises ConfigError for wrong requests, CheckpointError when parity fails."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
@@ -98,8 +100,7 @@ def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype,
-          ema: bool) -> Exported:
+def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype, ema: bool) -> Exported:
     resolved, _ = resolve(config.model)
     index, origins, notes = pipeline_parts.collect(work, replace(config, model=resolved), base)
     averaged = ema and config.train.optimizer.ema_decay > 0
@@ -111,14 +112,17 @@ def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype:
     compare_weights(target, TRANSFORMER_CLASSES[plain.architecture], state)
     largest = compare_forward(target, plain, state)
     origins["transformer"] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
-        "" if averaged == ema else ", which keeps no EMA")
+        "" if averaged == ema else ", which keeps no EMA"
+    )
     if resolved.dit.lora_rank:
         origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
     if resolved.dit.architecture == "wan":
         notes.append(_prompt_note(config.model.text.pad_to))
     if base is not None:
-        notes.append(f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
-                     f"{config.train.flow.flow_shift:g}.")
+        notes.append(
+            f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
+            f"{config.train.flow.flow_shift:g}."
+        )
     if any(origin.startswith("hard-linked") for origin in origins.values()):
         notes.append("hard-linked files are the same files as their originals: replace one, do not edit it in place.")
     index["transformer"] = ["diffusers", TRANSFORMER_CLASSES[resolved.dit.architecture]]
@@ -130,11 +134,15 @@ def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype:
 def _prompt_note(pad_to: int) -> str:
     """How WanPipeline is given the text conditioning of the training; it pads prompts with zeros."""
     if pad_to:
-        return (f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
-                f"training.")
-    return ("this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros: "
-            "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for the tokens of "
-            "that prompt alone.")
+        return (
+            f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
+            f"training."
+        )
+    return (
+        "this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros: "
+        "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for the tokens of "
+        "that prompt alone."
+    )
 
 
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:

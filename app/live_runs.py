@@ -124,8 +124,10 @@ def must_answer(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
-        raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "
-                          f"unset RAY_ADDRESS to use this machine.") from None
+        raise ConfigError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "
+            f"unset RAY_ADDRESS to use this machine."
+        ) from None
 
 
 class RayGone(RuntimeError):
@@ -205,8 +207,12 @@ def read_outcome(folder: Path, token: str) -> Outcome | None:
 def came_to_anything(folder: Path) -> bool:
     """Whether a started run has left what somebody may want: a step, a checkpoint, a list of faults, a trace."""
     metrics = folder / "metrics.jsonl"
-    return ((metrics.is_file() and metrics.stat().st_size > 0) or (folder / "checkpoints").is_dir()
-            or any((folder / name).is_file() for name in ("bad.jsonl", "error.txt")) or resumable(folder))
+    return (
+        (metrics.is_file() and metrics.stat().st_size > 0)
+        or (folder / "checkpoints").is_dir()
+        or any((folder / name).is_file() for name in ("bad.jsonl", "error.txt"))
+        or resumable(folder)
+    )
 
 
 def resumable(folder: Path) -> bool:

@@ -121,13 +121,21 @@ class FolderLock:
         before = _parsed(os.pread(file, _BYTES, 0))
         trusted = by_kernel is True and (before is None or before.kernel == _kernel())
         if not trusted and before is not None:
-            tell(f"{self.path.name} names process {before.pid} on {before.host}; looking for {STALE_S:.0f} s whether "
-                 f"it is alive")
+            tell(
+                f"{self.path.name} names process {before.pid} on {before.host}; looking for {STALE_S:.0f} s whether "
+                f"it is alive"
+            )
             if _changes(self.path, STALE_S):
                 return False
             tell(f"process {before.pid} on {before.host} is not alive; going on without it")
-        self._stamp = Stamp(token=self.token, host=socket.gethostname(), kernel=_kernel(), pid=os.getpid(), beat=0,
-                            since=time.strftime("%Y-%m-%d %H:%M:%S"))
+        self._stamp = Stamp(
+            token=self.token,
+            host=socket.gethostname(),
+            kernel=_kernel(),
+            pid=os.getpid(),
+            beat=0,
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
         _write(file, self._stamp)
         if not trusted:
             time.sleep(_SETTLE_S)

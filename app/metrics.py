@@ -90,8 +90,9 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -184,8 +185,11 @@ class Progress:
         if now - self._printed < self._interval_s and not last:
             return
         self._printed = now
-        print(f"step {line['step'] + 1}/{self.total_steps}  {figures(line)}{self._left(line['step'], now)}",
-              file=self._stream, flush=True)
+        print(
+            f"step {line['step'] + 1}/{self.total_steps}  {figures(line)}{self._left(line['step'], now)}",
+            file=self._stream,
+            flush=True,
+        )
 
     def _left(self, step: int, now: float) -> str:
         assert self._first_step is not None
@@ -210,9 +214,15 @@ def _rich_bar(total_steps: int, stream: IO[str]) -> tuple[Any, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    bar = Progress(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=20),
-                   TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
-                   console=Console(file=stream))
+    bar = Progress(
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("<"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=Console(file=stream),
+    )
     bar.start()
     return bar, bar.add_task("train", total=total_steps, figures="starting workers")
 

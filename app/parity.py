@@ -27,8 +27,10 @@ def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) 
     model, report = _load(folder, class_name, next(iter(state.values())).dtype)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(problem):
-            raise CheckpointError(f"{folder.name}: Diffusers' {class_name} reports {problem.replace('_', ' ')} "
-                                  f"{list(report[problem])[:3]}; the export is not valid.")
+            raise CheckpointError(
+                f"{folder.name}: Diffusers' {class_name} reports {problem.replace('_', ' ')} "
+                f"{list(report[problem])[:3]}; the export is not valid."
+            )
     for name, tensor in model.state_dict().items():
         if name in state and not torch.equal(tensor.to(state[name].dtype), state[name]):
             raise CheckpointError(f"{folder.name}: {name} differs after loading it back; the export is not valid.")
@@ -49,16 +51,19 @@ def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]
         theirs = _theirs(reference.eval(), latent, text, config)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     if not difference <= TOLERANCE:
-        raise CheckpointError(f"{folder.name}: Diffusers' forward pass differs from ours by {difference:.1e} of its "
-                              f"largest value (allowed {TOLERANCE:.0e}); the export is not valid.")
+        raise CheckpointError(
+            f"{folder.name}: Diffusers' forward pass differs from ours by {difference:.1e} of its "
+            f"largest value (allowed {TOLERANCE:.0e}); the export is not valid."
+        )
     return difference
 
 
 def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     import diffusers
 
-    return getattr(diffusers, class_name).from_pretrained(folder, torch_dtype=dtype, local_files_only=True,
-                                                          output_loading_info=True)
+    return getattr(diffusers, class_name).from_pretrained(
+        folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+    )
 
 
 def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
@@ -68,8 +73,11 @@ def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int,
 
 
 def _theirs(reference: Any, latent: Tensor, text: Tensor, config: DiTConfig) -> Tensor:
-    inputs: dict[str, Any] = {"hidden_states": latent[None], "timestep": torch.tensor([1000 * _SIGMA]),
-                              "encoder_hidden_states": text[None]}
+    inputs: dict[str, Any] = {
+        "hidden_states": latent[None],
+        "timestep": torch.tensor([1000 * _SIGMA]),
+        "encoder_hidden_states": text[None],
+    }
     if config.architecture == "hunyuan":
         same = (config.pooled_dim or config.text_dim) == config.text_dim
         inputs["pooled_projections"] = text.mean(0)[None] if same else torch.zeros(1, config.pooled_dim)

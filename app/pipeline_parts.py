@@ -30,8 +30,10 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     if config.model.dit.architecture == "hunyuan":
         for name in ("text_encoder_2", "tokenizer_2"):
             index[name] = [None, None]
-        notes.append("HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae "
-                     "and scheduler load by their own classes; give --base for a complete pipeline.")
+        notes.append(
+            "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae "
+            "and scheduler load by their own classes; give --base for a complete pipeline."
+        )
     return index, origins, notes
 
 
@@ -56,9 +58,11 @@ def _same_latents(config: RunConfig, base: Path) -> None:
     fields = read_json(component(base, "vae") / "config.json")
     channels = fields.get("z_dim", fields.get("latent_channels"))
     if config.model.vae.kind == "haar" or channels != config.model.vae.channels:
-        raise ConfigError(f"--base {base} has a VAE of {channels} channels, the run trained on latents of "
-                          f"{config.model.vae.kind} with {config.model.vae.channels}; give the pipeline whose VAE was "
-                          f"used, or none.")
+        raise ConfigError(
+            f"--base {base} has a VAE of {channels} channels, the run trained on latents of "
+            f"{config.model.vae.kind} with {config.model.vae.channels}; give the pipeline whose VAE was "
+            f"used, or none."
+        )
 
 
 def _vae(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
@@ -76,8 +80,10 @@ def _vae(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str
     (work / "vae" / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     index["vae"] = [None, None]
     origins["vae"] = "settings of the haar codec"
-    notes.append("the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with vae=None, ask "
-                 "for output_type='latent', and decode with ops.models.haar.HaarVAE.")
+    notes.append(
+        "the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with vae=None, ask "
+        "for output_type='latent', and decode with ops.models.haar.HaarVAE."
+    )
 
 
 def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
@@ -89,8 +95,10 @@ def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[st
         index["text_encoder"] = ["transformers", "T5EncoderModel"]
         index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
         origins["text_encoder"] = origins["tokenizer"] = f"random byte-level T5 of seed {text.seed}"
-        notes.append("the text encoder is the untrained one of the run; Diffusers loads it, but it is of use with this "
-                     "transformer only.")
+        notes.append(
+            "the text encoder is the untrained one of the run; Diffusers loads it, but it is of use with this "
+            "transformer only."
+        )
         return
     folder = component(text.path, "text_encoder")
     classes = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
@@ -116,8 +124,13 @@ def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: di
     settings: dict[str, Any] = {"shift": flow.flow_shift}
     if config.model.dit.architecture == "wan":
         name = "DPMSolverMultistepScheduler"
-        settings = {"algorithm_type": "dpmsolver++", "solver_order": 1, "prediction_type": "flow_prediction",
-                    "use_flow_sigmas": True, "flow_shift": flow.flow_shift}
+        settings = {
+            "algorithm_type": "dpmsolver++",
+            "solver_order": 1,
+            "prediction_type": "flow_prediction",
+            "use_flow_sigmas": True,
+            "flow_shift": flow.flow_shift,
+        }
     scheduler: Any = getattr(diffusers, name)(num_train_timesteps=flow.num_train_timesteps, **settings)
     scheduler.save_pretrained(work / "scheduler")
     index["scheduler"] = ["diffusers", name]

@@ -87,8 +87,10 @@ def run_plan(request: Request, out: Path | None = None, gantt: Path | None = Non
     plans = [_plan(problem, strategy) for strategy in strategies]
     workers = problem.cluster.num_workers
     items = sum(len(step) for step in problem.steps)
-    print(f"{items} items in {len(problem.steps)} steps on {workers} workers ({problem.profile.model} on "
-          f"{problem.profile.device})")
+    print(
+        f"{items} items in {len(problem.steps)} steps on {workers} workers ({problem.profile.model} on "
+        f"{problem.profile.device})"
+    )
     print(table(plans, problem))
     for note in problem.profile.notes:
         print(f"note: {note}")
@@ -121,8 +123,12 @@ def _from_workload(request: Request) -> Problem:
     # A file of many steps is a preview of a run: it may look further ahead and think longer than a run's planner can.
     budget_s = (0.2 if len(workload.steps) == 1 else 1.0) if request.budget_s is None else request.budget_s
     options = PlanOptions(budget_s=budget_s, lookahead=2)
-    return Problem(steps=workload.steps, profile=plan_inputs.load_profile(request.profile),
-                   cluster=plan_inputs.read_cluster(spec), options=options)
+    return Problem(
+        steps=workload.steps,
+        profile=plan_inputs.load_profile(request.profile),
+        cluster=plan_inputs.read_cluster(spec),
+        options=options,
+    )
 
 
 def _from_config(request: Request) -> Problem:
@@ -131,8 +137,11 @@ def _from_config(request: Request) -> Problem:
     assert request.config is not None
     config = from_here(RunConfig.load(request.config, request.overrides))
     model, geometry = resolve(config.model)
-    profile = (plan_inputs.load_profile(request.profile) if request.profile else
-               plan_inputs.profile_of(config, model, geometry))
+    profile = (
+        plan_inputs.load_profile(request.profile)
+        if request.profile
+        else plan_inputs.profile_of(config, model, geometry)
+    )
     if request.from_data:
         dataset = plan_inputs.open_dataset(config, geometry, profile)
         print_account(dataset.account(request.steps or None), config.data.min_coverage)
@@ -140,8 +149,7 @@ def _from_config(request: Request) -> Problem:
     else:
         batches = plan_inputs.batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)
-        steps = plan_inputs.items_from_buckets(config, model, batches, request.steps or 8, request.seed,
-                                               request.shares)
+        steps = plan_inputs.items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
     cluster = plan_inputs.read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
     return Problem(steps=steps, profile=profile, cluster=cluster, options=options_of(config, request.budget_s))
 
@@ -149,9 +157,16 @@ def _from_config(request: Request) -> Problem:
 def options_of(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
     """The planner section of a run as the planner takes it."""
     planner = config.planner
-    return PlanOptions(strategy=planner.strategy, budget_s=planner.budget_s if budget_s is None else budget_s,
-                       degrees=planner.degrees, topology=planner.topology, split=planner.split,
-                       static_degree=planner.static_degree, lookahead=planner.lookahead, update_waits=True)
+    return PlanOptions(
+        strategy=planner.strategy,
+        budget_s=planner.budget_s if budget_s is None else budget_s,
+        degrees=planner.degrees,
+        topology=planner.topology,
+        split=planner.split,
+        static_degree=planner.static_degree,
+        lookahead=planner.lookahead,
+        update_waits=True,
+    )
 
 
 def _plan(problem: Problem, strategy: str) -> Plan:
@@ -171,16 +186,28 @@ def table(plans: Sequence[Plan], problem: Problem) -> str:
         seconds = _mean([step.makespan_s for step in plan.steps])
         bound = problem.bound(plan)
         peak = peak_gib(plan, problem)
-        rows.append((plan.strategy, f"{seconds:.3f} s", f"{bound:.3f} s",
-                     f"{100 * (seconds / bound - 1):.1f}%" if bound else "-",
-                     f"{100 * _mean([figure.idle_ratio for figure in balance]):.1f}%",
-                     _number(_mean([figure.wir for figure in balance])),
-                     f"{100 * _mean([figure.cv_step for figure in balance]):.1f}%",
-                     f"{100 * _mean([figure.cv_compute for figure in balance]):.1f}%",
-                     f"{peak:.1f} GiB" if peak else "-", f"{1000 * max(step.plan_s for step in plan.steps):.0f} ms"))
+        rows.append(
+            (
+                plan.strategy,
+                f"{seconds:.3f} s",
+                f"{bound:.3f} s",
+                f"{100 * (seconds / bound - 1):.1f}%" if bound else "-",
+                f"{100 * _mean([figure.idle_ratio for figure in balance]):.1f}%",
+                _number(_mean([figure.wir for figure in balance])),
+                f"{100 * _mean([figure.cv_step for figure in balance]):.1f}%",
+                f"{100 * _mean([figure.cv_compute for figure in balance]):.1f}%",
+                f"{peak:.1f} GiB" if peak else "-",
+                f"{1000 * max(step.plan_s for step in plan.steps):.0f} ms",
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    return "\n".join("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                               for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
 
 
 def step_figures(plan: Plan, workers: int) -> list[StepFigures]:
@@ -196,8 +223,12 @@ def peak_gib(plan: Plan, problem: Problem) -> float:
     for cascade in (cascade for step in plan.steps for cascade in step.cascades):
         for part in cascade.parts:
             item = items[cascade.step, part.item]
-            peaks.append(problem.profile.memory_gib(cascade.module, part.count, item.frames, item.height, item.width,
-                                                    cascade.degree, item.text_tokens) or 0.0)
+            peaks.append(
+                problem.profile.memory_gib(
+                    cascade.module, part.count, item.frames, item.height, item.width, cascade.degree, item.text_tokens
+                )
+                or 0.0
+            )
     return max(peaks)
 
 
@@ -215,13 +246,25 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _step_json(step: StepPlan) -> dict[str, Any]:
-    return {"makespan_s": step.makespan_s, "lower_bound_s": step.lower_bound_s, "plan_s": step.plan_s,
-            "idle_ratio": step.idle_ratio, "cascades": [_cascade_json(cascade) for cascade in step.cascades]}
+    return {
+        "makespan_s": step.makespan_s,
+        "lower_bound_s": step.lower_bound_s,
+        "plan_s": step.plan_s,
+        "idle_ratio": step.idle_ratio,
+        "cascades": [_cascade_json(cascade) for cascade in step.cascades],
+    }
 
 
 def _cascade_json(cascade: Cascade) -> dict[str, Any]:
     """`parts` are the samples [first, first + count) of each item that the cascade runs."""
-    return {"id": cascade.id, "item": cascade.item, "module": cascade.module, "batch": cascade.batch,
-            "degree": cascade.degree, "workers": list(cascade.workers), "start_s": cascade.start_s,
-            "end_s": cascade.end_s,
-            "parts": [{"item": part.item, "first": part.first, "count": part.count} for part in cascade.parts]}
+    return {
+        "id": cascade.id,
+        "item": cascade.item,
+        "module": cascade.module,
+        "batch": cascade.batch,
+        "degree": cascade.degree,
+        "workers": list(cascade.workers),
+        "start_s": cascade.start_s,
+        "end_s": cascade.end_s,
+        "parts": [{"item": part.item, "first": part.first, "count": part.count} for part in cascade.parts],
+    }

@@ -84,9 +84,9 @@ def _whole(value: Any, key: str, where: str, minimum: int) -> int:
 def read_cluster(spec: str) -> Cluster:
     """`2x8`, or a YAML file. Raises ConfigError.
 
-        nodes: [8, 8, 4]        # GPUs of each node; or `nodes: 2` with `gpus: 8`
-        nics: AABBCCDD          # NIC rail of each GPU of a node
-        speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
+    nodes: [8, 8, 4]        # GPUs of each node; or `nodes: 2` with `gpus: 8`
+    nics: AABBCCDD          # NIC rail of each GPU of a node
+    speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
     """
     path = Path(spec)
     if path.suffix not in (".yaml", ".yml"):
@@ -100,13 +100,16 @@ def read_cluster(spec: str) -> Cluster:
     if not isinstance(data, dict) or "nodes" not in data:
         raise ConfigError(f"cluster file {path} must hold nodes: a list of GPUs per node, or a number with gpus:.")
     if unknown := set(data) - {"nodes", "gpus", "nics", "speed"}:
-        raise ConfigError(f"cluster file {path} has the unknown key {sorted(map(str, unknown))[0]!r}; "
-                          f"it may hold nodes, gpus, nics and speed.")
+        raise ConfigError(
+            f"cluster file {path} has the unknown key {sorted(map(str, unknown))[0]!r}; "
+            f"it may hold nodes, gpus, nics and speed."
+        )
     nodes = _nodes(data, path)
     nics = str(data.get("nics", ""))
     if nics and len(nics) != max(nodes):
-        raise ConfigError(f"cluster file {path}: nics {nics!r} names {len(nics)} GPUs; the largest node has "
-                          f"{max(nodes)}.")
+        raise ConfigError(
+            f"cluster file {path}: nics {nics!r} names {len(nics)} GPUs; the largest node has {max(nodes)}."
+        )
     return Cluster(nodes=nodes, rails=nics, speed=_speed(data.get("speed"), sum(nodes), path))
 
 
@@ -114,8 +117,10 @@ def _nodes(data: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     nodes = data["nodes"]
     counts = nodes if isinstance(nodes, list) else [data.get("gpus")] * (nodes if isinstance(nodes, int) else 1)
     if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
-        raise ConfigError(f"cluster file {path}: nodes {nodes!r} with gpus {data.get('gpus')!r} is not a number of "
-                          f"GPUs for each node; write nodes: [8, 8] or nodes: 2 and gpus: 8.")
+        raise ConfigError(
+            f"cluster file {path}: nodes {nodes!r} with gpus {data.get('gpus')!r} is not a number of "
+            f"GPUs for each node; write nodes: [8, 8] or nodes: 2 and gpus: 8."
+        )
     return tuple(counts)
 
 
@@ -127,8 +132,10 @@ def _speed(value: Any, workers: int, path: Path) -> tuple[float, ...]:
     for worker, factor in entries:
         good = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
         if not good or not isinstance(worker, int) or not 0 <= worker < workers:
-            raise ConfigError(f"cluster file {path}: speed of GPU {worker!r} is {factor!r}; expected a positive number "
-                              f"for one of the GPUs 0 to {workers - 1}.")
+            raise ConfigError(
+                f"cluster file {path}: speed of GPU {worker!r} is {factor!r}; expected a positive number "
+                f"for one of the GPUs 0 to {workers - 1}."
+            )
         speeds[worker] = float(factor)
     return tuple(speeds)
 
@@ -153,8 +160,17 @@ def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Pro
 def items_from_data(dataset: Dataset, step: int, config: RunConfig, model: ModelConfig) -> tuple[Item, ...]:
     """The items of a step as the planner sees them; text lengths from the config's nominal caption."""
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
-    return tuple(Item(id=item.id, batch=len(item.samples), frames=item.bucket.frames, height=item.bucket.height,
-                      width=item.bucket.width, text_tokens=tokens) for item in dataset.step(step).items)
+    return tuple(
+        Item(
+            id=item.id,
+            batch=len(item.samples),
+            frames=item.bucket.frames,
+            height=item.bucket.height,
+            width=item.bucket.width,
+            text_tokens=tokens,
+        )
+        for item in dataset.step(step).items
+    )
 
 
 def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dataset:
@@ -170,8 +186,14 @@ def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[
     return {bucket: planned_batch(table, bucket, config.data.batch, geometry, timed) for bucket in table.buckets}
 
 
-def items_from_buckets(config: RunConfig, model: ModelConfig, batches: Mapping[Bucket, tuple[int, str]], steps: int,
-                       seed: int, shares: Sequence[str] = ()) -> tuple[tuple[Item, ...], ...]:
+def items_from_buckets(
+    config: RunConfig,
+    model: ModelConfig,
+    batches: Mapping[Bucket, tuple[int, str]],
+    steps: int,
+    seed: int,
+    shares: Sequence[str] = (),
+) -> tuple[tuple[Item, ...], ...]:
     """Full batches of buckets drawn at random, equally often or by `shares` such as `33x32x48=0.5`."""
     rng = np.random.default_rng(seed)
     buckets = tuple(batches)
@@ -180,9 +202,19 @@ def items_from_buckets(config: RunConfig, model: ModelConfig, batches: Mapping[B
     found = []
     for step in range(steps):
         chosen = [buckets[int(i)] for i in rng.choice(len(buckets), size=config.data.items_per_step, p=chances)]
-        found.append(tuple(Item(id=f"s{step}.{i}", batch=batches[bucket][0],
-                                frames=bucket.frames, height=bucket.height, width=bucket.width, text_tokens=tokens)
-                           for i, bucket in enumerate(chosen)))
+        found.append(
+            tuple(
+                Item(
+                    id=f"s{step}.{i}",
+                    batch=batches[bucket][0],
+                    frames=bucket.frames,
+                    height=bucket.height,
+                    width=bucket.width,
+                    text_tokens=tokens,
+                )
+                for i, bucket in enumerate(chosen)
+            )
+        )
     return tuple(found)
 
 
@@ -201,6 +233,8 @@ def bucket_shares(names: Sequence[str], shares: Sequence[str]) -> list[float]:
             raise ConfigError(f"--share {text!r}: the share must be between 0 and 1.")
     left, others = 1.0 - sum(given.values()), len(names) - len(given)
     if left < -1e-9 or (not others and left > 1e-9):
-        raise ConfigError(f"the shares {', '.join(shares)} sum to {1 - left:g}; they must sum to at most 1, and to 1 "
-                          f"when every bucket has one.")
+        raise ConfigError(
+            f"the shares {', '.join(shares)} sum to {1 - left:g}; they must sum to at most 1, and to 1 "
+            f"when every bucket has one."
+        )
     return [given.get(name, max(left, 0.0) / max(others, 1)) for name in names]

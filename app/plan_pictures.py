@@ -31,11 +31,26 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
     for axes, plan in zip(figure.subplots(len(plans), 1, squeeze=False, sharex=True)[:, 0], plans, strict=True):
         for cascade in _cascades(plan):
             for first, count in _runs(cascade.workers):
-                axes.barh(first + (count - 1) / 2, cascade.seconds, left=cascade.start_s, height=count - 0.14,
-                          color=COLOURS[cascade.module], edgecolor="white", linewidth=0.6)
+                axes.barh(
+                    first + (count - 1) / 2,
+                    cascade.seconds,
+                    left=cascade.start_s,
+                    height=count - 0.14,
+                    color=COLOURS[cascade.module],
+                    edgecolor="white",
+                    linewidth=0.6,
+                )
                 if cascade.seconds > LABEL_SHARE * end:
-                    axes.text(cascade.start_s + cascade.seconds / 2, first + (count - 1) / 2, label(cascade, items),
-                              ha="center", va="center", fontsize=6 if count < 3 else 7, color="white", clip_on=True)
+                    axes.text(
+                        cascade.start_s + cascade.seconds / 2,
+                        first + (count - 1) / 2,
+                        label(cascade, items),
+                        ha="center",
+                        va="center",
+                        fontsize=6 if count < 3 else 7,
+                        color="white",
+                        clip_on=True,
+                    )
         for node in range(1, len(cluster.nodes)):
             axes.axhline(sum(cluster.nodes[:node]) - 0.5, color="#9aa0a6", linewidth=0.6)
         for mark in _ends(plan):
@@ -45,8 +60,14 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
         axes.set(ylim=(workers - 0.5, -0.5), xlim=(0, end), ylabel="GPU")
         axes.tick_params(labelsize=7)
     figure.axes[-1].set_xlabel("seconds")
-    figure.axes[0].legend(handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()], ncols=3,
-                          loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    figure.axes[0].legend(
+        handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()],
+        ncols=3,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        fontsize=8,
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -54,12 +75,18 @@ def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Bucke
     """The same as one self-contained HTML page."""
     parts = [f"<h1>Plan</h1><section><pre>{escape(text)}</pre></section>"]
     for plan in plans:
-        lanes = [Lane(name=f"GPU {worker}", bars=[_bar(c, items) for c in _cascades(plan) if worker in c.workers])
-                 for worker in range(cluster.num_workers)]
-        parts.append(f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{timeline(lanes, _ends(plan))}"
-                     f"</section>")
-    path.write_text(f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Plan - Heddle</title>"
-                    f"<style>{CSS}</style></head><body><main>{''.join(parts)}</main></body></html>", encoding="utf-8")
+        lanes = [
+            Lane(name=f"GPU {worker}", bars=[_bar(c, items) for c in _cascades(plan) if worker in c.workers])
+            for worker in range(cluster.num_workers)
+        ]
+        parts.append(
+            f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{timeline(lanes, _ends(plan))}</section>"
+        )
+    path.write_text(
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Plan - Heddle</title>"
+        f"<style>{CSS}</style></head><body><main>{''.join(parts)}</main></body></html>",
+        encoding="utf-8",
+    )
 
 
 def _cascades(plan: Plan) -> list[Cascade]:
@@ -96,10 +123,16 @@ def label(cascade: Cascade, items: Buckets) -> str:
 
 
 def _bar(cascade: Cascade, items: Buckets) -> Bar:
-    shapes = dict.fromkeys((item.frames, item.height, item.width) for part in cascade.parts
-                           for item in [items[cascade.step, part.item]])
+    shapes = dict.fromkeys(
+        (item.frames, item.height, item.width) for part in cascade.parts for item in [items[cascade.step, part.item]]
+    )
     shape = ", ".join(f"{frames}f {height}x{width}" for frames, height, width in shapes)
-    return Bar(start_s=cascade.start_s, end_s=cascade.end_s, css=cascade.module, label=label(cascade, items),
-               title=f"{cascade.module} {cascade.item} of step {cascade.step}: {shape}, batch {cascade.batch}, degree "
-                     f"{cascade.degree} on GPUs {', '.join(map(str, cascade.workers))}, {cascade.start_s:.3f} to "
-                     f"{cascade.end_s:.3f} s ({cascade.seconds:.3f} s)")
+    return Bar(
+        start_s=cascade.start_s,
+        end_s=cascade.end_s,
+        css=cascade.module,
+        label=label(cascade, items),
+        title=f"{cascade.module} {cascade.item} of step {cascade.step}: {shape}, batch {cascade.batch}, degree "
+        f"{cascade.degree} on GPUs {', '.join(map(str, cascade.workers))}, {cascade.start_s:.3f} to "
+        f"{cascade.end_s:.3f} s ({cascade.seconds:.3f} s)",
+    )

@@ -54,8 +54,15 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
     model, geometry = resolve(config.model)
     target = pick_device(device)
     torch.set_num_threads(config.workers.torch_threads)
-    profile = Profile.from_flops(model.dit, model.vae, model.text, geometry, gpu_memory_gib=_memory_gib(target),
-                                 degrees=config.planner.degrees, device=device_name(target))
+    profile = Profile.from_flops(
+        model.dit,
+        model.vae,
+        model.text,
+        geometry,
+        gpu_memory_gib=_memory_gib(target),
+        degrees=config.planner.degrees,
+        device=device_name(target),
+    )
     shapes = list(shapes_of(config, geometry, profile))
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     bench = Bench(config, model, geometry, target)
@@ -64,8 +71,11 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
         for shape in shapes:
             seconds, peak = bench.measure(module, shape, repeats)
             _record(profile, module, shape, seconds, peak)
-            print(f"{module:4}  {shape.bucket.frames:4d}f {shape.bucket.height}x{shape.bucket.width}  "
-                  f"b{shape.batch:<4d} {seconds:9.4f} s" + (f"  {peak:6.2f} GiB" if peak else ""), flush=True)
+            print(
+                f"{module:4}  {shape.bucket.frames:4d}f {shape.bucket.height}x{shape.bucket.width}  "
+                f"b{shape.batch:<4d} {seconds:9.4f} s" + (f"  {peak:6.2f} GiB" if peak else ""),
+                flush=True,
+            )
     profile.save(out)
     _print_fits(profile)
     print(f"profile   {out}")

@@ -42,13 +42,14 @@ class Proof:
     seed: int
 
 
-def run(checkpoint: Annotated[Path | None, typer.Option(help="Run or checkpoint; without it, --config is trained.")]
-        = None,
-        config: Annotated[Path, typer.Option(help="What is trained.")] = Path("configs/runs/learn.yaml"),
-        samples: Annotated[int, typer.Option(help="Clips made.", min=1)] = 32,
-        seed: Annotated[int, typer.Option(help="Of the first clip.")] = 1000,
-        at_least: Annotated[float, typer.Option(help="Fail below this rate.")] = 0.0,
-        out: Annotated[Path | None, typer.Option(help="JSON; a contact sheet goes beside it.")] = None) -> None:
+def run(
+    checkpoint: Annotated[Path | None, typer.Option(help="Run or checkpoint; without it, --config is trained.")] = None,
+    config: Annotated[Path, typer.Option(help="What is trained.")] = Path("configs/runs/learn.yaml"),
+    samples: Annotated[int, typer.Option(help="Clips made.", min=1)] = 32,
+    seed: Annotated[int, typer.Option(help="Of the first clip.")] = 1000,
+    at_least: Annotated[float, typer.Option(help="Fail below this rate.")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="JSON; a contact sheet goes beside it.")] = None,
+) -> None:
     """Train if asked to, sample every colour, and count how often the samples show the prompted colour."""
     from app.sample import load_model
 
@@ -61,8 +62,10 @@ def run(checkpoint: Annotated[Path | None, typer.Option(help="Run or checkpoint;
     target.write_text(json.dumps(asdict(proof), indent=1) + "\n", encoding="utf-8")
     titles = [f"{prompt} -> {answer or 'none'}" for prompt, (_, answer) in zip(prompts, proof.answers, strict=True)]
     contact_sheet(target.with_suffix(".png"), videos, titles, columns=4)
-    print(f"{proof.named} of {proof.samples} samples name the prompted colour: {proof.rate:.0%} (chance "
-          f"{proof.chance:.1%}, same answers to shuffled prompts {proof.independent:.1%})")
+    print(
+        f"{proof.named} of {proof.samples} samples name the prompted colour: {proof.rate:.0%} (chance "
+        f"{proof.chance:.1%}, same answers to shuffled prompts {proof.independent:.1%})"
+    )
     print(f"answers   {target}\npictures  {target.with_suffix('.png')}")
     if proof.rate < at_least:
         print(f"below the {at_least:.0%} that was asked for")
@@ -80,9 +83,17 @@ def prove(model: object, samples: int, seed: int) -> tuple[Proof, list[np.ndarra
     videos = make_clips(model, prompts, settings)
     answers = [(scene.color, shown_color(video)) for scene, video in zip(scenes, videos, strict=True)]
     named = sum(asked == answer for asked, answer in answers)
-    proof = Proof(rate=named / samples, named=named, samples=samples, chance=1 / len(COLORS),
-                  independent=independent_rate(answers), answers=answers, step=model.step,
-                  guidance_scale=settings.sampler.guidance_scale, seed=seed)
+    proof = Proof(
+        rate=named / samples,
+        named=named,
+        samples=samples,
+        chance=1 / len(COLORS),
+        independent=independent_rate(answers),
+        answers=answers,
+        step=model.step,
+        guidance_scale=settings.sampler.guidance_scale,
+        seed=seed,
+    )
     return proof, videos, prompts
 
 
@@ -90,11 +101,20 @@ def prompted_scenes(count: int, frames: int, height: int, width: int) -> list[Sc
     """Scenes whose captions are the prompts: colours in turn; shape, direction and background change with strides
     that share no factor with the number of colours, so no colour is tied to one of them."""
     colors, shapes, directions, backgrounds = list(COLORS), list(SHAPES), list(DIRECTIONS), list(BACKGROUNDS)
-    return [Scene(number=i, color=colors[i % len(colors)], shape=shapes[(i + 2 * (i // 8)) % len(shapes)],
-                  direction=directions[(i + i // 8) % len(directions)],
-                  background=backgrounds[(i // 2 + i // 8) % len(backgrounds)], height=height, width=width,
-                  frames=frames, fps=8 if frames > 1 else 0)
-            for i in range(count)]
+    return [
+        Scene(
+            number=i,
+            color=colors[i % len(colors)],
+            shape=shapes[(i + 2 * (i // 8)) % len(shapes)],
+            direction=directions[(i + i // 8) % len(directions)],
+            background=backgrounds[(i // 2 + i // 8) % len(backgrounds)],
+            height=height,
+            width=width,
+            frames=frames,
+            fps=8 if frames > 1 else 0,
+        )
+        for i in range(count)
+    ]
 
 
 def shown_color(video: np.ndarray) -> str:
@@ -102,7 +122,7 @@ def shown_color(video: np.ndarray) -> str:
     palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], np.float32)
     pixels = video.reshape(-1, 3).astype(np.float32)
     nearest = ((pixels[:, None] - palette) ** 2).sum(-1).argmin(1)
-    counts = np.bincount(nearest, minlength=len(palette))[:len(COLORS)]
+    counts = np.bincount(nearest, minlength=len(palette))[: len(COLORS)]
     best = int(counts.argmax())
     return list(COLORS)[best] if counts[best] >= _LEAST_SHARE * len(pixels) else ""
 

@@ -59,10 +59,12 @@ def page(run: RunDir, metrics: Sequence[Record]) -> str:
         _section("Workers, generations and events", _elastic(metrics, events)),
         _section("Settings", _settings(run)),
     ]
-    return (f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-            f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
-            f"<title>{escape(str(name))} - Heddle</title><style>{CSS}</style></head>"
-            f"<body><main>{''.join(parts)}</main></body></html>")
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(str(name))} - Heddle</title><style>{CSS}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>"
+    )
 
 
 def _section(title: str, body: str) -> str:
@@ -82,7 +84,7 @@ def _when(metrics: Sequence[Record]) -> str:
 
 
 def _totals(metrics: Sequence[Record], spans: Sequence[Record]) -> str:
-    tail = metrics[-max(len(metrics) // 10, 1):]
+    tail = metrics[-max(len(metrics) // 10, 1) :]
     seconds = sum(value for value in facts.column(metrics, "step_s") if math.isfinite(value))
     workers = sorted({int(line["workers"]) for line in metrics if line.get("workers")})
     rows = [
@@ -120,27 +122,35 @@ def _steps(metrics: Sequence[Record]) -> list[float]:
 
 
 def _generation_marks(metrics: Sequence[Record]) -> list[Mark]:
-    return [Mark(x=first, title=f"generation {generation} from step {first}, {workers} workers")
-            for generation, first, _, workers in facts.generations(metrics)[1:]]
+    return [
+        Mark(x=first, title=f"generation {generation} from step {first}, {workers} workers")
+        for generation, first, _, workers in facts.generations(metrics)[1:]
+    ]
 
 
 def _loss(metrics: Sequence[Record], events: Sequence[Record]) -> str:
     xs, losses = _steps(metrics), facts.column(metrics, "loss")
-    chart = line_chart([Series(name="loss", xs=xs, ys=losses, css="faint", hover=True),
-                        Series(name="smoothed", xs=xs, ys=facts.smooth(losses), css="c1")],
-                       marks=_generation_marks(metrics))
+    chart = line_chart(
+        [
+            Series(name="loss", xs=xs, ys=losses, css="faint", hover=True),
+            Series(name="smoothed", xs=xs, ys=facts.smooth(losses), css="c1"),
+        ],
+        marks=_generation_marks(metrics),
+    )
     buckets = sorted({name for line in metrics for name in (line.get("loss_by_bucket") or {})})
     note = "<p class='soft'>Grey: each step. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
     if not buckets:
         return chart + note
     cells = []
-    half = metrics[len(metrics) // 2:]
+    half = metrics[len(metrics) // 2 :]
     for name in buckets:
-        first = _bucket_loss(metrics[:len(metrics) // 2], name)
+        first = _bucket_loss(metrics[: len(metrics) // 2], name)
         last = _bucket_loss(half, name)
         cells.append(f"<tr><td>{escape(name)}</td><td>{_short(first)}</td><td>{_short(last)}</td></tr>")
-    table = ("<details><summary>loss by bucket</summary><div class='wide'><table><tr><th>bucket</th>"
-             "<th>first half</th><th>second half</th></tr>" + "".join(cells) + "</table></div></details>")
+    table = (
+        "<details><summary>loss by bucket</summary><div class='wide'><table><tr><th>bucket</th>"
+        "<th>first half</th><th>second half</th></tr>" + "".join(cells) + "</table></div></details>"
+    )
     return chart + note + table
 
 
@@ -209,14 +219,16 @@ def _timelines(executed: Sequence[Window], metrics: Sequence[Record]) -> str:
     kinds = {"text": "text encode", "vae": "VAE encode", "dit": "DiT", "finish": "gradient sum and update"}
     legend = "".join(f"<span><i style='background:var(--{css})'></i>{name}</span>" for css, name in kinds.items())
     parts = [f"<div class='legend'>{legend}<span>thin, pale: as planned</span></div>"]
-    parts += [f"<h3>Step {window.step}, {label}: {window.end - window.start:.2f} s</h3>{step_timeline(window)}"
-              for label, window in chosen]
+    parts += [
+        f"<h3>Step {window.step}, {label}: {window.end - window.start:.2f} s</h3>{step_timeline(window)}"
+        for label, window in chosen
+    ]
     return "".join(parts)
 
 
 def _telling(executed: Sequence[Window], metrics: Sequence[Record]) -> list[tuple[str, Window]]:
     """The median step, the slowest and the last one. The first steps, which warm up, only if there are no others."""
-    settled = executed[min(3, len(executed) // 4):]
+    settled = executed[min(3, len(executed) // 4) :]
     by_time = sorted(settled, key=lambda window: window.end - window.start)
     picks = [("a typical one", by_time[len(by_time) // 2]), ("the slowest", by_time[-1]), ("the last", executed[-1])]
     first_label = {window.step: label for label, window in reversed(picks)}
@@ -229,12 +241,28 @@ def step_timeline(window: Window) -> str:
     workers = sorted({span["worker"] for span in window.spans}, key=lane)
     for worker in workers[:MAX_LANES]:
         mine = sorted((span for span in window.spans if span["worker"] == worker), key=lambda span: span["start"])
-        lanes.append(Lane(name=f"worker {worker}" if str(worker).isdigit() else str(worker)[-14:],
-                          bars=[_measured_bar(span, window) for span in mine]))
+        lanes.append(
+            Lane(
+                name=f"worker {worker}" if str(worker).isdigit() else str(worker)[-14:],
+                bars=[_measured_bar(span, window) for span in mine],
+            )
+        )
         foreseen = [(span, times) for span in mine if (times := planned(span))]
-        lanes.append(Lane(name="planned", thin=True, bars=[
-            Bar(start_s=start, end_s=end, css=f"{_css(span)} plan",
-                title=f"planned: {span['name']}, {end - start:.3f} s") for span, (start, end) in foreseen]))
+        lanes.append(
+            Lane(
+                name="planned",
+                thin=True,
+                bars=[
+                    Bar(
+                        start_s=start,
+                        end_s=end,
+                        css=f"{_css(span)} plan",
+                        title=f"planned: {span['name']}, {end - start:.3f} s",
+                    )
+                    for span, (start, end) in foreseen
+                ],
+            )
+        )
     hidden = len(workers) - MAX_LANES
     more = f"<p class='soft'>{hidden} more workers are in timeline.json.</p>" if hidden > 0 else ""
     return timeline(lanes) + more
@@ -250,17 +278,24 @@ def _measured_bar(span: Record, window: Window) -> Bar:
     if times := planned(span):
         lines.append(f"planned {times[1] - times[0]:.3f} s")
     lines += [f"{phase} {value:.3f} s" for phase, value in (span.get("phases") or {}).items() if value >= 0.0005]
-    return Bar(start_s=span["start"] - window.start, end_s=span["end"] - window.start, css=_css(span),
-               title="\n".join(lines), label=span["name"])
+    return Bar(
+        start_s=span["start"] - window.start,
+        end_s=span["end"] - window.start,
+        css=_css(span),
+        title="\n".join(lines),
+        label=span["name"],
+    )
 
 
 def _deviations(spans: Sequence[Record]) -> str:
     rows = []
     for found in facts.deviations(spans):
         css = "over" if found.excess_s > 0 else "under"
-        rows.append(f"<tr><td class='words'>{escape(found.name)}</td><td>{found.step}</td>"
-                    f"<td>{escape(str(found.worker)[-14:])}</td><td>{found.planned_s:.3f} s</td>"
-                    f"<td>{found.measured_s:.3f} s</td><td class='{css}'>{found.excess_s:+.3f} s</td></tr>")
+        rows.append(
+            f"<tr><td class='words'>{escape(found.name)}</td><td>{found.step}</td>"
+            f"<td>{escape(str(found.worker)[-14:])}</td><td>{found.planned_s:.3f} s</td>"
+            f"<td>{found.measured_s:.3f} s</td><td class='{css}'>{found.excess_s:+.3f} s</td></tr>"
+        )
     if not rows:
         return ""
     head = "<tr><th>cascade</th><th>step</th><th>worker</th><th>planned</th><th>measured</th><th>difference</th></tr>"
@@ -271,16 +306,20 @@ def _buckets(run: RunDir, spans: Sequence[Record]) -> str:
     rows = facts.buckets(spans, _tokens_of(run, spans))
     if not rows:
         return ""
-    head = ("<tr><th>bucket</th><th>items</th><th>samples</th><th>batch</th><th>tokens</th><th>text</th><th>VAE</th>"
-            "<th>DiT</th><th>worker seconds</th><th class='words'>share</th></tr>")
+    head = (
+        "<tr><th>bucket</th><th>items</th><th>samples</th><th>batch</th><th>tokens</th><th>text</th><th>VAE</th>"
+        "<th>DiT</th><th>worker seconds</th><th class='words'>share</th></tr>"
+    )
     body = []
     for row in rows:
         frames, height, width = row.bucket
-        body.append(f"<tr><td>{frames} frames, {height}x{width}</td><td>{row.items}</td><td>{row.samples}</td>"
-                    f"<td>{row.batch:.1f}</td><td>{row.tokens if row.tokens is not None else '-'}</td>"
-                    f"<td>{row.text_s:.1f} s</td><td>{row.vae_s:.1f} s</td><td>{row.dit_s:.1f} s</td>"
-                    f"<td>{row.worker_seconds:.1f} s</td><td class='words'><span class='share' "
-                    f"style='width:{max(160 * row.share, 1):.0f}px'></span> {100 * row.share:.0f}%</td></tr>")
+        body.append(
+            f"<tr><td>{frames} frames, {height}x{width}</td><td>{row.items}</td><td>{row.samples}</td>"
+            f"<td>{row.batch:.1f}</td><td>{row.tokens if row.tokens is not None else '-'}</td>"
+            f"<td>{row.text_s:.1f} s</td><td>{row.vae_s:.1f} s</td><td>{row.dit_s:.1f} s</td>"
+            f"<td>{row.worker_seconds:.1f} s</td><td class='words'><span class='share' "
+            f"style='width:{max(160 * row.share, 1):.0f}px'></span> {100 * row.share:.0f}%</td></tr>"
+        )
     note = "<p class='soft'>batch: mean samples of a cascade. tokens: video tokens of one sample.</p>"
     return f"<div class='wide'><table>{head}{''.join(body)}</table></div>{note}"
 
@@ -298,13 +337,25 @@ def _tokens_of(run: RunDir, spans: Sequence[Record]) -> dict[tuple[int, int, int
 
 def _balance(metrics: Sequence[Record]) -> str:
     xs = _steps(metrics)
-    parts = ["<h3>Seconds per step: measured, planned (orange), waiting for data (green)</h3>",
-             line_chart([Series(name="step_s", xs=xs, ys=facts.column(metrics, "step_s"), hover=True),
-                         Series(name="planned_s", xs=xs, ys=facts.column(metrics, "planned_s"), css="c2"),
-                         Series(name="data_wait_s", xs=xs, ys=facts.column(metrics, "data_wait_s"), css="c3")],
-                        marks=_generation_marks(metrics), zero=True, height=180)]
-    for title, name in [("Idle share of all workers", "idle_ratio"), ("WIR: most over least DiT seconds", "wir"),
-                        ("CV of tokens per worker", "cv_step"), ("CV of compute per worker", "cv_compute")]:
+    parts = [
+        "<h3>Seconds per step: measured, planned (orange), waiting for data (green)</h3>",
+        line_chart(
+            [
+                Series(name="step_s", xs=xs, ys=facts.column(metrics, "step_s"), hover=True),
+                Series(name="planned_s", xs=xs, ys=facts.column(metrics, "planned_s"), css="c2"),
+                Series(name="data_wait_s", xs=xs, ys=facts.column(metrics, "data_wait_s"), css="c3"),
+            ],
+            marks=_generation_marks(metrics),
+            zero=True,
+            height=180,
+        ),
+    ]
+    for title, name in [
+        ("Idle share of all workers", "idle_ratio"),
+        ("WIR: most over least DiT seconds", "wir"),
+        ("CV of tokens per worker", "cv_step"),
+        ("CV of compute per worker", "cv_compute"),
+    ]:
         values = facts.column(metrics, name)
         if chart := line_chart([Series(name=name, xs=xs, ys=values, hover=True)], height=120, zero=True):
             parts.append(f"<h3>{escape(title)}, median {_short(facts.median(values))}</h3>{chart}")
@@ -312,14 +363,18 @@ def _balance(metrics: Sequence[Record]) -> str:
 
 
 def _elastic(metrics: Sequence[Record], events: Sequence[Record]) -> str:
-    rows = "".join(f"<tr><td>{generation}</td><td>{first} - {last}</td><td>{workers}</td></tr>"
-                   for generation, first, last, workers in facts.generations(metrics))
+    rows = "".join(
+        f"<tr><td>{generation}</td><td>{first} - {last}</td><td>{workers}</td></tr>"
+        for generation, first, last, workers in facts.generations(metrics)
+    )
     head = "<tr><th>generation</th><th>steps</th><th>workers</th></tr>"
     table = f"<div class='wide'><table class='narrow'>{head}{rows}</table></div>"
     told = [(event, text) for event in events if (text := describe(event))]
     start = metrics[0]["time"] - (metrics[0].get("step_s") or 0.0)
-    lines = "".join(f"<li><span class='soft'>{_offset(event, start)}</span> {escape(text)}</li>"
-                    for event, text in told[:MAX_EVENTS])
+    lines = "".join(
+        f"<li><span class='soft'>{_offset(event, start)}</span> {escape(text)}</li>"
+        for event, text in told[:MAX_EVENTS]
+    )
     more = f"<p class='soft'>{len(told) - MAX_EVENTS} more in events.jsonl.</p>" if len(told) > MAX_EVENTS else ""
     return table + (f"<h3>Events</h3><ul>{lines}</ul>{more}" if lines else "")
 
@@ -327,4 +382,3 @@ def _elastic(metrics: Sequence[Record], events: Sequence[Record]) -> str:
 def _offset(event: Record, start: float) -> str:
     seconds = event.get("time", start) - start
     return f"{'-' if seconds < 0 else '+'}{clock(abs(seconds))}"
-

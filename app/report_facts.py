@@ -66,8 +66,14 @@ def deviations(spans: Sequence[Record], limit: int = 12) -> list[Deviation]:
         times = planned(span)
         if times is None:
             continue
-        found = Deviation(step=span["step"], worker=span["worker"], name=span["name"], planned_s=times[1] - times[0],
-                          measured_s=span["end"] - span["start"], phase=_longest_phase(span))
+        found = Deviation(
+            step=span["step"],
+            worker=span["worker"],
+            name=span["name"],
+            planned_s=times[1] - times[0],
+            measured_s=span["end"] - span["start"],
+            phase=_longest_phase(span),
+        )
         key = (int(span["step"]), str(span["cascade"]))
         if key not in worst or abs(found.excess_s) > abs(worst[key].excess_s):
             worst[key] = found
@@ -101,10 +107,20 @@ def buckets(spans: Sequence[Record], tokens_of: dict[tuple[int, int, int], int])
     for bucket, parts in seconds.items():
         batches = list(cascades[bucket].values())
         worker_seconds = sum(parts.values())
-        rows.append(BucketRow(bucket=bucket, items=len(items[bucket]), samples=sum(batches),
-                              batch=sum(batches) / len(batches) if batches else 0.0, tokens=tokens_of.get(bucket),
-                              worker_seconds=worker_seconds, share=worker_seconds / total, text_s=parts["text"],
-                              vae_s=parts["vae"], dit_s=parts["dit"]))
+        rows.append(
+            BucketRow(
+                bucket=bucket,
+                items=len(items[bucket]),
+                samples=sum(batches),
+                batch=sum(batches) / len(batches) if batches else 0.0,
+                tokens=tokens_of.get(bucket),
+                worker_seconds=worker_seconds,
+                share=worker_seconds / total,
+                text_s=parts["text"],
+                vae_s=parts["vae"],
+                dit_s=parts["dit"],
+            )
+        )
     return sorted(rows, key=lambda row: -row.worker_seconds)
 
 
@@ -114,12 +130,15 @@ def pieces(span: Record) -> list[tuple[tuple[int, int, int], str, int, float]]:
     one = {"item": span.get("item"), "bucket": span.get("bucket"), "batch": span.get("batch") or 0}
     held = [piece for piece in span.get("pieces") or [one] if piece["bucket"] is not None]
     pixels = [max(1, piece["batch"]) * math.prod(piece["bucket"]) for piece in held]
-    return [(tuple(piece["bucket"]), str(piece["item"]), piece["batch"], size / sum(pixels))
-            for piece, size in zip(held, pixels, strict=True)]
+    return [
+        (tuple(piece["bucket"]), str(piece["item"]), piece["batch"], size / sum(pixels))
+        for piece, size in zip(held, pixels, strict=True)
+    ]
 
 
-def slow_steps(metrics: Sequence[Record], executed: Sequence[Window], events: Sequence[Record], factor: float = 1.3,
-               limit: int = 8) -> list[str]:
+def slow_steps(
+    metrics: Sequence[Record], executed: Sequence[Window], events: Sequence[Record], factor: float = 1.3, limit: int = 8
+) -> list[str]:
     """A sentence for each of the slowest steps: how slow, and what took the time."""
     usual = median(column(metrics, "step_s"))
     if not math.isfinite(usual):
@@ -133,13 +152,15 @@ def slow_steps(metrics: Sequence[Record], executed: Sequence[Window], events: Se
     for line in sorted(slow, key=lambda line: line["step"]):
         causes = _causes(line, spans_of.get(line["step"], ()), events, usual, usual_wait, usual_plan)
         because = "; ".join(causes) if causes else "no single cascade explains it"
-        sentences.append(f"Step {line['step']} took {line['step_s']:.2f} s, {line['step_s'] / usual:.1f}x the median: "
-                         f"{because}.")
+        sentences.append(
+            f"Step {line['step']} took {line['step_s']:.2f} s, {line['step_s'] / usual:.1f}x the median: {because}."
+        )
     return sentences
 
 
-def _causes(line: Record, spans: Sequence[Record], events: Sequence[Record], usual: float, usual_wait: float,
-            usual_plan: float) -> list[str]:
+def _causes(
+    line: Record, spans: Sequence[Record], events: Sequence[Record], usual: float, usual_wait: float, usual_plan: float
+) -> list[str]:
     causes = _event_causes(line, events)
     wait = line.get("data_wait_s") or 0.0
     if math.isfinite(usual_wait) and wait - usual_wait > 0.15 * usual:
@@ -148,16 +169,21 @@ def _causes(line: Record, spans: Sequence[Record], events: Sequence[Record], usu
     if math.isfinite(usual_plan) and plan_s > 1.25 * usual_plan:
         causes.append(f"its items are heavy, {plan_s:.2f} s were planned ({usual_plan:.2f} s is usual)")
     if (late := late_cascade(spans)) and late.excess_s > 0.1 * usual:
-        causes.append(f"on worker {late.worker}, which finished last, '{late.name}' took {late.measured_s:.2f} s "
-                      f"instead of {late.planned_s:.2f} s{f' ({late.phase})' if late.phase else ''}")
+        causes.append(
+            f"on worker {late.worker}, which finished last, '{late.name}' took {late.measured_s:.2f} s "
+            f"instead of {late.planned_s:.2f} s{f' ({late.phase})' if late.phase else ''}"
+        )
     return causes
 
 
 def _event_causes(line: Record, events: Sequence[Record]) -> list[str]:
     """What happened to the workers during the step."""
     finished = line.get("time") or 0.0
-    during = [event for event in events if finished - line["step_s"] <= event.get("time", 0.0) <= finished
-              and event["event"] in DISTURBING]
+    during = [
+        event
+        for event in events
+        if finished - line["step_s"] <= event.get("time", 0.0) <= finished and event["event"] in DISTURBING
+    ]
     return [describe(event) for event in during[:2]]
 
 

@@ -52,8 +52,9 @@ class Lane:
     thin: bool = False
 
 
-def line_chart(series: Sequence[Series], marks: Sequence[Mark] = (), height: int = 220, zero: bool = False,
-               x_name: str = "step") -> str:
+def line_chart(
+    series: Sequence[Series], marks: Sequence[Mark] = (), height: int = 220, zero: bool = False, x_name: str = "step"
+) -> str:
     """Curves over a common x axis; an empty string when there is nothing to draw."""
     drawn = [thin_out(s) for s in series]
     points = [(x, y) for s in drawn for x, y in zip(s.xs, s.ys, strict=True) if math.isfinite(y)]
@@ -74,30 +75,40 @@ def line_chart(series: Sequence[Series], marks: Sequence[Mark] = (), height: int
     parts = [_open(height)]
     for tick in y_ticks:
         y = to_y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                     f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>'
+        )
     for tick in ticks(x_low, x_high, whole=x_name == "step"):
         if x_low <= tick <= x_high:
-            parts.append(f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 6}" text-anchor="middle">'
-                         f'{number(tick)}</text>')
+            parts.append(
+                f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 6}" text-anchor="middle">{number(tick)}</text>'
+            )
     for mark in marks:
         if x_low <= mark.x <= x_high:
-            parts.append(f'<g class="mark"><line x1="{to_x(mark.x):.1f}" x2="{to_x(mark.x):.1f}" y1="{TOP}" '
-                         f'y2="{height - BOTTOM}"/><title>{escape(mark.title)}</title></g>')
+            parts.append(
+                f'<g class="mark"><line x1="{to_x(mark.x):.1f}" x2="{to_x(mark.x):.1f}" y1="{TOP}" '
+                f'y2="{height - BOTTOM}"/><title>{escape(mark.title)}</title></g>'
+            )
     for s in drawn:
         path = _path([(to_x(x), to_y(y)) if math.isfinite(y) else None for x, y in zip(s.xs, s.ys, strict=True)])
         parts.append(f'<path class="line {s.css}" d="{path}"><title>{escape(s.name)}</title></path>')
         if s.hover and len(s.xs) <= 400:
-            parts += [f'<circle class="hover {s.css}" cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="5">'
-                      f'<title>{escape(x_name)} {number(x)}: {escape(s.name)} {number(y)}</title></circle>'
-                      for x, y in zip(s.xs, s.ys, strict=True) if math.isfinite(y)]
+            parts += [
+                f'<circle class="hover {s.css}" cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="5">'
+                f"<title>{escape(x_name)} {number(x)}: {escape(s.name)} {number(y)}</title></circle>"
+                for x, y in zip(s.xs, s.ys, strict=True)
+                if math.isfinite(y)
+            ]
     parts.append("</svg>")
     return "".join(parts)
 
 
 def _open(height: float) -> str:
-    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img" '
-            f'preserveAspectRatio="xMinYMin meet">')
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'preserveAspectRatio="xMinYMin meet">'
+    )
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
@@ -118,8 +129,7 @@ def thin_out(series: Series, limit: int = MAX_POINTS) -> Series:
         return series
     bounds = [round(i * count / limit) for i in range(limit + 1)]
     xs = [mean(series.xs[a:b]) for a, b in pairwise(bounds)]
-    ys = [mean([y for y in series.ys[a:b] if math.isfinite(y)] or [math.nan])
-          for a, b in pairwise(bounds)]
+    ys = [mean([y for y in series.ys[a:b] if math.isfinite(y)] or [math.nan]) for a, b in pairwise(bounds)]
     return Series(name=series.name, xs=xs, ys=ys, css=series.css)
 
 
@@ -166,17 +176,23 @@ def timeline(lanes: Sequence[Lane], lines: Sequence[Mark] = ()) -> str:
     parts = [_open(height)]
     for tick in ticks(0, end, count=8):
         if tick <= end:
-            parts.append(f'<line class="grid" x1="{to_x(tick):.1f}" x2="{to_x(tick):.1f}" y1="0" y2="{y:.0f}"/>'
-                         f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 8:.0f}" text-anchor="middle">'
-                         f'{number(tick)} s</text>')
+            parts.append(
+                f'<line class="grid" x1="{to_x(tick):.1f}" x2="{to_x(tick):.1f}" y1="0" y2="{y:.0f}"/>'
+                f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 8:.0f}" text-anchor="middle">'
+                f"{number(tick)} s</text>"
+            )
     for lane, top in zip(lanes, tops, strict=True):
         depth = 10 if lane.thin else 22
-        parts.append(f'<text class="{"tick" if lane.thin else "lane"}" x="{left - 8}" y="{top + depth / 2 + 4:.1f}" '
-                     f'text-anchor="end">{escape(lane.name)}</text>')
+        parts.append(
+            f'<text class="{"tick" if lane.thin else "lane"}" x="{left - 8}" y="{top + depth / 2 + 4:.1f}" '
+            f'text-anchor="end">{escape(lane.name)}</text>'
+        )
         parts += [_bar(bar, to_x, top, depth) for bar in lane.bars]
     for line in lines:
-        parts.append(f'<g class="mark"><line x1="{to_x(line.x):.1f}" x2="{to_x(line.x):.1f}" y1="0" y2="{y:.0f}"/>'
-                     f'<title>{escape(line.title)}</title></g>')
+        parts.append(
+            f'<g class="mark"><line x1="{to_x(line.x):.1f}" x2="{to_x(line.x):.1f}" y1="0" y2="{y:.0f}"/>'
+            f"<title>{escape(line.title)}</title></g>"
+        )
     parts.append("</svg>")
     return "".join(parts)
 
@@ -186,7 +202,9 @@ def _bar(bar: Bar, to_x: Callable[[float], float], top: float, depth: float) -> 
     label = ""
     room = int(width / 6.2)
     if bar.label and depth > 12 and room >= 3:
-        text = bar.label if len(bar.label) <= room else bar.label[:room - 1] + "…"
+        text = bar.label if len(bar.label) <= room else bar.label[: room - 1] + "…"
         label = f'<text class="in" x="{x + 4:.1f}" y="{top + depth / 2 + 4:.1f}">{escape(text)}</text>'
-    return (f'<g class="bar"><rect class="{bar.css}" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{depth}" '
-            f'rx="2"/>{label}<title>{escape(bar.title)}</title></g>')
+    return (
+        f'<g class="bar"><rect class="{bar.css}" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{depth}" '
+        f'rx="2"/>{label}<title>{escape(bar.title)}</title></g>'
+    )

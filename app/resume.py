@@ -45,7 +45,12 @@ SCHEDULE = _names("""
 """)  # a person may want it; told
 FREE = ["run", "sample"]
 _TABLES: tuple[tuple[list[str], Kind], ...] = (
-    (FUNCTION, "function"), (WEIGHTS, "weights"), (SOURCES, "sources"), (SCHEDULE, "schedule"), (FREE, "free"))
+    (FUNCTION, "function"),
+    (WEIGHTS, "weights"),
+    (SOURCES, "sources"),
+    (SCHEDULE, "schedule"),
+    (FREE, "free"),
+)
 KINDS: dict[str, Kind] = {name: kind for names, kind in _TABLES for name in names}
 
 MOVABLE = ("path", "media", "index", "name", "synthetic")  # of a source
@@ -83,9 +88,11 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
     now = as_plain(config)
     refused = [change for change in differences(saved, now) if is_refused(change, saved, now)]
     if refused:
-        raise ConfigError(f"--resume would train something else than {where}: {', '.join(map(str, refused))}. Restore "
-                          f"{'it' if len(refused) == 1 else 'them'}, or start anew with another run.name or "
-                          f"--overwrite.")
+        raise ConfigError(
+            f"--resume would train something else than {where}: {', '.join(map(str, refused))}. Restore "
+            f"{'it' if len(refused) == 1 else 'them'}, or start anew with another run.name or "
+            f"--overwrite."
+        )
     last = _yaml(folder / "config.yaml") or saved
     return [change for change in differences(last, now) if kind_of(change.key) != "free"]
 
@@ -95,8 +102,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     not count."""
     usual = dict(leaves(as_plain(RunConfig.from_yaml("run: {name: usual}"))))
     before = dict(leaves(old, known=usual))
-    return [Change(key, before.get(key, usual[key]), value) for key, value in leaves(new, known=usual)
-            if before.get(key, usual[key]) != value]
+    return [
+        Change(key, before.get(key, usual[key]), value)
+        for key, value in leaves(new, known=usual)
+        if before.get(key, usual[key]) != value
+    ]
 
 
 def leaves(
@@ -147,8 +157,10 @@ def _same_files(old: str | None, new: str | None) -> bool:
 
 def _contents(folder: Path) -> dict[str, Any]:
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return {str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".json" else path.stat().st_size
-            for path in files}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".json" else path.stat().st_size
+        for path in files
+    }
 
 
 def _without_places(sources: Any) -> list[dict[str, Any]]:

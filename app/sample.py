@@ -69,23 +69,50 @@ class ClipSettings:
     @staticmethod
     def of(config: RunConfig) -> ClipSettings:
         sample, flow = config.sample, config.train.flow
-        sampler = SamplerConfig(steps=sample.steps, guidance_scale=sample.guidance_scale, flow_shift=flow.flow_shift,
-                                num_train_timesteps=flow.num_train_timesteps,
-                                autocast=config.train.autocast == "bfloat16",
-                                wan_steps=config.model.dit.architecture == "wan")
-        return ClipSettings(frames=sample.frames, height=sample.height, width=sample.width, fps=sample.fps,
-                            seed=sample.seed, sampler=sampler)
+        sampler = SamplerConfig(
+            steps=sample.steps,
+            guidance_scale=sample.guidance_scale,
+            flow_shift=flow.flow_shift,
+            num_train_timesteps=flow.num_train_timesteps,
+            autocast=config.train.autocast == "bfloat16",
+            wan_steps=config.model.dit.architecture == "wan",
+        )
+        return ClipSettings(
+            frames=sample.frames,
+            height=sample.height,
+            width=sample.width,
+            fps=sample.fps,
+            seed=sample.seed,
+            sampler=sampler,
+        )
 
 
-def run(checkpoint: Path, prompts: Sequence[str], out: Path, *, ema: bool = True, frames: int | None = None,
-        height: int | None = None, width: int | None = None, steps: int | None = None,
-        guidance_scale: float | None = None, flow_shift: float | None = None, negative_prompt: str = "",
-        seed: int | None = None, fps: float | None = None, device: str = "auto") -> list[Path]:
+def run(
+    checkpoint: Path,
+    prompts: Sequence[str],
+    out: Path,
+    *,
+    ema: bool = True,
+    frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    steps: int | None = None,
+    guidance_scale: float | None = None,
+    flow_shift: float | None = None,
+    negative_prompt: str = "",
+    seed: int | None = None,
+    fps: float | None = None,
+    device: str = "auto",
+) -> list[Path]:
     """Body of the command. What is None comes from the checkpoint's own config; returns the files written."""
     if out.suffix not in ("", ".mp4"):
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
-    given = {"guidance-scale": (guidance_scale, between(0, 1e6)), "flow-shift": (flow_shift, above(0, 1e6)),
-             "fps": (fps, above(0, 1000)), "seed": (seed, between(0, SEED))}
+    given = {
+        "guidance-scale": (guidance_scale, between(0, 1e6)),
+        "flow-shift": (flow_shift, above(0, 1e6)),
+        "fps": (fps, above(0, 1000)),
+        "seed": (seed, between(0, SEED)),
+    }
     for name, (value, allowed) in given.items():
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
@@ -96,8 +123,12 @@ def run(checkpoint: Path, prompts: Sequence[str], out: Path, *, ema: bool = True
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     base = ClipSettings.of(model.config)
     sampler = replace(base.sampler, **_given(steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift))
-    settings = replace(base, sampler=sampler, negative_prompt=negative_prompt,
-                       **_given(frames=frames, height=height, width=width, seed=seed, fps=fps))
+    settings = replace(
+        base,
+        sampler=sampler,
+        negative_prompt=negative_prompt,
+        **_given(frames=frames, height=height, width=width, seed=seed, fps=fps),
+    )
     videos = make_clips(model, prompts, settings)
     files = write_clips(out, videos, prompts, settings.fps)
     for file in files:
@@ -129,8 +160,9 @@ def _writable(out: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written ({reason(error)}); choose a folder that you may "
-                          f"write.") from None
+        raise ConfigError(
+            f"--out {out} cannot be written ({reason(error)}); choose a folder that you may write."
+        ) from None
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -141,8 +173,10 @@ def checkpoint_folder(path: Path) -> Path:
         return path
     found = latest(path) or latest(path / "checkpoints")
     if found is None:
-        raise ConfigError(f"{path} is no complete checkpoint and holds none; give runs/NAME or "
-                          f"runs/NAME/checkpoints/step-N with a COMPLETE file.")
+        raise ConfigError(
+            f"{path} is no complete checkpoint and holds none; give runs/NAME or "
+            f"runs/NAME/checkpoints/step-N with a COMPLETE file."
+        )
     return found
 
 
@@ -169,8 +203,15 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     resolved, geometry = resolve(config.model)
     dit = build_dit(resolved.dit, config.train.seed)
     put_weights(dit, model_state(folder, ema), str(folder))
-    return Model(dit=dit.eval().to(target), vae=build_vae(resolved.vae, target), text=build_text(resolved.text, target),
-                 geometry=geometry, config=replace(config, model=resolved), step=int(meta["step"]), device=target)
+    return Model(
+        dit=dit.eval().to(target),
+        vae=build_vae(resolved.vae, target),
+        text=build_text(resolved.text, target),
+        geometry=geometry,
+        config=replace(config, model=resolved),
+        step=int(meta["step"]),
+        device=target,
+    )
 
 
 def is_export(path: Path) -> bool:
@@ -182,14 +223,23 @@ def _load_export(folder: Path, device: str) -> Model:
     """The modules of an exported folder; what it does not hold (the haar codec, a random encoder) the config makes."""
     config = RunConfig.load(folder / "heddle.yaml")
     model, here = config.model, str(folder.resolve())
-    model = replace(model, dit=replace(model.dit, path=here, lora_rank=0),
-                    vae=replace(model.vae, path=here) if model.vae.path else model.vae,
-                    text=replace(model.text, path=here) if model.text.path else model.text)
+    model = replace(
+        model,
+        dit=replace(model.dit, path=here, lora_rank=0),
+        vae=replace(model.vae, path=here) if model.vae.path else model.vae,
+        text=replace(model.text, path=here) if model.text.path else model.text,
+    )
     target = pick_device(device)
     resolved, geometry = resolve(model)
-    return Model(dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
-                 vae=build_vae(resolved.vae, target), text=build_text(resolved.text, target), geometry=geometry,
-                 config=replace(config, model=resolved), step=0, device=target)
+    return Model(
+        dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
+        vae=build_vae(resolved.vae, target),
+        text=build_text(resolved.text, target),
+        geometry=geometry,
+        config=replace(config, model=resolved),
+        step=0,
+        device=target,
+    )
 
 
 def run_config(meta: dict[str, object], folder: Path) -> RunConfig:
@@ -209,13 +259,21 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None
             parameter.copy_(state[name])
 
 
-def make_clips(model: Model, prompts: Sequence[str], settings: ClipSettings, group: Group | None = None,
-               progress: Callable[[int], None] | None = None) -> list[np.ndarray]:
+def make_clips(
+    model: Model,
+    prompts: Sequence[str],
+    settings: ClipSettings,
+    group: Group | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[np.ndarray]:
     """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
-    requests = [Request(text=text, frames=settings.frames, height=settings.height, width=settings.width,
-                        seed=settings.seed + index)
-                for index, text in enumerate(model.text.encode(list(prompts)))]
-    negative, = model.text.encode([settings.negative_prompt])
+    requests = [
+        Request(
+            text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
+        )
+        for index, text in enumerate(model.text.encode(list(prompts)))
+    ]
+    (negative,) = model.text.encode([settings.negative_prompt])
     clips = []
     for batch in _batches(requests, model.geometry.tokens(settings.frames, settings.height, settings.width)):
         latents = sample_latents(model.dit, batch, negative, model.geometry, settings.sampler, group, progress)
@@ -231,8 +289,9 @@ def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str],
     """
     stem = out.with_suffix("") if out.suffix else out / "sample"
     one = len(videos) == 1
-    files = [stem.with_name(f"{stem.name}.mp4" if one else f"{stem.name}-{index:02d}.mp4")
-             for index in range(len(videos))]
+    files = [
+        stem.with_name(f"{stem.name}.mp4" if one else f"{stem.name}-{index:02d}.mp4") for index in range(len(videos))
+    ]
     for file, video in zip(files, videos, strict=True):
         write_mp4(file, video, fps)
     part = stem.with_name(f"{stem.name}.json.part")

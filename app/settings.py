@@ -90,8 +90,9 @@ def _convert(node: yaml.Node, name: str) -> Node:
         for key_node, value_node in node.value:
             key = str(key_node.value)
             if key in result:
-                raise ConfigError(f"key {key!r} appears twice in one mapping "
-                                  f"({name}:{key_node.start_mark.line + 1}); remove one.")
+                raise ConfigError(
+                    f"key {key!r} appears twice in one mapping ({name}:{key_node.start_mark.line + 1}); remove one."
+                )
             value = _convert(value_node, name)
             result[key] = Node(value.value, f"{name}:{key_node.start_mark.line + 1}" if name else "")
         return Node(result, where)
@@ -162,8 +163,29 @@ def _mark(node: Node) -> Node:
 
 
 # Words that mean something else in every section: the one elsewhere is not what was meant.
-EVERYWHERE = frozenset({"name", "path", "dir", "kind", "min", "max", "every", "steps", "seed", "device", "enabled",
-                        "width", "height", "frames", "fps", "table", "weight", "index", "text"})
+EVERYWHERE = frozenset(
+    {
+        "name",
+        "path",
+        "dir",
+        "kind",
+        "min",
+        "max",
+        "every",
+        "steps",
+        "seed",
+        "device",
+        "enabled",
+        "width",
+        "height",
+        "frames",
+        "fps",
+        "table",
+        "weight",
+        "index",
+        "text",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

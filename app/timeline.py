@@ -18,10 +18,13 @@ from app.rundir import Record, RunDir
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
 MEASURED, PLANNED = 0, 1
-DETAILS = ("step", "cascade", "item", "bucket", "batch", "degree", "generation", "phases", "handoff_bytes",
-           "handoff_s")
-COLOURS = {"text": "rail_response", "vae": "thread_state_runnable", "dit": "thread_state_running",
-           "finish": "generic_work"}
+DETAILS = ("step", "cascade", "item", "bucket", "batch", "degree", "generation", "phases", "handoff_bytes", "handoff_s")
+COLOURS = {
+    "text": "rail_response",
+    "vae": "thread_state_runnable",
+    "dit": "thread_state_running",
+    "finish": "generic_work",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,19 +113,36 @@ def _span_entries(span: Mapping[str, Any], origin: float) -> list[Record]:
 
 
 def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, details: Record) -> Record:
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": round(start_s * 1e6, 1),
-            "dur": round(max(seconds, 0) * 1e6, 1), "args": details}
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": name,
+        "ts": round(start_s * 1e6, 1),
+        "dur": round(max(seconds, 0) * 1e6, 1),
+        "args": details,
+    }
 
 
 def _step_entries(spans: Sequence[Record], origin: float) -> list[Record]:
-    return [_slice(RUN_PID, 0, f"step {window.step}", window.start - origin, window.end - window.start,
-                   {"step": window.step}) for window in windows(spans)]
+    return [
+        _slice(
+            RUN_PID, 0, f"step {window.step}", window.start - origin, window.end - window.start, {"step": window.step}
+        )
+        for window in windows(spans)
+    ]
 
 
 def _event_entry(event: Mapping[str, Any], origin: float) -> Record:
-    return {"ph": "i", "s": "g", "pid": RUN_PID, "tid": 1, "name": str(event.get("event")),
-            "ts": round((event["time"] - origin) * 1e6, 1),
-            "args": {key: value for key, value in event.items() if key not in ("time", "event")}}
+    return {
+        "ph": "i",
+        "s": "g",
+        "pid": RUN_PID,
+        "tid": 1,
+        "name": str(event.get("event")),
+        "ts": round((event["time"] - origin) * 1e6, 1),
+        "args": {key: value for key, value in event.items() if key not in ("time", "event")},
+    }
 
 
 def write_timeline(run: RunDir) -> Path:

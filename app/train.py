@@ -108,8 +108,10 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
 
 def _say_before(config: RunConfig, *, resume: bool) -> None:
     if UPLOADED in config.run.dir:
-        _note(f"this run lies in the upload of its job, which Ray deletes in time: {config.run.dir}. Give a "
-              f"folder that stays and that all nodes see: --set run.dir=/shared/runs")
+        _note(
+            f"this run lies in the upload of its job, which Ray deletes in time: {config.run.dir}. Give a "
+            f"folder that stays and that all nodes see: --set run.dir=/shared/runs"
+        )
     if resume and not (run_dir(config) / "config.yaml").is_file():
         _note(f"there is no run {run_dir(config)} to resume; it starts anew, at step 0")
     for note in notes(config):
@@ -130,8 +132,15 @@ def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Chan
         except Exception as error:  # of Ray Train's many kinds: it has given up
             log.debug("Ray Train has given up", exc_info=True)
             return _rescued(config, folder, error)
-    return read_outcome(folder, token) or returned or _rescued(
-        config, folder, RuntimeError("another start has taken over the folder, or its controller ended without a word"))
+    return (
+        read_outcome(folder, token)
+        or returned
+        or _rescued(
+            config,
+            folder,
+            RuntimeError("another start has taken over the folder, or its controller ended without a word"),
+        )
+    )
 
 
 def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
@@ -233,8 +242,12 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
     loop: Any = controller_loop  # Ray hands on what it returns, its types do not say so
     trainer = TorchTrainer(
         loop,
-        train_loop_config={"yaml": config.to_yaml(), "run_dir": str(folder), "token": token,
-                           "changes": [str(change) for change in changes]},
+        train_loop_config={
+            "yaml": config.to_yaml(),
+            "run_dir": str(folder),
+            "token": token,
+            "changes": [str(change) for change in changes],
+        },
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
         run_config=TrainRun(
@@ -320,8 +333,10 @@ def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
 def _told(error: Exception, folder: Path) -> str:
     """A sentence for the person at the terminal; the traceback of what is not ours stays in the folder."""
     if isinstance(error, OSError) and error.errno in FULL:
-        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Make room for {folder}, " \
-               f"then continue with --resume"
+        return (
+            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Make room for {folder}, "
+            f"then continue with --resume"
+        )
     if is_ours(error):
         return str(error)
     try:

@@ -26,8 +26,14 @@ def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
     height, width = height - height % 2, width - width % 2
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w", format="mp4") as container:
-        stream = cast(VideoStream, container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={
-            "crf": "16", "preset": "medium", "x264-params": "log-level=none"}))
+        stream = cast(
+            VideoStream,
+            container.add_stream(
+                "libx264",
+                rate=Fraction(fps).limit_denominator(1001),
+                options={"crf": "16", "preset": "medium", "x264-params": "log-level=none"},
+            ),
+        )
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.thread_count = 1
         for index in range(frames):

@@ -69,8 +69,10 @@ class Accounting:
     def identity(self) -> str:
         """One line that adds up."""
         reasons = " + ".join(f"{count} {reason}" for reason, count in sorted(self.rejected.items()) if count)
-        return (f"{self.indexed} indexed = {self.trained} trained + {self.waiting} waiting + {self.not_reached} not "
-                f"reached + {self.passed_over} passed over" + (f" + {reasons}" if reasons else ""))
+        return (
+            f"{self.indexed} indexed = {self.trained} trained + {self.waiting} waiting + {self.not_reached} not "
+            f"reached + {self.passed_over} passed over" + (f" + {reasons}" if reasons else "")
+        )
 
 
 def account(dataset: Dataset, steps: int | None) -> Accounting:
@@ -98,15 +100,24 @@ def account(dataset: Dataset, steps: int | None) -> Accounting:
     waits = sum(int(flags.sum()) for flags in drawn_rows)
     passed = _passed_over(dataset, times, drawn_rows, state)
     return Accounting(
-        steps=state.step, indexed=dataset.ledger.indexed, planned=planned,
+        steps=state.step,
+        indexed=dataset.ledger.indexed,
+        planned=planned,
         rejected={str(reason): count for reason, count in dataset.ledger.rejected.items()},
-        rules=dict(sorted(dataset.ledger.details.items())), draws=draws.total(), trained=trained,
-        repeated=sum(int((count > 1).sum()) for count in times), waiting=waits, passed_over=passed,
+        rules=dict(sorted(dataset.ledger.details.items())),
+        draws=draws.total(),
+        trained=trained,
+        repeated=sum(int((count > 1).sum()) for count in times),
+        waiting=waits,
+        passed_over=passed,
         not_reached=planned - trained - waits - passed,
         by_source={index.name: int(count.sum()) for index, count in zip(dataset.indexes, times)},
-        buckets=tuple(_bucket_account(dataset, bucket, rows[bucket], draws[bucket], items[bucket], short[bucket])
-                      for bucket in sorted({bucket for stage in planner.stages for bucket in stage.batch})),
-        dropped=tuple(_dropped(dataset)))
+        buckets=tuple(
+            _bucket_account(dataset, bucket, rows[bucket], draws[bucket], items[bucket], short[bucket])
+            for bucket in sorted({bucket for stage in planner.stages for bucket in stage.batch})
+        ),
+        dropped=tuple(_dropped(dataset)),
+    )
 
 
 def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarray], state: State) -> int:
@@ -118,12 +129,21 @@ def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarr
     return passed
 
 
-def _bucket_account(dataset: Dataset, bucket: Bucket, samples: int, draws: int, items: int,
-                    short: int) -> BucketAccount:
+def _bucket_account(
+    dataset: Dataset, bucket: Bucket, samples: int, draws: int, items: int, short: int
+) -> BucketAccount:
     number, stage = next((n, stage) for n, stage in enumerate(dataset.planner.stages) if bucket in stage.batch)
     batch, limit = dataset.batches[number][bucket]
-    return BucketAccount(bucket=bucket, batch=batch, limit=limit, tokens=stage.tokens[bucket],
-                         samples=int(samples), draws=draws, items=items, short_items=int(short))
+    return BucketAccount(
+        bucket=bucket,
+        batch=batch,
+        limit=limit,
+        tokens=stage.tokens[bucket],
+        samples=int(samples),
+        draws=draws,
+        items=items,
+        short_items=int(short),
+    )
 
 
 def _dropped(dataset: Dataset) -> list[Dropped]:
@@ -131,7 +151,7 @@ def _dropped(dataset: Dataset) -> list[Dropped]:
     named: list[Dropped] = []
     for index, source, code in zip(dataset.indexes, dataset.config.sources, dataset.codes):
         masks = [(rule, index.filter_mask(rule)) for rule in source.filters]
-        for row in np.flatnonzero(code < 0)[:NAMED - len(named)]:
+        for row in np.flatnonzero(code < 0)[: NAMED - len(named)]:
             record = index.row(int(row))
             if record.reject is not None:
                 why = str(record.reject)
@@ -140,4 +160,3 @@ def _dropped(dataset: Dataset) -> list[Dropped]:
                 why = why or dataset.refusal(index.ordinal, int(row)).detail
             named.append(Dropped(source=index.name, key=record.key, reason=why))
     return named
-

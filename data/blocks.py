@@ -29,23 +29,36 @@ def to_block(batch: Batch) -> pa.Table:
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(pixels)]
     video = pa.LargeBinaryArray.from_buffers(pa.large_binary(), count, buffers)
     faults = iter(batch.faults)
-    return pa.table({
-        "item": pa.array([batch.item] * count), "video": video, "shape": pa.array([shape] * count),
-        "caption": pa.array(batch.captions, pa.string()), "ok": pa.array(batch.ok), "key": pa.array(batch.keys),
-        "fault": pa.array(["" if ok else fault_to_json(next(faults)) for ok in batch.ok])})
+    return pa.table(
+        {
+            "item": pa.array([batch.item] * count),
+            "video": video,
+            "shape": pa.array([shape] * count),
+            "caption": pa.array(batch.captions, pa.string()),
+            "ok": pa.array(batch.ok),
+            "key": pa.array(batch.keys),
+            "fault": pa.array(["" if ok else fault_to_json(next(faults)) for ok in batch.ok]),
+        }
+    )
 
 
 def from_block(table: pa.Table) -> Batch:
     """The batch of a table made by to_block."""
     columns = {name: table.column(name).to_pylist() for name in ("item", "shape", "caption", "ok", "key", "fault")}
-    chunk, = table.column("video").chunks
+    (chunk,) = table.column("video").chunks
     _, offsets, values = chunk.buffers()
-    first, = np.frombuffer(offsets, np.int64, count=1, offset=8 * chunk.offset)
+    (first,) = np.frombuffer(offsets, np.int64, count=1, offset=8 * chunk.offset)
     shape = (len(chunk), *columns["shape"][0])
     pixels = np.frombuffer(values, np.uint8) if values else np.zeros(0, np.uint8)  # no buffer: a video without frames
-    video = pixels[first:first + int(np.prod(shape))].reshape(shape)
-    return Batch(item=columns["item"][0], video=video, captions=columns["caption"], ok=columns["ok"],
-                 keys=columns["key"], faults=tuple(fault_from_json(text) for text in columns["fault"] if text))
+    video = pixels[first : first + int(np.prod(shape))].reshape(shape)
+    return Batch(
+        item=columns["item"][0],
+        video=video,
+        captions=columns["caption"],
+        ok=columns["ok"],
+        keys=columns["key"],
+        faults=tuple(fault_from_json(text) for text in columns["fault"] if text),
+    )
 
 
 def fault_to_json(fault: Fault) -> str:
@@ -54,5 +67,10 @@ def fault_to_json(fault: Fault) -> str:
 
 def fault_from_json(text: str) -> Fault:
     plain = json.loads(text)
-    return Fault(reason=Reason(plain["reason"]), shard=plain["shard"], key=plain["key"], offset=plain["offset"],
-                 detail=plain["detail"])
+    return Fault(
+        reason=Reason(plain["reason"]),
+        shard=plain["shard"],
+        key=plain["key"],
+        offset=plain["offset"],
+        detail=plain["detail"],
+    )

@@ -88,11 +88,16 @@ class Table:
         elif config.table:
             entries = _explicit_entries([Bucket.parse(text) for text in config.table])
         elif config.resolutions:
-            entries = [_generated(name, _area(name), frames, config.ratios, geometry)
-                       for name in config.resolutions for frames in config.frames]
+            entries = [
+                _generated(name, _area(name), frames, config.ratios, geometry)
+                for name in config.resolutions
+                for frames in config.frames
+            ]
         else:
-            raise ValueError("data.buckets is empty: no clip can be trained. Give table: [17x64x96], or resolutions "
-                             "and frames, or an open_sora table.")
+            raise ValueError(
+                "data.buckets is empty: no clip can be trained. Give table: [17x64x96], or resolutions "
+                "and frames, or an open_sora table."
+            )
         table = cls(entries, config)
         for bucket in table.buckets:
             geometry.token_grid(bucket.frames, bucket.height, bucket.width)
@@ -113,17 +118,23 @@ class Table:
         area = shape.height * shape.width
         largest, smallest = self.entries[0].area, min(entry.area for entry in self.entries)
         if self.config.oversize == "drop" and area * self.config.min_area > largest:
-            return Refusal(reason="too_large", nearest=self._nearest(self.entries, shape),
-                           detail=f"{shape.width}x{shape.height} is larger than every bucket (oversize: drop)")
+            return Refusal(
+                reason="too_large",
+                nearest=self._nearest(self.entries, shape),
+                detail=f"{shape.width}x{shape.height} is larger than every bucket (oversize: drop)",
+            )
         entries = [entry for entry in self.entries if area >= self.config.min_area * entry.area]
         if entries:
             return entries
         if self.config.undersize == "upscale":
             return [entry for entry in self.entries if entry.area == smallest]
         nearest = self._nearest([entry for entry in self.entries if entry.area == smallest], shape)
-        return Refusal(reason="too_small", nearest=nearest,
-                       detail=f"{shape.width}x{shape.height} has less than {self.config.min_area:g} of the pixels of "
-                              f"the smallest bucket {nearest}")
+        return Refusal(
+            reason="too_small",
+            nearest=nearest,
+            detail=f"{shape.width}x{shape.height} has less than {self.config.min_area:g} of the pixels of "
+            f"the smallest bucket {nearest}",
+        )
 
     def _entries_by_length(self, entries: Sequence[Entry], shape: Shape, frames: int) -> list[Entry]:
         """Still images take one-frame buckets, videos the others (unless a video too short may stand as an image)."""
@@ -136,33 +147,45 @@ class Table:
 
     def _too_short(self, entries: Sequence[Entry], shape: Shape, frames: int) -> Refusal:
         if shape.is_image:
-            return Refusal(reason="no_image_bucket", nearest=self._nearest(entries, shape),
-                           detail="a still image, and no bucket of its size has 1 frame")
+            return Refusal(
+                reason="no_image_bucket",
+                nearest=self._nearest(entries, shape),
+                detail="a still image, and no bucket of its size has 1 frame",
+            )
         videos = [entry for entry in entries if entry.frames > 1]
         if not videos:
-            return Refusal(reason="too_short", nearest=self._nearest(entries, shape),
-                           detail=f"a video of {frames} frames, and its size has image buckets only")
+            return Refusal(
+                reason="too_short",
+                nearest=self._nearest(entries, shape),
+                detail=f"a video of {frames} frames, and its size has image buckets only",
+            )
         shortest = min(entry.frames for entry in videos)
         nearest = self._nearest([entry for entry in videos if entry.frames == shortest], shape)
-        return Refusal(reason="too_short", nearest=nearest,
-                       detail=f"{frames} frames at the training frame rate; the shortest bucket of its size is "
-                              f"{nearest}")
+        return Refusal(
+            reason="too_short",
+            nearest=nearest,
+            detail=f"{frames} frames at the training frame rate; the shortest bucket of its size is {nearest}",
+        )
 
     def _by_ratio(self, entries: Sequence[Entry], shape: Shape) -> tuple[Choice, ...] | Refusal:
         choices = []
         for entry in entries:
             bucket = min(entry.buckets, key=lambda bucket: (_ratio_error(bucket, shape), bucket))
             if _ratio_error(bucket, shape) <= math.log(self.config.max_ratio_error) + 1e-9:
-                choices.append(Choice(bucket=bucket, keep=entry.keep, step_down=entry.step_down,
-                                      resolution=entry.resolution))
+                choices.append(
+                    Choice(bucket=bucket, keep=entry.keep, step_down=entry.step_down, resolution=entry.resolution)
+                )
                 if entry.keep >= 1:
                     break
         if choices:
             return tuple(choices)
         nearest = self._nearest(entries, shape)
-        return Refusal(reason="no_ratio", nearest=nearest,
-                       detail=f"aspect ratio {shape.width / shape.height:.2f} is more than a factor "
-                              f"{self.config.max_ratio_error:g} from the nearest bucket {nearest}")
+        return Refusal(
+            reason="no_ratio",
+            nearest=nearest,
+            detail=f"aspect ratio {shape.width / shape.height:.2f} is more than a factor "
+            f"{self.config.max_ratio_error:g} from the nearest bucket {nearest}",
+        )
 
     def nearest_by_class(self, shape: Shape) -> dict[str, Bucket]:
         """Of every resolution class, smallest first, the bucket that a shape misses by least."""
@@ -176,8 +199,15 @@ class Table:
     def _nearest(entries: Sequence[Entry], shape: Shape) -> Bucket | None:
         buckets = [bucket for entry in entries for bucket in entry.buckets]
         area = shape.height * shape.width
-        return min(buckets, key=lambda bucket: (_ratio_error(bucket, shape), abs(bucket.area - area),
-                                                abs(bucket.frames - shape.frames)), default=None)
+        return min(
+            buckets,
+            key=lambda bucket: (
+                _ratio_error(bucket, shape),
+                abs(bucket.area - area),
+                abs(bucket.frames - shape.frames),
+            ),
+            default=None,
+        )
 
 
 def pick(choices: Sequence[Choice], uniforms: Callable[[int], float]) -> Bucket | None:
@@ -216,8 +246,9 @@ def last_start(shape: Shape, bucket: Bucket, fps: float) -> int:
     return max(int(shape.frames - 1 - needed + 1e-6), 0)
 
 
-def planned_batch(table: Table, bucket: Bucket, config: BatchConfig, geometry: Geometry,
-                  timed: BatchSize | None = None) -> tuple[int, str]:
+def planned_batch(
+    table: Table, bucket: Bucket, config: BatchConfig, geometry: Geometry, timed: BatchSize | None = None
+) -> tuple[int, str]:
     """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` tells where the
     config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
     if config.from_table and bucket in table.batches:
@@ -225,8 +256,10 @@ def planned_batch(table: Table, bucket: Bucket, config: BatchConfig, geometry: G
     if not config.target_s:
         return batch_size(bucket, config, geometry), binding_limit(bucket, config, geometry)
     if timed is None:
-        raise ValueError("data.batch.target_s needs a profile to tell the seconds of a batch. Set data.batch.compute "
-                         "instead where there is none.")
+        raise ValueError(
+            "data.batch.target_s needs a profile to tell the seconds of a batch. Set data.batch.compute "
+            "instead where there is none."
+        )
     return timed(bucket, config), "target_s"
 
 
@@ -261,17 +294,36 @@ def _explicit_entries(buckets: Sequence[Bucket]) -> list[Entry]:
         if not area or bucket.area < 0.8 * area:
             area = bucket.area
         entries.setdefault((area, bucket.frames), []).append(bucket)
-    smallest = {area: min(bucket.area for (other, _), group in entries.items() if other == area for bucket in group)
-                for area, _ in entries}
-    return [Entry(resolution=f"{math.isqrt(area)}px", area=smallest[area], frames=frames, buckets=tuple(sorted(group)))
-            for (area, frames), group in entries.items()]
+    smallest = {
+        area: min(bucket.area for (other, _), group in entries.items() if other == area for bucket in group)
+        for area, _ in entries
+    }
+    return [
+        Entry(resolution=f"{math.isqrt(area)}px", area=smallest[area], frames=frames, buckets=tuple(sorted(group)))
+        for (area, frames), group in entries.items()
+    ]
 
 
-def _generated(name: str, area: int, frames: int, ratios: Sequence[str], geometry: Geometry, keep: float = 1.0,
-               step_down: float = 1.0, batch: int = 0) -> Entry:
+def _generated(
+    name: str,
+    area: int,
+    frames: int,
+    ratios: Sequence[str],
+    geometry: Geometry,
+    keep: float = 1.0,
+    step_down: float = 1.0,
+    batch: int = 0,
+) -> Entry:
     buckets = {_fit(frames, area, ratio, geometry.spatial_multiple) for ratio in ratios}
-    return Entry(resolution=name, area=area, frames=frames, buckets=tuple(sorted(buckets)), keep=keep,
-                 step_down=step_down, batch=batch)
+    return Entry(
+        resolution=name,
+        area=area,
+        frames=frames,
+        buckets=tuple(sorted(buckets)),
+        keep=keep,
+        step_down=step_down,
+        batch=batch,
+    )
 
 
 def _fit(frames: int, area: int, ratio: str, multiple: int) -> Bucket:
@@ -289,8 +341,10 @@ def _area(name: str) -> int:
     """Pixels of a resolution as Open-Sora names them: 256px and 256 are 256^2, 480p is 480^2 * 16/9."""
     match = re.fullmatch(r"(\d+)(px|p)?(?:_(?:ar\d+:\d+|max))?", name)
     if match is None:
-        raise ValueError(f"data.buckets resolution {name!r} is neither like 256px (256^2 pixels) nor like 480p "
-                         f"(480^2 * 16/9 pixels).")
+        raise ValueError(
+            f"data.buckets resolution {name!r} is neither like 256px (256^2 pixels) nor like 480p "
+            f"(480^2 * 16/9 pixels)."
+        )
     side = int(match[1])
     return side * side * 16 // 9 if match[2] == "p" else side * side
 
@@ -305,11 +359,23 @@ def _open_sora_entries(table: Mapping[str, Any], geometry: Geometry) -> list[Ent
             probability, batch = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
             keep, step_down = probability if isinstance(probability, list | tuple) else (probability, 1.0)
             if keep is None:
-                raise ValueError(f"data.buckets.open_sora {name} {frames}: {value!r} is not [probability, batch size], "
-                                 f"for example [1.0, 12] or [[1.0, 0.33], 27].")
+                raise ValueError(
+                    f"data.buckets.open_sora {name} {frames}: {value!r} is not [probability, batch size], "
+                    f"for example [1.0, 12] or [[1.0, 0.33], 27]."
+                )
             if keep > 0:  # v1.2 switches entries off with (0.0, None)
-                entries.append(_generated(name, _area(name), int(frames), ratios, geometry, keep=float(keep),
-                                          step_down=float(step_down), batch=int(batch or 0)))
+                entries.append(
+                    _generated(
+                        name,
+                        _area(name),
+                        int(frames),
+                        ratios,
+                        geometry,
+                        keep=float(keep),
+                        step_down=float(step_down),
+                        batch=int(batch or 0),
+                    )
+                )
     if not entries:
         raise ValueError("data.buckets.open_sora has no entry with a probability above 0. Give at least one.")
     return entries

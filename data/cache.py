@@ -75,10 +75,13 @@ class Cache:
         path = self._path(kind, key)
         try:
             array = _read(path)
-            if rows is not None and (array.dtype != np.float32 or array.ndim != 2 or len(array) not in rows
-                                     or array.shape[1] != width):
-                raise ValueError(f"{array.dtype} {list(array.shape)} where float32 [{rows.start}..{rows.stop - 1}, "
-                                 f"{width}] was wanted")
+            if rows is not None and (
+                array.dtype != np.float32 or array.ndim != 2 or len(array) not in rows or array.shape[1] != width
+            ):
+                raise ValueError(
+                    f"{array.dtype} {list(array.shape)} where float32 [{rows.start}..{rows.stop - 1}, "
+                    f"{width}] was wanted"
+                )
         except FileNotFoundError:
             self.misses += 1
             return None
@@ -134,8 +137,12 @@ class Cache:
         return False
 
     def _stop(self, why: str) -> bool:
-        log.warning("cache %s takes no more entries: %s. Free space, see to its permissions, or set data.cache.path to "
-                    "another disk.", self.root, why)
+        log.warning(
+            "cache %s takes no more entries: %s. Free space, see to its permissions, or set data.cache.path to "
+            "another disk.",
+            self.root,
+            why,
+        )
         self._full = True
         return False
 
@@ -156,8 +163,11 @@ class CacheWriter:
             if self._waiting and self._waiting + array.nbytes > self._most:
                 self.counts["dropped"] += 1
                 if self.counts["dropped"] == 1:
-                    log.warning("cache %s is slower than the encoders: some entries are not kept, and are encoded "
-                                "again when they are wanted", self.cache.root)
+                    log.warning(
+                        "cache %s is slower than the encoders: some entries are not kept, and are encoded "
+                        "again when they are wanted",
+                        self.cache.root,
+                    )
                 return False
             self._waiting += array.nbytes
         self._queue.put((kind, key, array))
@@ -197,8 +207,9 @@ class CachedLatents:
 
     def keys(self, item: DataItem) -> tuple[str, ...]:
         """Cache keys of the latents of an item's samples."""
-        return tuple(latent_key(sample, item.bucket, self._fps, self._vae, self._decoder, self._crop)
-                     for sample in item.samples)
+        return tuple(
+            latent_key(sample, item.bucket, self._fps, self._vae, self._decoder, self._crop) for sample in item.samples
+        )
 
     def has(self, item: DataItem) -> bool:
         if item.id not in self._answers:
@@ -221,7 +232,7 @@ class CachedLatents:
 def _read(path: Path) -> np.ndarray:
     """Raises ValueError or EOFError for a file that is not what `_write` made."""
     data = path.read_bytes()
-    body, seal = data[:-len(_SEAL) - 4], data[-len(_SEAL) - 4:]
+    body, seal = data[: -len(_SEAL) - 4], data[-len(_SEAL) - 4 :]
     if seal != _sealed(body):
         raise ValueError("its checksum is wrong")
     return np.load(io.BytesIO(body), allow_pickle=False)

@@ -115,5 +115,6 @@ def check_lengths(texts: Sequence[str], limits: LimitsConfig) -> None:
     for text in texts:
         check_encodable(text)
         if len(text.encode()) > limits.max_caption_bytes:
-            raise BadSample(Reason.CAPTION_TOO_LARGE, f"{len(text)} characters > max_caption_bytes "
-                                                      f"{limits.max_caption_bytes}")
+            raise BadSample(
+                Reason.CAPTION_TOO_LARGE, f"{len(text)} characters > max_caption_bytes {limits.max_caption_bytes}"
+            )

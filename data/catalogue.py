@@ -36,9 +36,9 @@ class Catalogue:
         listed = storage.list_files(root) if storage.is_folder(root) else []
         for file in listed:
             if media.suffix_of(file.uri) not in suffixes:
-                self.others.append(file.uri[len(self.root):].lstrip("/"))
+                self.others.append(file.uri[len(self.root) :].lstrip("/"))
                 continue
-            name = file.uri[len(self.root):].lstrip("/")
+            name = file.uri[len(self.root) :].lstrip("/")
             digest.update(f"{name}|{file.size}|{file.mtime_ns}\n".encode("utf-8", "backslashreplace"))
             self._by_path[name] = file
             stem = storage.name_of(file.uri).rpartition(".")[0]
@@ -114,8 +114,9 @@ def cut(info: MediaInfo, start_s: float, end_s: float, limits: LimitsConfig) -> 
     if count < 1:
         raise BadSample(Reason.RANGE_OUTSIDE_VIDEO, f"no frame in {start_s} .. {end_s} s")
     if count > limits.max_frames:
-        raise BadSample(Reason.TOO_MANY_FRAMES, f"{count} frames in {start_s} .. {end_s} s > max_frames "
-                                                f"{limits.max_frames}")
+        raise BadSample(
+            Reason.TOO_MANY_FRAMES, f"{count} frames in {start_s} .. {end_s} s > max_frames {limits.max_frames}"
+        )
     return replace(info, num_frames=count, duration=count / info.fps), start_s, end_s
 
 

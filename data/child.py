@@ -1,7 +1,7 @@
 """A decode process: jobs in, batches out, over its own pipes. A crash or a hang of libav costs the process, not us.
 
-    with DecodeProcess() as process:
-        batch = process.decode(job, timeout_s=120)     # raises DecoderDied or DecoderHung; the process is gone then
+with DecodeProcess() as process:
+    batch = process.decode(job, timeout_s=120)     # raises DecoderDied or DecoderHung; the process is gone then
 """
 
 from __future__ import annotations
@@ -96,9 +96,12 @@ class DecodeProcess:
             self.close()
             paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
             # pickles travel only between this process and its own child
-            self._process = subprocess.Popen([sys.executable, "-m", "data.child"], stdin=subprocess.PIPE,
-                                             stdout=subprocess.PIPE,
-                                             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "data.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
             assert self._process.stdout is not None
             with contextlib.suppress(OSError, AttributeError):  # too many pipes, not Linux: 64 KiB do, slower
                 fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -134,8 +137,10 @@ def decode_isolated(job: Job, clip_timeout_s: float) -> Batch:
 def _send(pipe: IO[bytes], value: object) -> None:
     """The pickle, then its arrays as they lie in memory: pixels are not copied into the pickle and out of it."""
     arrays: list[pickle.PickleBuffer] = []
-    pieces = [memoryview(pickle.dumps(value, protocol=5, buffer_callback=arrays.append)),
-              *(array.raw() for array in arrays)]
+    pieces = [
+        memoryview(pickle.dumps(value, protocol=5, buffer_callback=arrays.append)),
+        *(array.raw() for array in arrays),
+    ]
     pipe.write(HEADER.pack(len(pieces)))
     for piece in pieces:
         pipe.write(HEADER.pack(piece.nbytes))
@@ -145,7 +150,7 @@ def _send(pipe: IO[bytes], value: object) -> None:
 
 def _receive(read: Callable[[int], bytes | memoryview]) -> Any:
     """What `_send` sent, through `read(count)`."""
-    count, = HEADER.unpack(read(HEADER.size))
+    (count,) = HEADER.unpack(read(HEADER.size))
     head, *arrays = [read(*HEADER.unpack(read(HEADER.size))) for _ in range(count)]
     return pickle.loads(head, buffers=arrays)
 

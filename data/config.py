@@ -1,10 +1,10 @@
 """Settings of the data path. Imports neither torch nor Ray, so configs load in milliseconds.
 
-    data:
-      sources: [{kind: webdataset, path: "shards/{00000..00003}.tar", weight: 1.0}]
-      buckets: {table: ["1x64x96", "17x64x96", "17x96x64"]}
-      batch:   {memory_tokens: 4096, compute: 2.0e6, exponent: 1.6}
-      items_per_step: 4
+data:
+  sources: [{kind: webdataset, path: "shards/{00000..00003}.tar", weight: 1.0}]
+  buckets: {table: ["1x64x96", "17x64x96", "17x96x64"]}
+  batch:   {memory_tokens: 4096, compute: 2.0e6, exponent: 1.6}
+  items_per_step: 4
 """
 
 from __future__ import annotations
@@ -17,8 +17,23 @@ from ops.ranges import SECONDS, above, between, check_numbers
 
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 # Open-Sora's nine ratios (width:height) and their transposes
-OPEN_SORA_RATIOS = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1",
-                    "1:2.39", "1:2", "1:1.85", "8:5", "2:3", "3:4")
+OPEN_SORA_RATIOS = (
+    "2.39:1",
+    "2:1",
+    "16:9",
+    "1.85:1",
+    "9:16",
+    "5:8",
+    "3:2",
+    "4:3",
+    "1:1",
+    "1:2.39",
+    "1:2",
+    "1:1.85",
+    "8:5",
+    "2:3",
+    "3:4",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +56,15 @@ class SourceConfig:
         if not self.path:
             raise ValueError("data.sources: a source without a path. Give its shards, table or folder.")
         if self.path.startswith("pipe:"):
-            raise ValueError(f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
-                             f"Give local paths or a file system URI.")
+            raise ValueError(
+                f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
+                f"Give local paths or a file system URI."
+            )
         if self.synthetic and (self.kind != "webdataset" or "/shards/" not in self.path):
-            raise ValueError(f"data.sources path {self.path!r}: a synthetic source is of kind webdataset, its path "
-                             f"FOLDER/shards/{{00000..00003}}.tar.")
+            raise ValueError(
+                f"data.sources path {self.path!r}: a synthetic source is of kind webdataset, its path "
+                f"FOLDER/shards/{{00000..00003}}.tar."
+            )
         if self.weight < 0:
             raise ValueError(f"data.sources weight {self.weight} of {self.path} is negative. Use 0..1.")
         check_numbers("data.sources", self, weight=between(0, 1e9), shuffle_window=between(0))
@@ -102,8 +121,15 @@ class BatchConfig:
         if self.compute < 0 or self.target_s < 0 or self.max_batch < 0 or self.text_tokens < 0:
             raise ValueError("data.batch: compute, target_s, max_batch and text_tokens must not be negative.")
         # more than 2^24 tokens at once fit no device, and a batch is planned sample by sample
-        check_numbers("data.batch", self, memory_tokens=above(0, 1e12), compute=between(0, 1e24),
-                      target_s=between(0, 1e12), max_batch=between(0), text_tokens=between(0, 1 << 20))
+        check_numbers(
+            "data.batch",
+            self,
+            memory_tokens=above(0, 1e12),
+            compute=between(0, 1e24),
+            target_s=between(0, 1e12),
+            max_batch=between(0),
+            text_tokens=between(0, 1 << 20),
+        )
         if not 1.0 <= self.exponent <= 3.0:
             raise ValueError(f"data.batch.exponent {self.exponent} is outside 1..3 (1 linear, 2 all attention).")
 
@@ -119,8 +145,9 @@ class SegmentConfig:
     items_per_step: int = 0
 
     def __post_init__(self) -> None:
-        check_numbers("data.segments", self, until_step=between(0), items_per_step=between(0, 100_000),
-                      weights=between(0, 1))
+        check_numbers(
+            "data.segments", self, until_step=between(0), items_per_step=between(0, 100_000), weights=between(0, 1)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +161,9 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if "://" in self.path:
-            raise ValueError(f"data.cache.path {self.path!r} is a URI; a cache is a local or shared folder. Give its "
-                             f"path.")
+            raise ValueError(
+                f"data.cache.path {self.path!r} is a URI; a cache is a local or shared folder. Give its path."
+            )
         check_numbers("data.cache", self, min_free_gib=between(0, 1e9))
 
 
@@ -155,10 +183,19 @@ class LimitsConfig:
     retries: int = 4  # storage errors, each with a fresh handle, then the run stops
 
     def __post_init__(self) -> None:
-        check_numbers("data.limits", self, max_pixels=between(1, 1 << 40), max_frames=between(1),
-                      max_member_bytes=between(1, 1 << 50), max_caption_bytes=between(1, 1 << 40),
-                      max_json_bytes=between(1, 1 << 40), max_moov_bytes=between(1, 1 << 40), bad_after=between(0),
-                      max_bad_shards=between(0), retries=between(0, 1000))
+        check_numbers(
+            "data.limits",
+            self,
+            max_pixels=between(1, 1 << 40),
+            max_frames=between(1),
+            max_member_bytes=between(1, 1 << 50),
+            max_caption_bytes=between(1, 1 << 40),
+            max_json_bytes=between(1, 1 << 40),
+            max_moov_bytes=between(1, 1 << 40),
+            bad_after=between(0),
+            max_bad_shards=between(0),
+            retries=between(0, 1000),
+        )
         if not 0 <= self.max_bad_fraction <= 1:
             raise ValueError(f"data.limits.max_bad_fraction {self.max_bad_fraction} must lie in [0, 1].")
 
@@ -182,9 +219,18 @@ class EngineConfig:
         for name in ("decode_workers", "lookahead", "window", "feeders", "object_store_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.engine.{name} {getattr(self, name)} must be at least 1.")
-        check_numbers("data.engine", self, decode_workers=between(1, 1 << 16), lookahead=between(1, 1 << 16),
-                      window=between(1), feeders=between(1, 1 << 10), object_store_mb=between(1),
-                      stall_s=above(0, SECONDS), clip_timeout_s=above(0, SECONDS), decode_cpus=between(0, 1 << 16))
+        check_numbers(
+            "data.engine",
+            self,
+            decode_workers=between(1, 1 << 16),
+            lookahead=between(1, 1 << 16),
+            window=between(1),
+            feeders=between(1, 1 << 10),
+            object_store_mb=between(1),
+            stall_s=above(0, SECONDS),
+            clip_timeout_s=above(0, SECONDS),
+            decode_cpus=between(0, 1 << 16),
+        )
         if self.decode_cpus <= 0:
             raise ValueError(f"data.engine.decode_cpus {self.decode_cpus} must be positive; fractions share a core.")
 
@@ -215,8 +261,14 @@ class DataConfig:
             raise ValueError(f"data.caption_dropout {self.caption_dropout} must lie in [0, 1].")
         if self.max_wait < 0 or self.fps < 0:
             raise ValueError("data.max_wait and data.fps must not be negative.")
-        check_numbers("data", self, items_per_step=between(1, 100_000), max_wait=between(0, 1 << 50),
-                      fps=between(0, 100_000), min_coverage=between(0, 1))
+        check_numbers(
+            "data",
+            self,
+            items_per_step=between(1, 100_000),
+            max_wait=between(0, 1 << 50),
+            fps=between(0, 100_000),
+            min_coverage=between(0, 1),
+        )
         weights = [source.weight for source in self.sources]
         if any(weights):
             check_weights(weights, "data.sources")
@@ -228,8 +280,10 @@ class DataConfig:
             raise ValueError(f"data.segments until_step {ends} must rise and end with 0 (the last segment has no end).")
         for segment in self.segments:
             if segment.weights and len(segment.weights) != len(self.sources):
-                raise ValueError(f"data.segments weights {segment.weights} must be one per source, of which there are "
-                                 f"{len(self.sources)}. Use 0 for a source that rests.")
+                raise ValueError(
+                    f"data.segments weights {segment.weights} must be one per source, of which there are "
+                    f"{len(self.sources)}. Use 0 for a source that rests."
+                )
             if segment.weights:
                 check_weights(list(segment.weights), "data.segments")
 

@@ -30,8 +30,16 @@ TIME_SLACK_SECONDS = 1e-3
 PARTIAL = ".partial"
 
 
-def convert(index: Index, folder: Path, ledger: Ledger, *, shard_bytes: int = 500 << 20, shard_count: int = 10_000,
-            crf: int = 18, progress: Callable[[int, int], None] | None = None) -> list[Path]:
+def convert(
+    index: Index,
+    folder: Path,
+    ledger: Ledger,
+    *,
+    shard_bytes: int = 500 << 20,
+    shard_count: int = 10_000,
+    crf: int = 18,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
     """Write the usable rows as folder/00000.tar ...; each is a draw in the ledger, delivered or skipped.
 
     Raises ValueError when the folder already holds shards, DataIOError when they cannot be written.
@@ -71,8 +79,9 @@ def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdat
         else:
             os.unlink(name)
 
-    writer = webdataset.ShardWriter(f"{folder}/%05d.tar{PARTIAL}", maxsize=shard_bytes, maxcount=shard_count, verbose=0,
-                                    post=finish)
+    writer = webdataset.ShardWriter(
+        f"{folder}/%05d.tar{PARTIAL}", maxsize=shard_bytes, maxcount=shard_count, verbose=0, post=finish
+    )
     try:
         yield writer
     except BaseException:
@@ -85,8 +94,15 @@ def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdat
 def _members(row: Row, index: Index, crf: int) -> dict[str, bytes]:
     captions = [read_caption(ref, index.limits) for ref in row.captions]
     about: dict[str, Any] = {
-        "key": row.key, "caption": captions[0], "width": row.width, "height": row.height, "fps": row.fps,
-        "num_frames": row.num_frames, "duration": row.duration, **row.scores}
+        "key": row.key,
+        "caption": captions[0],
+        "width": row.width,
+        "height": row.height,
+        "fps": row.fps,
+        "num_frames": row.num_frames,
+        "duration": row.duration,
+        **row.scores,
+    }
     if len(captions) > 1:
         about["captions"] = captions
     try:

@@ -1,9 +1,9 @@
 """The dataset of a run: what every step trains on, as a pure function of (index, config, seed, step).
 
-    dataset = Dataset.open(config.data, geometry, seed=0)
-    step = dataset.step(41)                 # the items of step 41, for any number of workers
-    job = dataset.job(step.items[0])        # what a decoder needs to read it
-    token = dataset.token(42)               # saved with committed step 41; dataset.resume(token) continues there
+dataset = Dataset.open(config.data, geometry, seed=0)
+step = dataset.step(41)                 # the items of step 41, for any number of workers
+job = dataset.job(step.items[0])        # what a decoder needs to read it
+token = dataset.token(42)               # saved with committed step 41; dataset.resume(token) continues there
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an 
 class Dataset:
     """Steps, tokens and accounts of one run. Not thread-safe; one process plans, any number decodes."""
 
-    def __init__(self, config: DataConfig, indexes: Sequence[Index], seed: int, geometry: Any,
-                 ledger: Ledger, timed: BatchSize | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        indexes: Sequence[Index],
+        seed: int,
+        geometry: Any,
+        ledger: Ledger,
+        timed: BatchSize | None = None,
+    ) -> None:
         """Use `open`."""
         if not indexes:
             raise DataError("data.sources is empty. Give at least one source with its path.")
@@ -57,9 +64,10 @@ class Dataset:
         self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]
         self._warn_of_single_samples(segments)
         stages = [self._stage(number, segment) for number, segment in enumerate(segments)]
-        populations = [Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape,
-                                  window=source.shuffle_window)
-                       for index, shape, source in zip(self.indexes, self.codes, config.sources)]
+        populations = [
+            Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape, window=source.shuffle_window)
+            for index, shape, source in zip(self.indexes, self.codes, config.sources)
+        ]
         self.planner = Planner(populations, stages, seed, self._identity())
         self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, Step] = OrderedDict()
@@ -67,13 +75,24 @@ class Dataset:
         self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
     @classmethod
-    def open(cls, config: DataConfig, geometry: Any, seed: int, *, bad_list: str | Path | None = None,
-             timed: BatchSize | None = None) -> Dataset:
+    def open(
+        cls,
+        config: DataConfig,
+        geometry: Any,
+        seed: int,
+        *,
+        bad_list: str | Path | None = None,
+        timed: BatchSize | None = None,
+    ) -> Dataset:
         """Load or build the index of every source, then plan. Raises DataError when no item can be formed or more is
         bad than data.limits allow, ValueError for settings that make no sense. `bad_list`: where bad.jsonl goes."""
         ledger = Ledger(config.limits, bad_list)
-        indexes = [build_index(source, Path(source.index) if source.index else None, ledger, limits=config.limits,
-                               ordinal=ordinal) for ordinal, source in enumerate(config.sources)]
+        indexes = [
+            build_index(
+                source, Path(source.index) if source.index else None, ledger, limits=config.limits, ordinal=ordinal
+            )
+            for ordinal, source in enumerate(config.sources)
+        ]
         dataset = cls(config, indexes, seed, geometry, ledger, timed)
         ledger.check()
         ledger.check_limits()
@@ -87,8 +106,11 @@ class Dataset:
             state = self._positions.at(index)
             micros = self.planner.advance(state)
             self._positions.keep(state)
-            self._keep_step(Step(index=index, items=tuple(self._item(f"s{index}.{slot}", micro)
-                                                          for slot, micro in enumerate(micros))))
+            self._keep_step(
+                Step(
+                    index=index, items=tuple(self._item(f"s{index}.{slot}", micro) for slot, micro in enumerate(micros))
+                )
+            )
         return self._steps[index]
 
     def needs_pixels(self, item: DataItem) -> bool:
@@ -98,9 +120,16 @@ class Dataset:
     def job(self, item: DataItem, pixels: bool = True) -> Job:
         """Everything a decoder needs to make the item's batch."""
         clips = tuple(self._clip(ref) for ref in item.samples)
-        return Job(item=item.id, bucket=item.bucket, clips=clips, fps=self.config.fps,
-                   crop=self.config.buckets.oversize == "crop", limits=self.config.limits,
-                   decoder=self.config.engine.decoder, pixels=pixels)
+        return Job(
+            item=item.id,
+            bucket=item.bucket,
+            clips=clips,
+            fps=self.config.fps,
+            crop=self.config.buckets.oversize == "crop",
+            limits=self.config.limits,
+            decoder=self.config.engine.decoder,
+            pixels=pixels,
+        )
 
     # position
 
@@ -208,8 +237,9 @@ class Dataset:
             self._steps.popitem(last=False)
 
     def _item(self, name: str, micro: Micro) -> DataItem:
-        return DataItem(id=name, bucket=micro.bucket, samples=tuple(self._sample(draw, micro.bucket)
-                                                                    for draw in micro.draws))
+        return DataItem(
+            id=name, bucket=micro.bucket, samples=tuple(self._sample(draw, micro.bucket) for draw in micro.draws)
+        )
 
     def _sample(self, draw: Draw, bucket: Bucket) -> SampleRef:
         row = self._row(draw.source, draw.row)
@@ -218,24 +248,51 @@ class Dataset:
         shape = Shape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
         latest = last_start(shape, bucket, self.config.fps) if self.config.start_frame == "random" else 0
         chosen = uniform(*who, PICK)
-        return SampleRef(source=draw.source, epoch=draw.epoch, row=draw.row, key=row.key, content=row.content,
-                         start_frame=int(uniform(*who, START) * (latest + 1)), caption_pick=chosen, caption_drop=drop,
-                         caption_chars=0 if drop else _caption_chars(row, chosen))
+        return SampleRef(
+            source=draw.source,
+            epoch=draw.epoch,
+            row=draw.row,
+            key=row.key,
+            content=row.content,
+            start_frame=int(uniform(*who, START) * (latest + 1)),
+            caption_pick=chosen,
+            caption_drop=drop,
+            caption_chars=0 if drop else _caption_chars(row, chosen),
+        )
 
     def _clip(self, ref: SampleRef) -> Clip:
         row = self._row(ref.source, ref.row)
-        return Clip(key=row.key, media=row.path, offset=row.offset, size=row.size, suffix=row.suffix, image=row.image,
-                    frames=row.num_frames, fps=row.fps, start_frame=ref.start_frame, start_seconds=row.start_s,
-                    end_seconds=row.end_s, rotation=row.rotation, captions=row.captions,
-                    caption_pick=ref.caption_pick, caption_drop=ref.caption_drop, shard=row.shard)
+        return Clip(
+            key=row.key,
+            media=row.path,
+            offset=row.offset,
+            size=row.size,
+            suffix=row.suffix,
+            image=row.image,
+            frames=row.num_frames,
+            fps=row.fps,
+            start_frame=ref.start_frame,
+            start_seconds=row.start_s,
+            end_seconds=row.end_s,
+            rotation=row.rotation,
+            captions=row.captions,
+            caption_pick=ref.caption_pick,
+            caption_drop=ref.caption_drop,
+            shard=row.shard,
+        )
 
     def _load_row(self, source: int, row: int) -> Row:
         return self.indexes[source].row(row)
 
     def _admit(self, codes: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Shape codes with -1 where the index, a filter or every table refuses the row; refusals go to the ledger."""
-        fits = np.array([any(not isinstance(options[shape], Refusal) for options in self.options)
-                         for shape in range(len(self.shapes))] + [False])
+        fits = np.array(
+            [
+                any(not isinstance(options[shape], Refusal) for options in self.options)
+                for shape in range(len(self.shapes))
+            ]
+            + [False]
+        )
         admitted = []
         for index, source, code in zip(self.indexes, self.config.sources, codes):
             alive = index.columns("ok")["ok"].copy()
@@ -266,25 +323,32 @@ class Dataset:
         reasons = Counter[str]()
         for code, count in shapes.items():
             reasons[refused[code].reason] += count
-        (reason, number), = reasons.most_common(1)
+        ((reason, number),) = reasons.most_common(1)
         usual = next(code for code, _ in shapes.most_common() if refused[code].reason == reason)
         shape = self.shapes[usual]
         near = ", ".join(f"{name}: {bucket}" for name, bucket in self.tables[-1].nearest_by_class(shape).items())
-        return (f"{sentence}Buckets refuse {number} as {reason}, most often {shape.width}x{shape.height} with "
-                f"{shape.frames} frames ({refused[usual].detail}). Nearest bucket of each resolution class: {near}. "
-                f"Widen data.buckets or relax the filters.")
+        return (
+            f"{sentence}Buckets refuse {number} as {reason}, most often {shape.width}x{shape.height} with "
+            f"{shape.frames} frames ({refused[usual].detail}). Nearest bucket of each resolution class: {near}. "
+            f"Widen data.buckets or relax the filters."
+        )
 
     def _stage(self, number: int, segment: SegmentConfig) -> Stage:
         table, options, config = self.tables[number], self.options[number], self.config
         limits = segment.batch or config.batch
         batch = {bucket: size for bucket, (size, _) in self.batches[number].items()}
         choices = tuple(() if isinstance(option, Refusal) else option for option in options)
-        return Stage(until_step=segment.until_step, choices=choices, batch=batch,
-                     weights=self._weights(segment, choices),
-                     tokens={bucket: limits.text_tokens + self._visual_tokens(bucket) for bucket in table.buckets},
-                     items_per_step=segment.items_per_step or config.items_per_step,
-                     max_wait=config.max_wait or 10 * max(batch.values()) * len(batch),
-                     by_tokens=config.mixture == "tokens", settings=digest(asdict(segment.buckets or config.buckets)))
+        return Stage(
+            until_step=segment.until_step,
+            choices=choices,
+            batch=batch,
+            weights=self._weights(segment, choices),
+            tokens={bucket: limits.text_tokens + self._visual_tokens(bucket) for bucket in table.buckets},
+            items_per_step=segment.items_per_step or config.items_per_step,
+            max_wait=config.max_wait or 10 * max(batch.values()) * len(batch),
+            by_tokens=config.mixture == "tokens",
+            settings=digest(asdict(segment.buckets or config.buckets)),
+        )
 
     def _planned_batches(self, table: Table, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
         limits = segment.batch or self.config.batch
@@ -298,10 +362,16 @@ class Dataset:
             above = {bucket: size for bucket, size in sizes.items() if size > limits.memory_tokens}
             if above and not limits.from_table:
                 bucket = max(above, key=above.__getitem__)
-                log.warning("one sample of bucket %s has %d tokens, more than data.batch.memory_tokens %g allows at "
-                            "once (so do %d of %d buckets): batches of 1 are made all the same. Raise memory_tokens if "
-                            "the device holds it, or leave the bucket out.", bucket, above[bucket],
-                            limits.memory_tokens, len(above), len(sizes))
+                log.warning(
+                    "one sample of bucket %s has %d tokens, more than data.batch.memory_tokens %g allows at "
+                    "once (so do %d of %d buckets): batches of 1 are made all the same. Raise memory_tokens if "
+                    "the device holds it, or leave the bucket out.",
+                    bucket,
+                    above[bucket],
+                    limits.memory_tokens,
+                    len(above),
+                    len(sizes),
+                )
 
     def _visual_tokens(self, bucket: Bucket) -> int:
         return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
@@ -320,8 +390,11 @@ class Dataset:
     def _identity(self) -> dict[str, str]:
         config = self.config
         rules = [(source.filters, source.shuffle_window, source.caption) for source in config.sources]
-        return {"index": digest([index.hash for index in self.indexes]), "sources": digest(rules),
-                "samples": digest([config.fps, config.start_frame, config.caption_dropout])}
+        return {
+            "index": digest([index.hash for index in self.indexes]),
+            "sources": digest(rules),
+            "samples": digest([config.fps, config.start_frame, config.caption_dropout]),
+        }
 
 
 def _choices(table: Table, shapes: Sequence[Shape], fps: float) -> list[tuple[Choice, ...] | Refusal]:
@@ -351,15 +424,19 @@ def _shapes(indexes: Sequence[Index]) -> tuple[list[Shape], list[np.ndarray]]:
         first = np.full(count, -1, np.int64)
         first[inverse[::-1]] = np.arange(len(inverse) - 1, -1, -1)
         keys = [tuple(columns[name][row].item() for name in names) for row in first]
-        codes.append(np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)[inverse]
-                     if count else np.zeros(0, np.int32))
+        codes.append(
+            np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)[inverse]
+            if count
+            else np.zeros(0, np.int32)
+        )
     return [_shape(*key) for key in numbers], codes
 
 
 def _shape(height: int, width: int, frames: int, fps: float, image: bool) -> Shape:
     """Rows the index rejected have zeros here; they are never looked up."""
-    return Shape(frames=max(frames, 1), height=max(height, 1), width=max(width, 1),
-                 fps=0.0 if image else max(fps, 1e-3))
+    return Shape(
+        frames=max(frames, 1), height=max(height, 1), width=max(width, 1), fps=0.0 if image else max(fps, 1e-3)
+    )
 
 
 def _joint_codes(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:

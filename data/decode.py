@@ -238,8 +238,11 @@ def _in_a_row(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown
             if count > least - job.bucket.frames:
                 yield shown
     if count < least:
-        raise BadSample(Reason.TRUNCATED_VIDEO, f"ends {left} frames early: {job.bucket.frames} wanted from "
-                                                f"{begin:.2f} s", clip.offset)
+        raise BadSample(
+            Reason.TRUNCATED_VIDEO,
+            f"ends {left} frames early: {job.bucket.frames} wanted from {begin:.2f} s",
+            clip.offset,
+        )
 
 
 def _frames_since(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
@@ -277,12 +280,13 @@ def _fit(shown: Shown, job: Job, rotation: int, scaler: VideoReformatter, into: 
     turned = rotation in (90, 270)
     height, width = (bucket.width, bucket.height) if turned else (bucket.height, bucket.width)
     scaled_height, scaled_width = covering(frame.height, shown.width, height, width, job.crop)
-    scaled: Any = scaler.reformat(frame, width=scaled_width, height=scaled_height, format="gbrp", interpolation=SCALING,
-                                  threads=1)
+    scaled: Any = scaler.reformat(
+        frame, width=scaled_width, height=scaled_height, format="gbrp", interpolation=SCALING, threads=1
+    )
     green, blue, red = scaled.planes
     for channel, plane in enumerate((red, green, blue)):
         rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
-        into[..., channel] = np.rot90(_cut(rows[:, :plane.width], height, width), -rotation // 90)
+        into[..., channel] = np.rot90(_cut(rows[:, : plane.width], height, width), -rotation // 90)
 
 
 def covering(height: int, width: int, to_height: int, to_width: int, crop: bool) -> tuple[int, int]:
@@ -295,7 +299,7 @@ def covering(height: int, width: int, to_height: int, to_width: int, crop: bool)
 
 def _cut(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
-    return pixels[top:top + height, left:left + width]
+    return pixels[top : top + height, left : left + width]
 
 
 def _check_pixels(width: int, height: int, clip: Clip, job: Job) -> None:
@@ -347,4 +351,3 @@ def _rgb(image: Any) -> Any:
 
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:200]
-

@@ -1,14 +1,14 @@
 """What every engine promises: the batches of a step, in item order, the same whatever engine, workers and faults.
 
-    from data.blocks import as_batch
+from data.blocks import as_batch
 
-    engine = make_engine(dataset)
-    engine.start(first_step=41)
-    for step in range(41, 100):
-        batches = [as_batch(value) for value in engine.batches(step)]
-        ...
-        engine.release(step)
-    engine.stop()
+engine = make_engine(dataset)
+engine.start(first_step=41)
+for step in range(41, 100):
+    batches = [as_batch(value) for value in engine.batches(step)]
+    ...
+    engine.release(step)
+engine.stop()
 """
 
 from __future__ import annotations

@@ -39,8 +39,14 @@ log = logging.getLogger(__name__)
 MANY_SHARDS = 64  # worth a hint that processes help
 GROUPS_KEPT = 64  # row groups held for row(); reads of a shuffle window stay within few shards
 RULE = re.compile(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
-COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
-           "<": operator.lt}
+COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 ALIASES = {"vtss": "video_training_suitability_score"}
 TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject"))
 
@@ -121,8 +127,12 @@ class Index:
     @property
     def scores(self) -> tuple[str, ...]:
         """Names of the score columns that any shard has."""
-        names = {name.removeprefix(SCORE) for part in self.parts
-                 for name in pq.read_schema(part.file).names if name.startswith(SCORE)}
+        names = {
+            name.removeprefix(SCORE)
+            for part in self.parts
+            for name in pq.read_schema(part.file).names
+            if name.startswith(SCORE)
+        }
         return tuple(sorted(names))
 
     def columns(self, *names: str) -> dict[str, np.ndarray]:
@@ -150,14 +160,43 @@ class Index:
         part = self.parts[shard]
         path = _media_path(part, values)
         captions = tuple(self._caption_ref(part, caption) for caption in values["captions"])
-        scores = {name.removeprefix(SCORE): value for name, value in values.items()
-                  if name.startswith(SCORE) and value is not None}
-        plain = {name: values[name] for name in (
-            "key", "offset", "size", "suffix", "image", "width", "height", "fps", "num_frames", "duration", "rotation",
-            "num_keyframes", "start_s", "end_s", "caption_chars", "detail")}
-        return Row(source=self.ordinal, row=int(row), shard=part.part.uri, path=path, captions=captions, scores=scores,
-                   reject=Reason(values["reject"]) if values["reject"] else None, content=_content(part, path, values),
-                   **plain)
+        scores = {
+            name.removeprefix(SCORE): value
+            for name, value in values.items()
+            if name.startswith(SCORE) and value is not None
+        }
+        plain = {
+            name: values[name]
+            for name in (
+                "key",
+                "offset",
+                "size",
+                "suffix",
+                "image",
+                "width",
+                "height",
+                "fps",
+                "num_frames",
+                "duration",
+                "rotation",
+                "num_keyframes",
+                "start_s",
+                "end_s",
+                "caption_chars",
+                "detail",
+            )
+        }
+        return Row(
+            source=self.ordinal,
+            row=int(row),
+            shard=part.part.uri,
+            path=path,
+            captions=captions,
+            scores=scores,
+            reject=Reason(values["reject"]) if values["reject"] else None,
+            content=_content(part, path, values),
+            **plain,
+        )
 
     def content_id(self, row: int) -> str:
         """Identity of the media bytes of a row: file, its size and time, and the range in it."""
@@ -178,8 +217,10 @@ class Index:
             now = storage.stat(then.uri, self.limits.retries)
             if now is None or (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
                 was = "is gone" if now is None else f"changed ({then.size} -> {now.size} bytes, or its time)"
-                raise DataError(f"shard {then.uri} {was} since it was indexed. Run `heddle data index` again; "
-                                f"a run that resumes needs the shard as it was.")
+                raise DataError(
+                    f"shard {then.uri} {was} since it was indexed. Run `heddle data index` again; "
+                    f"a run that resumes needs the shard as it was."
+                )
 
     def faults(self) -> Iterable[Fault]:
         """Every fault of the index: shards and members first, then rejected rows."""
@@ -190,8 +231,9 @@ class Index:
                 with pq.ParquetFile(indexed.file) as file:
                     table = file.read(columns=["key", "reject", "detail", "reject_at"], use_threads=False)
                 for values in table.filter(table.column("reject").is_valid()).to_pylist():
-                    yield Fault(Reason(values["reject"]), indexed.part.uri, values["key"], values["reject_at"],
-                                values["detail"])
+                    yield Fault(
+                        Reason(values["reject"]), indexed.part.uri, values["key"], values["reject_at"], values["detail"]
+                    )
 
     def missing_faults(self) -> Iterable[Fault]:
         """Listed samples whose file does not exist, one by one. There may be millions of them."""
@@ -266,16 +308,29 @@ class Index:
     def _caption_ref(self, part: IndexedPart, caption: dict[str, Any]) -> CaptionRef:
         """Captions that lie beside the index go along as text: a decoder may run where the index is not."""
         if caption["path"] == CAPTION_FILE:
-            data = storage.read_range(str(part.file.with_suffix(".captions")), caption["offset"], caption["size"],
-                                      self.limits.retries)
+            data = storage.read_range(
+                str(part.file.with_suffix(".captions")), caption["offset"], caption["size"], self.limits.retries
+            )
             return CaptionRef(text=data.decode())
-        return CaptionRef(path=caption["path"] or part.part.uri, offset=caption["offset"], size=caption["size"],
-                          field=caption["field"])
+        return CaptionRef(
+            path=caption["path"] or part.part.uri,
+            offset=caption["offset"],
+            size=caption["size"],
+            field=caption["field"],
+        )
 
 
-def build_index(source: SourceConfig, cache_dir: Path | None, ledger: Ledger, *, limits: LimitsConfig | None = None,
-                ordinal: int = 0, workers: int = 1, allow_empty: bool = False,
-                progress: Callable[[int, int], None] | None = None) -> Index:
+def build_index(
+    source: SourceConfig,
+    cache_dir: Path | None,
+    ledger: Ledger,
+    *,
+    limits: LimitsConfig | None = None,
+    ordinal: int = 0,
+    workers: int = 1,
+    allow_empty: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Index:
     """The index of a source, from the cache where shards are unchanged, and filed into the ledger.
 
     Raises DataError when the source has no usable sample (unless `allow_empty`), DataIOError when storage fails.
@@ -287,13 +342,20 @@ def build_index(source: SourceConfig, cache_dir: Path | None, ledger: Ledger, *,
     reader = reader_of(located, limits)
     settings = _settings(located, limits)
     parts = reader.parts()
-    files = [folder / f"{_stem(part.uri)}-{blake2b((part.uri + settings).encode(), digest_size=8).hexdigest()}.parquet"
-             for part in parts]
+    files = [
+        folder / f"{_stem(part.uri)}-{blake2b((part.uri + settings).encode(), digest_size=8).hexdigest()}.parquet"
+        for part in parts
+    ]
     metas = [read_meta(file) for file in files]
     stale = [i for i, part in enumerate(parts) if not _fresh(part, metas[i])]
     if stale:
-        log.info("index of %s: %d of %d shards are read%s", source.path, len(stale), len(parts),
-                 "; `heddle data index --workers N` does it in parallel" if len(stale) >= MANY_SHARDS > workers else "")
+        log.info(
+            "index of %s: %d of %d shards are read%s",
+            source.path,
+            len(stale),
+            len(parts),
+            "; `heddle data index --workers N` does it in parallel" if len(stale) >= MANY_SHARDS > workers else "",
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             jobs = [(located, limits, parts[i], files[i]) for i in stale]
@@ -301,8 +363,9 @@ def build_index(source: SourceConfig, cache_dir: Path | None, ledger: Ledger, *,
                 if progress:
                     progress(count, len(jobs))
         except OSError as error:
-            raise DataIOError(f"index of {source.path} in {folder}: {error}. Free space or name another folder in "
-                              f"data.sources index.") from error
+            raise DataIOError(
+                f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
+            ) from error
     for i in stale:
         metas[i] = read_meta(files[i])
     done = []
@@ -367,7 +430,10 @@ def _array(name: str, values: pa.ChunkedArray) -> np.ndarray:
 
 def _fresh(part: Part, meta: dict[str, Any] | None) -> bool:
     return meta is not None and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == (
-        part.size, part.mtime_ns, part.fingerprint)
+        part.size,
+        part.mtime_ns,
+        part.fingerprint,
+    )
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
@@ -388,8 +454,15 @@ def _media_path(part: IndexedPart, values: dict[str, Any]) -> str:
 
 def _content(part: IndexedPart, path: str, values: dict[str, Any]) -> str:
     own = not values["path"]
-    identity = (path, part.part.size if own else values["size"], part.part.mtime_ns if own else values["mtime_ns"],
-                values["offset"], values["size"], values["start_s"], values["end_s"])
+    identity = (
+        path,
+        part.part.size if own else values["size"],
+        part.part.mtime_ns if own else values["mtime_ns"],
+        values["offset"],
+        values["size"],
+        values["start_s"],
+        values["end_s"],
+    )
     return blake2b(repr(identity).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
@@ -401,8 +474,12 @@ def _why_empty(index: Index) -> str:
         reasons.update(fault["reason"] for fault in part.meta["faults"])
     total = len(index) + index.missing
     if not total and not reasons:
-        return (f"source {index.name}: nothing to train on in {index.config.path}: no sample in {index.num_shards} "
-                f"{index.config.kind} part{'s' if index.num_shards != 1 else ''}. Check data.sources path and kind.")
+        return (
+            f"source {index.name}: nothing to train on in {index.config.path}: no sample in {index.num_shards} "
+            f"{index.config.kind} part{'s' if index.num_shards != 1 else ''}. Check data.sources path and kind."
+        )
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4)) or "no sample is listed"
-    return (f"source {index.name}: none of its {total} samples in {index.num_shards} shards can be used ({why}). "
-            f"Check data.sources path, media and caption; `heddle data lint` lists every case.")
+    return (
+        f"source {index.name}: none of its {total} samples in {index.num_shards} shards can be used ({why}). "
+        f"Check data.sources path, media and caption; `heddle data lint` lists every case."
+    )

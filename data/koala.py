@@ -29,10 +29,17 @@ RANGE = re.compile(rf"\s*[\[(]\s*{CLOCK}\s*,\s*{CLOCK}\s*[\])]\s*")
 MAX_LITERAL_CHARS = 1 << 20
 SCORES = ("clarity_score", "aesthetic_score", "motion_score", "video_training_suitability_score", "matching_score")
 ALIASES = {  # column names seen in mirrors and derived tables
-    "videoid": "videoID", "video_id": "videoID", "vtss": "video_training_suitability_score",
-    "video_training_stability_score": "video_training_suitability_score", "clarity": "clarity_score",
-    "aesthetic": "aesthetic_score", "motion": "motion_score", "timestamps": "timestamp", "video": "video_path",
-    "path": "video_path"}
+    "videoid": "videoID",
+    "video_id": "videoID",
+    "vtss": "video_training_suitability_score",
+    "video_training_stability_score": "video_training_suitability_score",
+    "clarity": "clarity_score",
+    "aesthetic": "aesthetic_score",
+    "motion": "motion_score",
+    "timestamps": "timestamp",
+    "video": "video_path",
+    "path": "video_path",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +131,23 @@ class KoalaReader:
         if file is None:
             writer.missing(listed.key)
             return
-        sample = Sample(key=listed.key, path=file.uri, size=file.size, mtime_ns=file.mtime_ns,
-                        suffix=media.suffix_of(file.uri), scores=listed.scores)
+        sample = Sample(
+            key=listed.key,
+            path=file.uri,
+            size=file.size,
+            mtime_ns=file.mtime_ns,
+            suffix=media.suffix_of(file.uri),
+            scores=listed.scores,
+        )
         try:
             if listed.key in seen:
                 raise BadSample(Reason.SPLIT_KEY, "the videoID was listed earlier in this table")
             seen.add(listed.key)
             sample.info = self.catalogue.probe(file, ranged=whole)
             if whole:
-                sample.info, sample.start_s, sample.end_s = cut(sample.info, *parse_range(listed.timestamp),
-                                                                self.limits)
+                sample.info, sample.start_s, sample.end_s = cut(
+                    sample.info, *parse_range(listed.timestamp), self.limits
+                )
             caption = listed.caption.strip()
             if not caption:
                 raise BadSample(Reason.NO_CAPTION, "empty")
@@ -155,8 +169,15 @@ class KoalaReader:
 
 def _koala_clip(fields: dict[str, Any]) -> Listed:
     key = str(fields["videoID"])
-    return Listed(key, key.rpartition("_")[0], (key,), str(fields.get("video_path") or ""), str(fields["timestamp"]),
-                  str(fields["caption"] or ""), _scores(fields))
+    return Listed(
+        key,
+        key.rpartition("_")[0],
+        (key,),
+        str(fields.get("video_path") or ""),
+        str(fields["timestamp"]),
+        str(fields["caption"] or ""),
+        _scores(fields),
+    )
 
 
 def _panda_clips(fields: dict[str, Any]) -> Iterator[Listed | BadSample]:
@@ -169,13 +190,20 @@ def _panda_clips(fields: dict[str, Any]) -> Iterator[Listed | BadSample]:
         yield fault
         return
     if not len(lists[0]) == len(lists[1]) == len(ranks):
-        yield BadSample(Reason.BAD_ROW, f"{video}: {len(lists[0])} timestamps, {len(lists[1])} captions, "
-                                        f"{len(ranks)} scores")
+        yield BadSample(
+            Reason.BAD_ROW, f"{video}: {len(lists[0])} timestamps, {len(lists[1])} captions, {len(ranks)} scores"
+        )
         return
     for i, (timestamp, caption, rank) in enumerate(zip(*lists, ranks, strict=True)):
-        yield Listed(f"{video}_{i}", video, (f"{video}_{i}", f"{video}_{i:05d}"), "", str(list(timestamp)
-                     if isinstance(timestamp, (list, tuple)) else timestamp), str(caption),
-                     _scores({**fields, "matching_score": rank}))
+        yield Listed(
+            f"{video}_{i}",
+            video,
+            (f"{video}_{i}", f"{video}_{i:05d}"),
+            "",
+            str(list(timestamp) if isinstance(timestamp, (list, tuple)) else timestamp),
+            str(caption),
+            _scores({**fields, "matching_score": rank}),
+        )
 
 
 def _literal(value: Any) -> list[Any]:

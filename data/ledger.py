@@ -90,10 +90,13 @@ class Reason(StrEnum):
 _SEVERITY = {
     **dict.fromkeys((Reason.NO_MEDIA, Reason.FILE_MISSING), Severity.ABSENT),
     **dict.fromkeys((Reason.FILTERED, Reason.NO_BUCKET, Reason.TOO_FEW_FRAMES), Severity.CHOICE),
-    **dict.fromkeys((Reason.TRUNCATED_TAR, Reason.GARBAGE_HEADER, Reason.UNREADABLE_TAR, Reason.UNREADABLE_MANIFEST),
-                    Severity.SHARD),
-    **dict.fromkeys((Reason.DUPLICATE_PART, Reason.NO_SUFFIX, Reason.LINK_MEMBER, Reason.SPECIAL_MEMBER,
-                     Reason.PICKLE_MEMBER), Severity.NOTE),
+    **dict.fromkeys(
+        (Reason.TRUNCATED_TAR, Reason.GARBAGE_HEADER, Reason.UNREADABLE_TAR, Reason.UNREADABLE_MANIFEST), Severity.SHARD
+    ),
+    **dict.fromkeys(
+        (Reason.DUPLICATE_PART, Reason.NO_SUFFIX, Reason.LINK_MEMBER, Reason.SPECIAL_MEMBER, Reason.PICKLE_MEMBER),
+        Severity.NOTE,
+    ),
 }
 
 
@@ -119,8 +122,13 @@ class Fault:
     detail: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {"shard": self.shard, "key": self.key, "offset": self.offset, "reason": str(self.reason),
-                "detail": self.detail}
+        return {
+            "shard": self.shard,
+            "key": self.key,
+            "offset": self.offset,
+            "reason": str(self.reason),
+            "detail": self.detail,
+        }
 
     @property
     def where(self) -> str:
@@ -131,8 +139,8 @@ class Fault:
 class Ledger:
     """Counts of one run. Thread-safe. Fill it with rows (index, filters, buckets) and with draws (decode).
 
-        ledger.add_indexed(1000); ledger.reject(fault); ledger.add_planned(999)          # rows
-        ledger.schedule(64); ledger.deliver(63); ledger.skip(fault)                      # draws of a step
+    ledger.add_indexed(1000); ledger.reject(fault); ledger.add_planned(999)          # rows
+    ledger.schedule(64); ledger.deliver(63); ledger.skip(fault)                      # draws of a step
     """
 
     def __init__(self, limits: LimitsConfig | None = None, path: str | Path | None = None) -> None:
@@ -233,29 +241,45 @@ class Ledger:
         with self._lock:
             rejected = sum(self.rejected.values())
             assert self.indexed == self.planned + rejected, (
-                f"ledger: indexed {self.indexed} != planned {self.planned} + rejected {rejected} {dict(self.rejected)}")
+                f"ledger: indexed {self.indexed} != planned {self.planned} + rejected {rejected} {dict(self.rejected)}"
+            )
             assert self.pending >= 0, (
-                f"ledger: scheduled {self.scheduled} < delivered {self.delivered} + skipped {dict(self.skipped)}")
+                f"ledger: scheduled {self.scheduled} < delivered {self.delivered} + skipped {dict(self.skipped)}"
+            )
 
     def check_limits(self) -> None:
         """Raise DataError when more is bad than the limits allow: shards, rows of the index, or draws."""
         with self._lock:
             if len(self.bad_shards) > self.limits.max_bad_shards:
-                raise DataError(self._sentence(f"{len(self.bad_shards)} shards with faults > max_bad_shards "
-                                               f"{self.limits.max_bad_shards}", self.shard_faults))
+                raise DataError(
+                    self._sentence(
+                        f"{len(self.bad_shards)} shards with faults > max_bad_shards {self.limits.max_bad_shards}",
+                        self.shard_faults,
+                    )
+                )
             absent = sum(count for reason, count in self.rejected.items() if reason.severity is Severity.ABSENT)
-            broken = Counter({reason: count for reason, count in self.rejected.items()
-                              if reason.severity is Severity.SAMPLE})
+            broken = Counter(
+                {reason: count for reason, count in self.rejected.items() if reason.severity is Severity.SAMPLE}
+            )
             self._check_fraction(broken, self.indexed - absent)
             self._check_fraction(self.skipped, self.delivered + sum(self.skipped.values()))
 
     def summary(self) -> dict[str, Any]:
         """Everything as JSON, for reports and logs."""
         with self._lock:
-            return {"indexed": self.indexed, "planned": self.planned, "rejected": _plain(self.rejected),
-                    "scheduled": self.scheduled, "delivered": self.delivered, "skipped": _plain(self.skipped),
-                    "pending": self.pending, "shard_faults": _plain(self.shard_faults), "notes": _plain(self.notes),
-                    "details": dict(sorted(self.details.items())), "bad_shards": len(self.bad_shards)}
+            return {
+                "indexed": self.indexed,
+                "planned": self.planned,
+                "rejected": _plain(self.rejected),
+                "scheduled": self.scheduled,
+                "delivered": self.delivered,
+                "skipped": _plain(self.skipped),
+                "pending": self.pending,
+                "shard_faults": _plain(self.shard_faults),
+                "notes": _plain(self.notes),
+                "details": dict(sorted(self.details.items())),
+                "bad_shards": len(self.bad_shards),
+            }
 
     def draw_state(self) -> dict[str, Any]:
         """Counts of the draws, saved beside the resume token (rows are recounted from the index)."""
@@ -278,8 +302,11 @@ class Ledger:
     def _check_fraction(self, faults: Counter[Reason], seen: int) -> None:
         bad = sum(faults.values())
         if bad and seen >= self.limits.bad_after and bad / seen > self.limits.max_bad_fraction:
-            raise DataError(self._sentence(f"{bad} of {seen} samples ({bad / seen:.1%} > "
-                                           f"{self.limits.max_bad_fraction:.1%})", faults))
+            raise DataError(
+                self._sentence(
+                    f"{bad} of {seen} samples ({bad / seen:.1%} > {self.limits.max_bad_fraction:.1%})", faults
+                )
+            )
 
     def _sentence(self, what: str, counts: Counter[Reason]) -> str:
         worst = ", ".join(f"{count} {reason}" for reason, count in counts.most_common(3))
@@ -304,8 +331,10 @@ class Ledger:
             self._file.flush()
         except OSError as error:
             self._file = None  # what it still holds would fail again when it is closed
-            raise DataIOError(f"the list of faults {self.path} cannot be written: {error}. Free space, or name another "
-                              f"folder; no fault goes unlisted.") from error
+            raise DataIOError(
+                f"the list of faults {self.path} cannot be written: {error}. Free space, or name another "
+                f"folder; no fault goes unlisted."
+            ) from error
 
 
 def _plain(counts: Counter[Reason]) -> dict[str, int]:

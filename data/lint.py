@@ -26,9 +26,15 @@ ENTIRE = Bucket(1, 1, 1)  # the pixels of a check are thrown away
 TIME_SLACK_SECONDS = 1e-3
 
 
-def lint(indexes: Sequence[Index], ledger: Ledger, *, admitted: Sequence[np.ndarray] | None = None,
-         decode: bool = True, clip_timeout_s: float = 120.0,
-         progress: Callable[[int, int], None] | None = None) -> None:
+def lint(
+    indexes: Sequence[Index],
+    ledger: Ledger,
+    *,
+    admitted: Sequence[np.ndarray] | None = None,
+    decode: bool = True,
+    clip_timeout_s: float = 120.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """File one draw of every usable row into the ledger: delivered, or skipped with a reason.
 
     The ledger already holds the rows of the indexes. `admitted` masks those that a run's filters and buckets take, and
@@ -55,8 +61,9 @@ def lint(indexes: Sequence[Index], ledger: Ledger, *, admitted: Sequence[np.ndar
                 progress(done, total)
 
 
-def count_long_captions(indexes: Sequence[Index], admitted: Sequence[np.ndarray], tokens: Callable[[str], int],
-                        most: int) -> tuple[int, int]:
+def count_long_captions(
+    indexes: Sequence[Index], admitted: Sequence[np.ndarray], tokens: Callable[[str], int], most: int
+) -> tuple[int, int]:
     """(captions longer than `most` by `tokens`, captions) of the admitted rows; those that cannot be read are none."""
     long = total = 0
     for index, mask in zip(indexes, admitted, strict=True):
@@ -96,8 +103,9 @@ def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
         stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
         stream.codec_context.options = bound
         if stream.codec_context.width * stream.codec_context.height > limits.max_pixels:
-            raise BadSample(Reason.TOO_MANY_PIXELS, f"{stream.codec_context.width}x{stream.codec_context.height}",
-                            clip.offset)
+            raise BadSample(
+                Reason.TOO_MANY_PIXELS, f"{stream.codec_context.width}x{stream.codec_context.height}", clip.offset
+            )
         if not clip.start_seconds:
             count = 0
             for _ in container.decode(stream):
@@ -121,15 +129,34 @@ def _count_after(container: Any, stream: Any, clip: Clip) -> int:
 
 def clip_of(row: Row) -> Clip:
     """A row of the index as decode work, from its first frame."""
-    return Clip(key=row.key, media=row.path, offset=row.offset, size=row.size, suffix=row.suffix, image=row.image,
-                frames=row.num_frames, fps=row.fps, start_frame=0, start_seconds=row.start_s, rotation=row.rotation,
-                captions=row.captions, shard=row.shard)
+    return Clip(
+        key=row.key,
+        media=row.path,
+        offset=row.offset,
+        size=row.size,
+        suffix=row.suffix,
+        image=row.image,
+        frames=row.num_frames,
+        fps=row.fps,
+        start_frame=0,
+        start_seconds=row.start_s,
+        rotation=row.rotation,
+        captions=row.captions,
+        shard=row.shard,
+    )
 
 
 def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[Job]:
     for index, mask in zip(indexes, admitted, strict=True):
         rows = np.flatnonzero(mask)
         for start in range(0, len(rows), CLIPS_PER_JOB):
-            clips = tuple(clip_of(index.row(int(row))) for row in rows[start:start + CLIPS_PER_JOB])
-            yield Job(item=f"{index.name}.{start}", bucket=ENTIRE, clips=clips, fps=0.0, crop=False,
-                      limits=index.limits, decoder="data.lint:verify_clip")
+            clips = tuple(clip_of(index.row(int(row))) for row in rows[start : start + CLIPS_PER_JOB])
+            yield Job(
+                item=f"{index.name}.{start}",
+                bucket=ENTIRE,
+                clips=clips,
+                fps=0.0,
+                crop=False,
+                limits=index.limits,
+                decoder="data.lint:verify_clip",
+            )

@@ -20,10 +20,28 @@ from data.storage import FileStat, ReadFile, expand
 from data.tables import TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
 
 PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
-CAPTIONS = ("caption", "text", "cap", "prompt", "captions", "vila_caption", "long_caption", "short_caption",
-            "description", "prompts")
-FOLDER_TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "metadata.parquet", "videos2caption.json",
-                 "meta.json", "videos.txt", "data.txt")
+CAPTIONS = (
+    "caption",
+    "text",
+    "cap",
+    "prompt",
+    "captions",
+    "vila_caption",
+    "long_caption",
+    "short_caption",
+    "description",
+    "prompts",
+)
+FOLDER_TABLES = (
+    "metadata.csv",
+    "metadata.jsonl",
+    "metadata.json",
+    "metadata.parquet",
+    "videos2caption.json",
+    "meta.json",
+    "videos.txt",
+    "data.txt",
+)
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
@@ -92,8 +110,9 @@ class ManifestReader:
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
 
-    def _add(self, row: dict[str, Any], number: int, catalogue: Catalogue, seen: dict[str, int],
-             writer: PartWriter) -> None:
+    def _add(
+        self, row: dict[str, Any], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
+    ) -> None:
         path = next((row[name] for name in PATHS if isinstance(row.get(name), str) and row[name]), None)
         if path is None and (held := _held(row)) is not None:
             if held.get("bytes"):
@@ -116,8 +135,14 @@ class ManifestReader:
             writer.missing(path)
             return
         key = _numbered(key, seen)  # a file may be listed with several ranges or captions
-        sample = Sample(key=key, path=file.uri, size=file.size, mtime_ns=file.mtime_ns,
-                        suffix=media.suffix_of(file.uri), scores=_scores(row))
+        sample = Sample(
+            key=key,
+            path=file.uri,
+            size=file.size,
+            mtime_ns=file.mtime_ns,
+            suffix=media.suffix_of(file.uri),
+            scores=_scores(row),
+        )
         try:
             if sample.suffix not in media.MEDIA_SUFFIXES:
                 raise BadSample(Reason.NOT_MEDIA, f"suffix {sample.suffix!r}")
@@ -131,13 +156,19 @@ class ManifestReader:
             sample.refuse(fault)
         writer.add(sample)
 
-    def _add_held(self, held: dict[str, Any], row: dict[str, Any], number: int, seen: dict[str, int],
-                  writer: PartWriter) -> None:
+    def _add_held(
+        self, held: dict[str, Any], row: dict[str, Any], number: int, seen: dict[str, int], writer: PartWriter
+    ) -> None:
         """A row of Hugging Face's datasets, which holds its media: {"video": {"bytes": ..., "path": "a.mp4"}}."""
         data, name = held["bytes"], held.get("path") or f"row {number}"
         suffix = media.suffix_of(name)
-        sample = Sample(key=_numbered(name.rpartition(".")[0] or name, seen), path=MEDIA_FILE, size=len(data),
-                        mtime_ns=writer.part.mtime_ns, scores=_scores(row))
+        sample = Sample(
+            key=_numbered(name.rpartition(".")[0] or name, seen),
+            path=MEDIA_FILE,
+            size=len(data),
+            mtime_ns=writer.part.mtime_ns,
+            scores=_scores(row),
+        )
         try:
             sample.suffix = suffix if suffix in media.MEDIA_SUFFIXES else media.suffix_by_content(data[:16])
             if not sample.suffix:
@@ -175,8 +206,10 @@ class ManifestReader:
         known = [uri for uri in files if storage.name_of(uri) in FOLDER_TABLES]
         found = known or [uri for uri in files if uri.endswith(TABLE_SUFFIXES)]
         if not found:
-            raise DataError(f"{self.config.path}: no {', '.join(FOLDER_TABLES[:4])} or other table here. Name the "
-                            f"table in data.sources path, or use kind: pairs for media beside captions.")
+            raise DataError(
+                f"{self.config.path}: no {', '.join(FOLDER_TABLES[:4])} or other table here. Name the "
+                f"table in data.sources path, or use kind: pairs for media beside captions."
+            )
         return found
 
     def _open_sora_plan(self, uri: str) -> list[Table]:
@@ -220,8 +253,9 @@ class ManifestReader:
 
 def _held(row: dict[str, Any]) -> dict[str, Any] | None:
     """The column in which a row holds its media, or the path of it, as Hugging Face's datasets do."""
-    return next((row[name] for name in PATHS if isinstance(row.get(name), dict)
-                 and {"bytes", "path"} & row[name].keys()), None)
+    return next(
+        (row[name] for name in PATHS if isinstance(row.get(name), dict) and {"bytes", "path"} & row[name].keys()), None
+    )
 
 
 def _numbered(key: str, seen: dict[str, int]) -> str:

@@ -27,12 +27,28 @@ MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 PICKLE_SUFFIXES = frozenset(("pkl", "pickle", "pyd", "pth", "pt", "dill", "joblib"))
 EXIF_ORIENTATION = 274
 # by orientation: what makes the pixels upright (Pillow turns against the clock), and the rotation in that
-EXIF_TRANSPOSES = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
-                   5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
+EXIF_TRANSPOSES = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
 EXIF_ROTATIONS = {3: 180, 4: 180, 5: 90, 6: 90, 7: 270, 8: 270}
 # what Pillow's plugins raise on broken bytes, besides DecompressionBombError
-PILLOW_ERRORS = (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, OverflowError, EOFError,
-                 struct.error)
+PILLOW_ERRORS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    EOFError,
+    struct.error,
+)
 
 
 _BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"\x1aE\xdf\xa3": "mkv", b"BM": "bmp"}
@@ -81,8 +97,7 @@ def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -
         raise BadSample(Reason.NOT_MEDIA, "not an image Pillow knows") from error
     except PILLOW_ERRORS as error:
         raise BadSample(Reason.DECODE_ERROR, f"image header: {error}") from error
-    return MediaInfo(width=width, height=height, fps=0.0, num_frames=1, duration=0.0, image=True,
-                     rotation=rotation)
+    return MediaInfo(width=width, height=height, fps=0.0, num_frames=1, duration=0.0, image=True, rotation=rotation)
 
 
 def orientation(image: Image.Image) -> int:
@@ -127,8 +142,14 @@ def _info_from_packets(stream: av.VideoStream, times: list[int], num_keyframes: 
         rate = (len(times) - 1) / float(span * stream.time_base)
     if rate <= 0:
         raise BadSample(Reason.DECODE_ERROR, "no frame rate")
-    return MediaInfo(width=square_width(width, stream.sample_aspect_ratio), height=height, fps=rate,
-                     num_frames=len(times), duration=len(times) / rate, num_keyframes=max(num_keyframes, 1))
+    return MediaInfo(
+        width=square_width(width, stream.sample_aspect_ratio),
+        height=height,
+        fps=rate,
+        num_frames=len(times),
+        duration=len(times) / rate,
+        num_keyframes=max(num_keyframes, 1),
+    )
 
 
 def check_pixels(width: int, height: int, limits: LimitsConfig) -> None:

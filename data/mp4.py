@@ -47,7 +47,7 @@ def _find_moov(read: Read, size: int, limits: LimitsConfig) -> bytes:
         if start < 0 or start + 16 > len(buffer):
             left = size - position
             buffer, buffer_start, start = read(position, left if left <= LAST_READ_BYTES else 16), position, 0
-        header = buffer[start:start + 16]
+        header = buffer[start : start + 16]
         length, kind = struct.unpack_from(">I4s", header)
         head = 8
         if length == 1 and len(header) == 16:
@@ -59,12 +59,14 @@ def _find_moov(read: Read, size: int, limits: LimitsConfig) -> bytes:
                 raise BadSample(Reason.NOT_MP4, f"starts with {header[:8]!r}")
             break  # trailing bytes after whole boxes harm nobody
         if position + length > size:
-            raise BadSample(Reason.TRUNCATED_VIDEO, f"{kind.decode()} at {position} ends {position + length - size} "
-                                                    f"bytes past the end of the media")
+            raise BadSample(
+                Reason.TRUNCATED_VIDEO,
+                f"{kind.decode()} at {position} ends {position + length - size} bytes past the end of the media",
+            )
         if kind == b"moov":
             if length > limits.max_moov_bytes:
                 raise BadSample(Reason.HEADER_TOO_LARGE, f"moov of {length} bytes > {limits.max_moov_bytes}")
-            inside = buffer[start:start + length]
+            inside = buffer[start : start + length]
             moov = (inside if len(inside) == length else read(position, length))[head:]
         position += length
     if moov is None:
@@ -109,13 +111,20 @@ def _parse_moov(moov: bytes, size: int, limits: LimitsConfig) -> MediaInfo:
         if b"mdia" not in track:
             continue
         media = _children(moov, *track[b"mdia"])
-        if b"hdlr" in media and moov[media[b"hdlr"][0] + 8:media[b"hdlr"][0] + 12] == b"vide":
+        if b"hdlr" in media and moov[media[b"hdlr"][0] + 8 : media[b"hdlr"][0] + 12] == b"vide":
             return _parse_track(moov, track, media, movie_scale, size, limits, fragmented)
     raise BadSample(Reason.NO_VIDEO_TRACK, f"{len(tracks)} tracks, none of video")
 
 
-def _parse_track(moov: bytes, track: dict[bytes, tuple[int, int]], media: dict[bytes, tuple[int, int]],
-                 movie_scale: int, size: int, limits: LimitsConfig, fragmented: bool) -> MediaInfo:
+def _parse_track(
+    moov: bytes,
+    track: dict[bytes, tuple[int, int]],
+    media: dict[bytes, tuple[int, int]],
+    movie_scale: int,
+    size: int,
+    limits: LimitsConfig,
+    fragmented: bool,
+) -> MediaInfo:
     inner = _children(moov, *media[b"minf"]) if b"minf" in media else {}
     table = _children(moov, *inner[b"stbl"]) if b"stbl" in inner else {}
     missing = [name.decode() for name in (b"stsd", b"stts", b"stsz") if name not in table]
@@ -149,9 +158,16 @@ def _parse_track(moov: bytes, track: dict[bytes, tuple[int, int]], media: dict[b
     if b"stss" in table:
         num_keyframes = struct.unpack_from(">I", moov, table[b"stss"][0] + 4)[0]
     shown = square_width(width, _pixel_aspect(moov, track[b"tkhd"][0], table[b"stsd"], width, height))
-    return MediaInfo(width=shown, height=height, fps=fps, num_frames=visible, duration=visible / fps,
-                     rotation=_rotation(moov, track[b"tkhd"][0]), num_keyframes=min(num_keyframes, num_frames),
-                     header_crc=crc32(moov))
+    return MediaInfo(
+        width=shown,
+        height=height,
+        fps=fps,
+        num_frames=visible,
+        duration=visible / fps,
+        rotation=_rotation(moov, track[b"tkhd"][0]),
+        num_keyframes=min(num_keyframes, num_frames),
+        header_crc=crc32(moov),
+    )
 
 
 def _runs(moov: bytes, box: tuple[int, int], name: str, signed: bool = False) -> np.ndarray:
@@ -176,8 +192,15 @@ def _check_chunks(moov: bytes, table: dict[bytes, tuple[int, int]], size: int) -
                 raise BadSample(Reason.TRUNCATED_VIDEO, f"a chunk starts at {last} of {size} bytes")
 
 
-def _visible_frames(moov: bytes, track: dict[bytes, tuple[int, int]], table: dict[bytes, tuple[int, int]],
-                    runs: np.ndarray, scale: int, movie_scale: int, num_frames: int) -> int:
+def _visible_frames(
+    moov: bytes,
+    track: dict[bytes, tuple[int, int]],
+    table: dict[bytes, tuple[int, int]],
+    runs: np.ndarray,
+    scale: int,
+    movie_scale: int,
+    num_frames: int,
+) -> int:
     """Frames inside the edit list. Clips cut without re-encoding hide the frames from the keyframe to the cut."""
     if b"edts" not in track:
         return num_frames

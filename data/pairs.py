@@ -42,8 +42,13 @@ class PairsReader:
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
                 continue
-            sample = Sample(key=name.rpartition(".")[0], path=file.uri, size=file.size, mtime_ns=file.mtime_ns,
-                            suffix=media.suffix_of(name))
+            sample = Sample(
+                key=name.rpartition(".")[0],
+                path=file.uri,
+                size=file.size,
+                mtime_ns=file.mtime_ns,
+                suffix=media.suffix_of(name),
+            )
             keys.add(sample.key)
             try:
                 self._fill(catalogue, file, sample)

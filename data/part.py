@@ -28,15 +28,35 @@ ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
 SCORE = "score:"  # prefix of score columns
-CAPTION = pa.struct([("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("field", pa.string()),
-                     ("chars", pa.int32())])
-SCHEMA = pa.schema([
-    ("key", pa.string()), ("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("mtime_ns", pa.int64()),
-    ("suffix", pa.string()), ("image", pa.bool_()), ("width", pa.int32()), ("height", pa.int32()),
-    ("fps", pa.float64()), ("num_frames", pa.int32()), ("duration", pa.float64()), ("rotation", pa.int16()),
-    ("num_keyframes", pa.int32()),
-    ("start_s", pa.float64()), ("end_s", pa.float64()), ("caption_chars", pa.int32()), ("num_captions", pa.int16()),
-    ("captions", pa.list_(CAPTION)), ("reject", pa.string()), ("detail", pa.string()), ("reject_at", pa.int64())])
+CAPTION = pa.struct(
+    [("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("field", pa.string()), ("chars", pa.int32())]
+)
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("path", pa.string()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("mtime_ns", pa.int64()),
+        ("suffix", pa.string()),
+        ("image", pa.bool_()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("fps", pa.float64()),
+        ("num_frames", pa.int32()),
+        ("duration", pa.float64()),
+        ("rotation", pa.int16()),
+        ("num_keyframes", pa.int32()),
+        ("start_s", pa.float64()),
+        ("end_s", pa.float64()),
+        ("caption_chars", pa.int32()),
+        ("num_captions", pa.int16()),
+        ("captions", pa.list_(CAPTION)),
+        ("reject", pa.string()),
+        ("detail", pa.string()),
+        ("reject_at", pa.int64()),
+    ]
+)
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
 
@@ -125,12 +145,27 @@ class PartWriter:
         if sample.reject is not None:
             self._rejects[str(sample.reject)] += 1
         info = sample.info or UNKNOWN
-        self._digest.update(repr((
-            sample.key, sample.path.rpartition("/")[2], sample.offset, sample.size, info.width, info.height,
-            info.num_frames, info.fps, info.rotation, info.header_crc, sample.start_s, sample.end_s,
-            sample.reject, [(caption.size, caption.crc, caption.field) for caption in sample.captions],
-            sorted(sample.scores.items()),
-        )).encode("utf-8", "backslashreplace"))
+        self._digest.update(
+            repr(
+                (
+                    sample.key,
+                    sample.path.rpartition("/")[2],
+                    sample.offset,
+                    sample.size,
+                    info.width,
+                    info.height,
+                    info.num_frames,
+                    info.fps,
+                    info.rotation,
+                    info.header_crc,
+                    sample.start_s,
+                    sample.end_s,
+                    sample.reject,
+                    [(caption.size, caption.crc, caption.field) for caption in sample.captions],
+                    sorted(sample.scores.items()),
+                )
+            ).encode("utf-8", "backslashreplace")
+        )
         if self._scores is not None and len(self._rows) >= ROWS_PER_GROUP:
             self._flush()
 
@@ -164,15 +199,22 @@ class PartWriter:
     def close(self) -> None:
         """Finish the part; the Parquet file appears last, so a torn index is never read."""
         self._flush()
-        meta = {"version": VERSION, "uri": self.part.uri, "size": self.part.size, "mtime_ns": self.part.mtime_ns,
-                "fingerprint": self.part.fingerprint, "digest": self._digest.hexdigest(), "rows": self._num_rows,
-                "missing": self._num_missing, "rejects": dict(self._rejects),
-                "faults": [fault.to_json() for fault in self._faults]}
+        meta = {
+            "version": VERSION,
+            "uri": self.part.uri,
+            "size": self.part.size,
+            "mtime_ns": self.part.mtime_ns,
+            "fingerprint": self.part.fingerprint,
+            "digest": self._digest.hexdigest(),
+            "rows": self._num_rows,
+            "missing": self._num_missing,
+            "rejects": dict(self._rejects),
+            "faults": [fault.to_json() for fault in self._faults],
+        }
         assert self._writer is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})
         self._writer.close()
-        for file, suffix in ((self._captions, ".captions"), (self._missing, ".missing"),
-                             (self._media, ".media")):
+        for file, suffix in ((self._captions, ".captions"), (self._missing, ".missing"), (self._media, ".media")):
             if file is not None:
                 file.close()
                 os.replace(_scratch(self.path, suffix), self.path.with_suffix(suffix))
@@ -198,7 +240,7 @@ class PartWriter:
         if self._writer is None:
             self._writer = pq.ParquetWriter(_scratch(self.path, ".parquet"), schema, compression="zstd")
         for start in range(0, len(self._rows), ROWS_PER_GROUP):
-            self._writer.write_table(_table(self._rows[start:start + ROWS_PER_GROUP], self._scores, schema))
+            self._writer.write_table(_table(self._rows[start : start + ROWS_PER_GROUP], self._scores, schema))
         self._rows = []
 
 
@@ -210,20 +252,35 @@ def _table(rows: list[Sample], scores: list[str], schema: pa.Schema) -> pa.Table
     infos = [row.info or UNKNOWN for row in rows]
     sizes = [info.shown_size for info in infos]
     columns: dict[str, list[Any]] = {
-        "key": [_text(row.key) for row in rows], "path": [row.path for row in rows],
-        "offset": [row.offset for row in rows], "size": [row.size for row in rows],
-        "mtime_ns": [row.mtime_ns for row in rows], "suffix": [row.suffix for row in rows],
-        "image": [info.image for info in infos], "width": [size[0] for size in sizes],
-        "height": [size[1] for size in sizes], "fps": [info.fps for info in infos],
-        "num_frames": [info.num_frames for info in infos], "duration": [info.duration for info in infos],
-        "rotation": [info.rotation for info in infos], "num_keyframes": [info.num_keyframes for info in infos],
-        "start_s": [row.start_s for row in rows], "end_s": [row.end_s for row in rows],
+        "key": [_text(row.key) for row in rows],
+        "path": [row.path for row in rows],
+        "offset": [row.offset for row in rows],
+        "size": [row.size for row in rows],
+        "mtime_ns": [row.mtime_ns for row in rows],
+        "suffix": [row.suffix for row in rows],
+        "image": [info.image for info in infos],
+        "width": [size[0] for size in sizes],
+        "height": [size[1] for size in sizes],
+        "fps": [info.fps for info in infos],
+        "num_frames": [info.num_frames for info in infos],
+        "duration": [info.duration for info in infos],
+        "rotation": [info.rotation for info in infos],
+        "num_keyframes": [info.num_keyframes for info in infos],
+        "start_s": [row.start_s for row in rows],
+        "end_s": [row.end_s for row in rows],
         "caption_chars": [row.captions[0].chars if row.captions else 0 for row in rows],
         "num_captions": [len(row.captions) for row in rows],
-        "captions": [[{"path": c.path, "offset": c.offset, "size": c.size, "field": c.field, "chars": c.chars}
-                      for c in row.captions] for row in rows],
+        "captions": [
+            [
+                {"path": c.path, "offset": c.offset, "size": c.size, "field": c.field, "chars": c.chars}
+                for c in row.captions
+            ]
+            for row in rows
+        ],
         "reject": [None if row.reject is None else str(row.reject) for row in rows],
-        "detail": [_text(row.detail) for row in rows], "reject_at": [row.reject_at for row in rows]}
+        "detail": [_text(row.detail) for row in rows],
+        "reject_at": [row.reject_at for row in rows],
+    }
     for name in scores:
         columns[SCORE + name] = [row.scores.get(name) for row in rows]
     return pa.table(columns, schema=schema)

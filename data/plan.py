@@ -128,9 +128,16 @@ class State:
     marks: list[Mark] = field(default_factory=list)
 
     def copy(self) -> State:
-        return State(self.step, self.stage, self.drawn, self.passed, [copy(cursor) for cursor in self.cursors],
-                     {bucket: list(queue) for bucket, queue in self.queues.items()}, list(self.ready),
-                     list(self.marks))
+        return State(
+            self.step,
+            self.stage,
+            self.drawn,
+            self.passed,
+            [copy(cursor) for cursor in self.cursors],
+            {bucket: list(queue) for bucket, queue in self.queues.items()},
+            list(self.ready),
+            list(self.marks),
+        )
 
     @property
     def waiting(self) -> int:
@@ -140,8 +147,13 @@ class State:
 class Planner:
     """Turns populations and stages into micro-batches. Holds no position: that is the State."""
 
-    def __init__(self, populations: Sequence[Population], stages: Sequence[Stage], seed: int,
-                 identity: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        populations: Sequence[Population],
+        stages: Sequence[Stage],
+        seed: int,
+        identity: Mapping[str, str] | None = None,
+    ) -> None:
         """`identity` names what else the plan depends on (index, settings), each with a hash. Raises DataError when a
         source that a stage draws from has no row for it."""
         self.populations, self.stages, self.seed = tuple(populations), tuple(stages), seed
@@ -158,8 +170,10 @@ class Planner:
         takes = np.array([bool(choices) for choices in stage.choices] + [False])  # the last answers for shape -1
         for weight, population in zip(stage.weights, self.populations):
             if weight and not takes[population.shape].any():
-                raise DataError(f"source {population.name} has no sample that a bucket of segment {number + 1} takes. "
-                                f"See `heddle data stats`, or widen data.buckets.")
+                raise DataError(
+                    f"source {population.name} has no sample that a bucket of segment {number + 1} takes. "
+                    f"See `heddle data stats`, or widen data.buckets."
+                )
 
     def start(self) -> State:
         state = State(step=0, stage=0, drawn=0, passed=0, cursors=[Cursor() for _ in self.populations])
@@ -172,7 +186,7 @@ class Planner:
         stage = self.stages[state.stage]
         while len(state.ready) < stage.items_per_step:
             self._draw(state, stage)
-        micros, state.ready = state.ready[:stage.items_per_step], state.ready[stage.items_per_step:]
+        micros, state.ready = state.ready[: stage.items_per_step], state.ready[stage.items_per_step :]
         state.step += 1
         return micros
 
@@ -180,7 +194,7 @@ class Planner:
 
     def _draw(self, state: State, stage: Stage) -> None:
         if state.drawn - state.marks[-1].number >= MARK_EVERY:
-            state.marks = [*state.marks[1 - MARKS_KEPT:], Mark.of(state)]
+            state.marks = [*state.marks[1 - MARKS_KEPT :], Mark.of(state)]
         draw, bucket = self._next_draw(state, stage)
         self._enqueue(state, stage, bucket, draw)
         self._emit_overdue(state, stage)
@@ -230,7 +244,7 @@ class Planner:
             return held[1]
         population = self.populations[source]
         bounds, size = population.shard_bounds, population.window
-        shards = self._shard_order(source, epoch)[window * size:(window + 1) * size]
+        shards = self._shard_order(source, epoch)[window * size : (window + 1) * size]
         rows = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in shards])
         order = _generator(self.seed, source, epoch, window).permutation(rows)
         self._orders[source] = ((epoch, window), order)
@@ -293,8 +307,18 @@ class Planner:
     def parts(self, stage: int) -> dict[str, str]:
         """Hashes of what the plan depends on, up to and including a stage: later stages may still be edited."""
         if stage not in self._parts:
-            stages = [[s.until_step, sorted((str(bucket), size) for bucket, size in s.batch.items()), s.weights,
-                       s.items_per_step, s.max_wait, s.by_tokens, s.settings] for s in self.stages[:stage + 1]]
+            stages = [
+                [
+                    s.until_step,
+                    sorted((str(bucket), size) for bucket, size in s.batch.items()),
+                    s.weights,
+                    s.items_per_step,
+                    s.max_wait,
+                    s.by_tokens,
+                    s.settings,
+                ]
+                for s in self.stages[: stage + 1]
+            ]
             self._parts[stage] = {"seed": digest(self.seed), "buckets": digest(stages), **self.identity}
         return self._parts[stage]
 
@@ -308,13 +332,22 @@ class Planner:
         if state.waiting > LISTED_MOST:
             body |= self._counts(state)
         else:
-            body |= {"queues": {str(bucket): _columns(queue) for bucket, queue in state.queues.items()},
-                     "ready": [[str(micro.bucket), _columns(micro.draws)] for micro in state.ready]}
+            body |= {
+                "queues": {str(bucket): _columns(queue) for bucket, queue in state.queues.items()},
+                "ready": [[str(micro.bucket), _columns(micro.draws)] for micro in state.ready],
+            }
         text = json.dumps(body, separators=(",", ":"))
         if len(text) > PACK_ABOVE_BYTES:
             body = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
-        return {"v": TOKEN_VERSION, "step": state.step, "stage": state.stage, "drawn": state.drawn,
-                "passed": state.passed, "plan": self.parts(state.stage), **body}
+        return {
+            "v": TOKEN_VERSION,
+            "step": state.step,
+            "stage": state.stage,
+            "drawn": state.drawn,
+            "passed": state.passed,
+            "plan": self.parts(state.stage),
+            **body,
+        }
 
     def _counts(self, state: State) -> dict[str, Any]:
         """Waiting rows by number. Those older than every mark (they wait long, or come from the stage before) are
@@ -325,28 +358,44 @@ class Planner:
         reaching = [mark for mark in state.marks if mark.number <= oldest]
         mark = reaching[-1] if reaching else state.marks[0]
         again = [sum(draw.number >= mark.number for draw in draws) for draws in waiting]
-        listed = {str(number): _columns(draws[:len(draws) - count])
-                  for number, (draws, count) in enumerate(zip(waiting, again)) if len(draws) > count}
-        return {"from": [mark.number, _plain(mark.cursors)], "again": again, "listed": listed,
-                "ready": [[buckets.index(micro.bucket), len(micro.draws)] for micro in state.ready]}
+        listed = {
+            str(number): _columns(draws[: len(draws) - count])
+            for number, (draws, count) in enumerate(zip(waiting, again))
+            if len(draws) > count
+        }
+        return {
+            "from": [mark.number, _plain(mark.cursors)],
+            "again": again,
+            "listed": listed,
+            "ready": [[buckets.index(micro.bucket), len(micro.draws)] for micro in state.ready],
+        }
 
     def restore(self, token: Mapping[str, Any]) -> State:
         """The state a token was made from. Raises DataError, naming what differs, when this is not its plan."""
         if token.get("v") != TOKEN_VERSION:
             raise DataError(f"resume token of version {token.get('v')!r}; this program reads {TOKEN_VERSION}.")
         if token["stage"] >= len(self.stages):
-            raise DataError(f"the resume token stands in segment {token['stage'] + 1}, data.segments has "
-                            f"{len(self.stages)}. Restore the segments of the run.")
+            raise DataError(
+                f"the resume token stands in segment {token['stage'] + 1}, data.segments has "
+                f"{len(self.stages)}. Restore the segments of the run."
+            )
         ours, theirs = self.parts(token["stage"]), token["plan"]
         changed = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
         if changed:
-            raise DataError(f"the resume token of step {token['step']} was made with other data settings: "
-                            f"{', '.join(changed)} changed since. Restore them, or start a new run.")
+            raise DataError(
+                f"the resume token of step {token['step']} was made with other data settings: "
+                f"{', '.join(changed)} changed since. Restore them, or start a new run."
+            )
         body = token
         if "packed" in token:
             body = json.loads(zlib.decompress(base64.b85decode(token["packed"])))
-        state = State(step=token["step"], stage=token["stage"], drawn=token["drawn"], passed=token["passed"],
-                      cursors=[Cursor(*numbers) for numbers in body["cursors"]])
+        state = State(
+            step=token["step"],
+            stage=token["stage"],
+            drawn=token["drawn"],
+            passed=token["passed"],
+            cursors=[Cursor(*numbers) for numbers in body["cursors"]],
+        )
         if "from" in body:
             self._draw_again(state, body)
         else:
@@ -359,8 +408,13 @@ class Planner:
         """Fill the queues of a state from `_counts`."""
         stage = self.stages[state.stage]
         number, cursors = body["from"]
-        then = State(step=state.step, stage=state.stage, drawn=number, passed=0,
-                     cursors=[Cursor(*numbers) for numbers in cursors])
+        then = State(
+            step=state.step,
+            stage=state.stage,
+            drawn=number,
+            passed=0,
+            cursors=[Cursor(*numbers) for numbers in cursors],
+        )
         then.marks = [Mark.of(then)]
         buckets = sorted(stage.batch)
         last = {bucket: deque[Draw](maxlen=count) for bucket, count in zip(buckets, body["again"])}
@@ -370,8 +424,10 @@ class Planner:
             draw, bucket = self._next_draw(then, stage)
             last[bucket].append(draw)
         state.marks = then.marks
-        waiting = [[*(_draws(body["listed"].get(str(number), ([], [], [], [])))), *last[bucket]]
-                   for number, bucket in enumerate(buckets)]
+        waiting = [
+            [*(_draws(body["listed"].get(str(number), ([], [], [], [])))), *last[bucket]]
+            for number, bucket in enumerate(buckets)
+        ]
         for position, count in body["ready"]:
             state.ready.append(Micro(buckets[position], tuple(waiting[position][:count])))
             del waiting[position][:count]

@@ -35,8 +35,10 @@ class PoolEngine:
         self._drop(list(self._steps))
         self.dataset.rewind_draws(first_step)
         if not self._threads:
-            self._threads = [threading.Thread(target=self._serve, args=(process,), daemon=True, name=f"decode-{number}")
-                             for number, process in enumerate(self.processes)]
+            self._threads = [
+                threading.Thread(target=self._serve, args=(process,), daemon=True, name=f"decode-{number}")
+                for number, process in enumerate(self.processes)
+            ]
             for thread in self._threads:
                 thread.start()
         for step in range(first_step, first_step + self.config.lookahead + 1):
@@ -48,9 +50,12 @@ class PoolEngine:
         for ahead in range(step, step + self.config.lookahead + 1):
             self._submit(ahead)
         found = [self._wait(step, slot, future) for slot, future in enumerate(self._steps[step])]
-        found = [with_pixels(self.dataset, item, batch, self.config.clip_timeout_s)
-                 if was_denied(self.dataset, item) else batch
-                 for item, batch in zip(self.dataset.step(step).items, found)]
+        found = [
+            with_pixels(self.dataset, item, batch, self.config.clip_timeout_s)
+            if was_denied(self.dataset, item)
+            else batch
+            for item, batch in zip(self.dataset.step(step).items, found)
+        ]
         faults = [fault for batch in found for fault in batch.faults]
         self.dataset.count_draws(step, sum(len(batch.ok) for batch in found), faults)
         return found

@@ -39,8 +39,10 @@ class Positions:
     def at(self, step: int) -> State:
         """A copy of the position before a step. Raises DataError for one before `first`."""
         if step < self.first:
-            raise DataError(f"step {step} lies before step {self.first}, where this run was resumed. "
-                            f"Resume from an earlier token to go back.")
+            raise DataError(
+                f"step {step} lies before step {self.first}, where this run was resumed. "
+                f"Resume from an earlier token to go back."
+            )
         if step in self._recent:
             return self._recent[step].copy()
         state = self._nearest(step)
@@ -66,8 +68,9 @@ class Positions:
         self._tokens[step] = self._planner.token(state)
         if len(self._tokens) > MOST_TOKENS:
             self._spacing *= 2
-            self._tokens = {held: token for held, token in self._tokens.items()
-                            if held == self.first or held % self._spacing == 0}
+            self._tokens = {
+                held: token for held, token in self._tokens.items() if held == self.first or held % self._spacing == 0
+            }
 
     def _nearest(self, step: int) -> State:
         """A copy of the last known position at or before a step."""

@@ -20,18 +20,29 @@ def statistics(index: Index, most: int = 12) -> dict[str, Any]:
     video = ~kept["image"].astype(bool)
     shapes = Counter(zip(kept["width"].tolist(), kept["height"].tolist()))
     return {
-        "name": index.name, "kind": index.config.kind, "hash": index.hash, "shards": index.num_shards,
-        "indexed": len(index) + index.missing, "usable": int(ok.sum()), "videos": int(video.sum()),
-        "images": int((~video).sum()), "file_missing": index.missing, "coverage": index.coverage,
+        "name": index.name,
+        "kind": index.config.kind,
+        "hash": index.hash,
+        "shards": index.num_shards,
+        "indexed": len(index) + index.missing,
+        "usable": int(ok.sum()),
+        "videos": int(video.sum()),
+        "images": int((~video).sum()),
+        "file_missing": index.missing,
+        "coverage": index.coverage,
         "rejected": {str(reason): count for reason, count in index.rejects.most_common()},
-        "bytes": int(kept["size"].sum()), "hours": float(kept["duration"].sum() / 3600),
-        "shapes": [{"width": width, "height": height, "count": count}
-                   for (width, height), count in shapes.most_common(most)],
+        "bytes": int(kept["size"].sum()),
+        "hours": float(kept["duration"].sum() / 3600),
+        "shapes": [
+            {"width": width, "height": height, "count": count} for (width, height), count in shapes.most_common(most)
+        ],
         "other_shapes": max(len(shapes) - most, 0),
         "other_samples": int(ok.sum()) - sum(count for _, count in shapes.most_common(most)),
         "aspect": quantiles(kept["width"] / np.maximum(kept["height"], 1)),
-        "fps": quantiles(kept["fps"][video]), "frames": quantiles(kept["num_frames"][video]),
-        "seconds": quantiles(kept["duration"][video]), "caption_chars": quantiles(kept["caption_chars"]),
+        "fps": quantiles(kept["fps"][video]),
+        "frames": quantiles(kept["num_frames"][video]),
+        "seconds": quantiles(kept["duration"][video]),
+        "caption_chars": quantiles(kept["caption_chars"]),
         "scores": {name: quantiles(index.columns(name)[name][ok]) for name in index.scores},
     }
 

@@ -55,11 +55,12 @@ def is_local(uri: str) -> bool:
 
 
 def local_path(uri: str) -> str:
-    return uri[len("file://"):] if uri.startswith("file://") else os.path.expanduser(uri)
+    return uri[len("file://") :] if uri.startswith("file://") else os.path.expanduser(uri)
 
 
 def absolute(paths: str) -> str:
     """The same with the local paths of `a::b` made absolute: files are named alike wherever a command is started."""
+
     def located(part: str) -> str:
         kept = not part or not is_local(part) or part.lstrip().startswith(PIPES) or ABSOLUTE_IN_BRACES.search(part)
         return part if kept else os.path.abspath(local_path(part))
@@ -83,8 +84,10 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     try:
         return pafs.FileSystem.from_uri(uri if plain else f"{scheme}://{bucket}{slash}{quote(name)}{options}")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
-                        f"hdfs:// or hf://.") from error
+        raise DataError(
+            f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
+            f"hdfs:// or hf://."
+        ) from error
 
 
 def retried(what: str, action: Callable[[], T], retries: int = 4) -> T:
@@ -96,8 +99,10 @@ def retried(what: str, action: Callable[[], T], retries: int = 4) -> T:
             raise
         except OSError as error:
             if attempt == retries:
-                raise DataIOError(f"{what}: {error} ({retries + 1} attempts). The storage failed, not the data; "
-                                  f"resume when it answers again.") from error
+                raise DataIOError(
+                    f"{what}: {error} ({retries + 1} attempts). The storage failed, not the data; "
+                    f"resume when it answers again."
+                ) from error
             log.warning("%s: %s; attempt %d of %d", what, error, attempt + 1, retries + 1)
             time.sleep(RETRY_SECONDS * 2**attempt)
     raise AssertionError("unreachable")
@@ -152,7 +157,7 @@ class ReadFile:
     def _pread_slowly(self, offset: int, count: int) -> bytes:
         start = offset - self._block_start
         if start >= 0 and start + count <= len(self._block):
-            return self._block[start:start + count]
+            return self._block[start : start + count]
 
         def read() -> bytes:
             try:
@@ -204,7 +209,7 @@ class ByteRange(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self.read(len(buffer))
-        buffer[:len(data)] = data
+        buffer[: len(data)] = data
         return len(data)
 
     def read(self, size: int = -1) -> bytes:
@@ -317,5 +322,5 @@ def _glob(pattern: str) -> list[str]:
         path = Path(local_path(pattern))
         anchor = Path(path.anchor or ".")
         return sorted(str(found) for found in anchor.glob(str(path.relative_to(path.anchor))) if found.is_file())
-    fixed = parent(pattern[:min(pattern.index(sign) for sign in "*?[" if sign in pattern)])
+    fixed = parent(pattern[: min(pattern.index(sign) for sign in "*?[" if sign in pattern)])
     return [file.uri for file in list_files(fixed) if fnmatch.fnmatch(file.uri, pattern)]

@@ -101,8 +101,9 @@ class RayEngine:
     further actors each run an engine for their share of the slots, slot % feeders == number.
     """
 
-    def __init__(self, dataset: Dataset, config: DataConfig | None = None,
-                 share: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset, config: DataConfig | None = None, share: tuple[int, int] | None = None
+    ) -> None:
         """`share` is (number, feeders) of an engine that is one of several; the first one makes the others."""
         self.dataset = dataset
         self.config: EngineConfig = (config or dataset.config).engine
@@ -177,8 +178,11 @@ class RayEngine:
 
     def _other(self, number: int) -> Any:
         data = self.dataset
-        return ray.remote(ShareOfFeeder).options(num_cpus=0).remote(data.config, data.geometry, data.seed, data.timed,
-                                                                    (number, self.share[1]))
+        return (
+            ray.remote(ShareOfFeeder)
+            .options(num_cpus=0)
+            .remote(data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
+        )
 
     def _close_blocks(self) -> None:
         if self._blocks is not None:
@@ -207,8 +211,9 @@ class RayEngine:
 class ShareOfFeeder:
     """A further feeder: plans the same steps, decodes its share of their slots, owns these blocks."""
 
-    def __init__(self, config: DataConfig, geometry: Any, seed: int, timed: BatchSize | None,
-                 share: tuple[int, int]) -> None:
+    def __init__(
+        self, config: DataConfig, geometry: Any, seed: int, timed: BatchSize | None, share: tuple[int, int]
+    ) -> None:
         self._engine = RayEngine(Dataset.open(config, geometry, seed, timed=timed), share=share)
 
     def start(self, token: dict[str, Any]) -> None:
@@ -227,8 +232,9 @@ class Blocks:
     At most `ahead` microbatches, and `object_store_mb` of their pixels, are begun and not yet asked for; one always is.
     """
 
-    def __init__(self, items: Iterator[DataItem], dataset: Dataset, config: EngineConfig, gate: Any,
-                 ahead: int) -> None:
+    def __init__(
+        self, items: Iterator[DataItem], dataset: Dataset, config: EngineConfig, gate: Any, ahead: int
+    ) -> None:
         self._items, self._dataset, self._config, self._gate, self._ahead = items, dataset, config, gate, ahead
         self._numbers = itertools.count()
         self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
@@ -250,8 +256,12 @@ class Blocks:
             try:
                 value = self._windows[0].references.get(timeout=self._config.stall_s)
             except queue.Empty:
-                log.warning("data stall: item %s is not decoded after %.0f s; %s", item, time.monotonic() - waited,
-                            self._windows[0].state())
+                log.warning(
+                    "data stall: item %s is not decoded after %.0f s; %s",
+                    item,
+                    time.monotonic() - waited,
+                    self._windows[0].state(),
+                )
                 continue
             if isinstance(value, BaseException):
                 self._failure = self._named(value, item)
@@ -369,9 +379,13 @@ class Window:
             jobs = ray.data.from_items(rows, override_num_blocks=len(rows))
             decode: Any = decode_block  # Ray's type for functions leaves no room for fn_kwargs
             return jobs.map_batches(
-                decode, batch_size=None, batch_format="numpy", num_cpus=self._config.decode_cpus,
+                decode,
+                batch_size=None,
+                batch_format="numpy",
+                num_cpus=self._config.decode_cpus,
                 concurrency=self._config.decode_workers,
-                fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s})
+                fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s},
+            )
 
 
 _CONTEXT_LOCK = threading.Lock()

@@ -25,14 +25,28 @@ import av
 import numpy as np
 
 COLORS = {
-    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (235, 215, 50),
-    "purple": (150, 60, 200), "orange": (245, 140, 30), "white": (240, 240, 240), "cyan": (60, 210, 220),
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 80, 230),
+    "yellow": (235, 215, 50),
+    "purple": (150, 60, 200),
+    "orange": (245, 140, 30),
+    "white": (240, 240, 240),
+    "cyan": (60, 210, 220),
 }
 BACKGROUNDS = {"black": (12, 12, 12), "gray": (110, 110, 110), "brown": (90, 60, 35), "navy": (20, 25, 80)}
 SHAPES = ("circle", "square", "triangle")
 DIRECTIONS = {"to the right": (0, 1), "to the left": (0, -1), "up": (-1, 0), "down": (1, 0)}  # (dy, dx)
-KOALA_COLUMNS = ("videoID", "url", "timestamp", "caption", "clarity_score", "aesthetic_score", "motion_score",
-                 "video_training_suitability_score")
+KOALA_COLUMNS = (
+    "videoID",
+    "url",
+    "timestamp",
+    "caption",
+    "clarity_score",
+    "aesthetic_score",
+    "motion_score",
+    "video_training_suitability_score",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +65,14 @@ class SynthConfig:
 
     def __post_init__(self) -> None:
         if min(self.clips, self.images) < 0:
-            raise ValueError(f"synth: {self.clips} clips and {self.images} images; neither may be negative. Use 0 for "
-                             f"none.")
+            raise ValueError(
+                f"synth: {self.clips} clips and {self.images} images; neither may be negative. Use 0 for none."
+            )
         if self.clips + self.images < 1 or self.shards < 1:
-            raise ValueError(f"synth: {self.clips} clips and {self.images} images in {self.shards} shards: nothing to "
-                             f"make. Ask for at least one clip and one shard.")
+            raise ValueError(
+                f"synth: {self.clips} clips and {self.images} images in {self.shards} shards: nothing to "
+                f"make. Ask for at least one clip and one shard."
+            )
         if any(side % 2 for size in self.sizes for side in size):
             raise ValueError(f"synth: sizes {self.sizes} hold an odd number; H.264 4:2:0 takes even sides.")
 
@@ -105,7 +122,7 @@ def synthesize(folder: Path, config: SynthConfig) -> dict[str, Any]:
     scenes = list(make_scenes(config))
     koala: list[tuple[Scene, bytes]] = []
     for shard in range(config.shards):
-        chosen = scenes[shard::config.shards]
+        chosen = scenes[shard :: config.shards]
         file = str(_part(shards) / f"{shard:05d}.tar")
         with webdataset.TarWriter(file, user="heddle", group="heddle", mtime=0) as writer:
             for position, scene in enumerate(chosen):
@@ -118,9 +135,13 @@ def synthesize(folder: Path, config: SynthConfig) -> dict[str, Any]:
     for path in wanted:
         _part(path).rename(path)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return {"shards": str(shards / f"{{00000..{config.shards - 1:05d}}}.tar"), "clips": config.clips,
-            "images": config.images, "bytes": size,
-            "koala": str(table / "Koala_36M_1.csv") if config.koala else ""}
+    return {
+        "shards": str(shards / f"{{00000..{config.shards - 1:05d}}}.tar"),
+        "clips": config.clips,
+        "images": config.images,
+        "bytes": size,
+        "koala": str(table / "Koala_36M_1.csv") if config.koala else "",
+    }
 
 
 def _part(folder: Path) -> Path:
@@ -132,7 +153,7 @@ def make_scenes(config: SynthConfig) -> Iterator[Scene]:
     rng = np.random.default_rng([config.seed, 0x5C3E])
     combinations = [(color, shape, direction) for color in COLORS for shape in SHAPES for direction in DIRECTIONS]
     order: list[int] = []
-    stills = set(rng.permutation(config.clips + config.images)[:config.images].tolist())
+    stills = set(rng.permutation(config.clips + config.images)[: config.images].tolist())
     for number in range(config.clips + config.images):
         if not order:
             order = rng.permutation(len(combinations)).tolist()
@@ -141,13 +162,25 @@ def make_scenes(config: SynthConfig) -> Iterator[Scene]:
         still = number in stills
         frames = 1 if still else config.frames[int(rng.integers(len(config.frames)))]
         fps = 0 if still else config.fps[int(rng.integers(len(config.fps)))]
-        yield Scene(number=number, color=color, shape=shape, direction=direction,
-                    background=list(BACKGROUNDS)[int(rng.integers(len(BACKGROUNDS)))], height=height, width=width,
-                    frames=frames, fps=fps, radius=float(rng.uniform(0.18, 0.28)), offset=float(rng.uniform(-0.2, 0.2)),
-                    scores={"clarity_score": round(float(rng.uniform(0.6, 1.0)), 4),
-                            "aesthetic_score": round(float(rng.uniform(3.5, 6.0)), 4),
-                            "motion_score": 0.0 if still else round(float(rng.uniform(2.0, 40.0)), 4),
-                            "video_training_suitability_score": round(float(rng.uniform(2.5, 4.9)), 4)})
+        yield Scene(
+            number=number,
+            color=color,
+            shape=shape,
+            direction=direction,
+            background=list(BACKGROUNDS)[int(rng.integers(len(BACKGROUNDS)))],
+            height=height,
+            width=width,
+            frames=frames,
+            fps=fps,
+            radius=float(rng.uniform(0.18, 0.28)),
+            offset=float(rng.uniform(-0.2, 0.2)),
+            scores={
+                "clarity_score": round(float(rng.uniform(0.6, 1.0)), 4),
+                "aesthetic_score": round(float(rng.uniform(3.5, 6.0)), 4),
+                "motion_score": 0.0 if still else round(float(rng.uniform(2.0, 40.0)), 4),
+                "video_training_suitability_score": round(float(rng.uniform(2.5, 4.9)), 4),
+            },
+        )
 
 
 def encode(scene: Scene, stable: bool = True) -> bytes:
@@ -163,7 +196,7 @@ def mask(scene: Scene, frame: int) -> np.ndarray:
     center_y = scene.height * (0.5 + (travel * dy if dy else scene.offset))
     center_x = scene.width * (0.5 + (travel * dx if dx else scene.offset))
     radius = scene.radius * min(scene.height, scene.width)
-    y, x = np.ogrid[:scene.height, :scene.width]
+    y, x = np.ogrid[: scene.height, : scene.width]
     y, x = y + 0.5 - center_y, x + 0.5 - center_x
     if scene.shape == "circle":
         return x * x + y * y <= radius * radius
@@ -175,8 +208,11 @@ def mask(scene: Scene, frame: int) -> np.ndarray:
 def _yuv(rgb: tuple[int, int, int]) -> tuple[int, int, int]:
     """BT.601 limited range, what decoders assume of untagged small video."""
     r, g, b = rgb
-    return (16 + round(0.257 * r + 0.504 * g + 0.098 * b), 128 + round(-0.148 * r - 0.291 * g + 0.439 * b),
-            128 + round(0.439 * r - 0.368 * g - 0.071 * b))
+    return (
+        16 + round(0.257 * r + 0.504 * g + 0.098 * b),
+        128 + round(-0.148 * r - 0.291 * g + 0.439 * b),
+        128 + round(0.439 * r - 0.368 * g - 0.071 * b),
+    )
 
 
 def _planes(scene: Scene, frame: int) -> np.ndarray:
@@ -193,8 +229,9 @@ def _encode_video(scene: Scene, stable: bool) -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         tuning = "threads=1:log-level=none" + (":asm=0" if stable else "")
-        stream = container.add_stream("libx264", rate=scene.fps, options={
-            "preset": "veryfast", "crf": "20", "g": "8", "x264-params": tuning})
+        stream = container.add_stream(
+            "libx264", rate=scene.fps, options={"preset": "veryfast", "crf": "20", "g": "8", "x264-params": tuning}
+        )
         stream.width, stream.height, stream.pix_fmt = scene.width, scene.height, "yuv420p"
         stream.thread_count = 1
         for index in range(scene.frames):
@@ -215,12 +252,26 @@ def _encode_image(scene: Scene) -> bytes:
 
 def _members(key: str, scene: Scene, media: bytes) -> dict[str, Any]:
     about: dict[str, Any] = {
-        "key": key, "status": "success", "caption": scene.caption, "captions": [scene.caption, scene.short_caption],
-        "width": scene.width, "height": scene.height, "num_frames": scene.frames, "fps": scene.fps,
-        "duration": scene.frames / scene.fps if scene.fps else 0.0, "color": scene.color, "shape": scene.shape,
-        "direction": scene.direction if scene.fps else "", **scene.scores}
-    return {"__key__": key, "mp4" if scene.fps else "jpg": media, "txt": scene.caption,
-            "json": json.dumps(about, sort_keys=True).encode()}
+        "key": key,
+        "status": "success",
+        "caption": scene.caption,
+        "captions": [scene.caption, scene.short_caption],
+        "width": scene.width,
+        "height": scene.height,
+        "num_frames": scene.frames,
+        "fps": scene.fps,
+        "duration": scene.frames / scene.fps if scene.fps else 0.0,
+        "color": scene.color,
+        "shape": scene.shape,
+        "direction": scene.direction if scene.fps else "",
+        **scene.scores,
+    }
+    return {
+        "__key__": key,
+        "mp4" if scene.fps else "jpg": media,
+        "txt": scene.caption,
+        "json": json.dumps(about, sort_keys=True).encode(),
+    }
 
 
 def _write_koala(folder: Path, clips: list[tuple[Scene, bytes]], seed: int) -> None:
@@ -234,9 +285,15 @@ def _write_koala(folder: Path, clips: list[tuple[Scene, bytes]], seed: int) -> N
             name = _youtube_id(seed, source)
             start = 5.3 * clip
             end = start + scene.frames / scene.fps
-            table.writerow([f"{name}_{clip}", f"https://www.youtube.com/watch?v={name}",
-                            f"['{_clock(start)}', '{_clock(end)}']", _long_caption(scene),
-                            *(scene.scores[column] for column in KOALA_COLUMNS[4:])])
+            table.writerow(
+                [
+                    f"{name}_{clip}",
+                    f"https://www.youtube.com/watch?v={name}",
+                    f"['{_clock(start)}', '{_clock(end)}']",
+                    _long_caption(scene),
+                    *(scene.scores[column] for column in KOALA_COLUMNS[4:]),
+                ]
+            )
             (folder / "videos" / f"{name}_{clip}.mp4").write_bytes(media)
 
 
@@ -254,5 +311,7 @@ def _clock(seconds: float) -> str:
 
 
 def _long_caption(scene: Scene) -> str:
-    return (f"{scene.caption}, filmed by a still camera; the {scene.shape} is \"{scene.color}\", "
-            f"the background is {scene.background}.")
+    return (
+        f'{scene.caption}, filmed by a still camera; the {scene.shape} is "{scene.color}", '
+        f"the background is {scene.background}."
+    )

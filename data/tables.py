@@ -48,8 +48,9 @@ def read_rows(uri: str, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSa
 
 def text_stream(file: ReadFile) -> io.TextIOWrapper:
     """UTF-8 with or without byte order mark; bytes that are not UTF-8 stay as surrogates for the row's own check."""
-    return io.TextIOWrapper(io.BufferedReader(ByteRange(file), READ_BYTES), encoding="utf-8-sig",
-                            errors="surrogateescape", newline="")
+    return io.TextIOWrapper(
+        io.BufferedReader(ByteRange(file), READ_BYTES), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )
 
 
 def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
@@ -71,8 +72,9 @@ def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[
             if not values:
                 continue  # an empty line
             if len(values) != len(header):
-                yield BadSample(Reason.BAD_ROW, f"line {reader.line_num}: {len(values)} fields, the header has "
-                                                f"{len(header)}")
+                yield BadSample(
+                    Reason.BAD_ROW, f"line {reader.line_num}: {len(values)} fields, the header has {len(header)}"
+                )
                 continue
             yield dict(zip(header, values, strict=True))
 

@@ -43,8 +43,12 @@ class Member:
 
 
 def is_unsafe(name: str) -> bool:
-    return (name.startswith("/") or "\\" in name or ".." in name.split("/")
-            or any(ord(sign) < 32 or 0xD800 <= ord(sign) < 0xE000 for sign in name))
+    return (
+        name.startswith("/")
+        or "\\" in name
+        or ".." in name.split("/")
+        or any(ord(sign) < 32 or 0xD800 <= ord(sign) < 0xE000 for sign in name)
+    )
 
 
 def read_members(file: ReadFile) -> Iterator[Member | Fault]:
@@ -67,8 +71,13 @@ def read_members(file: ReadFile) -> Iterator[Member | Fault]:
             return
         kind, size = header[156:157], _number(header[124:136])
         if kind in b"xgLK" and not 0 <= size <= MAX_EXTENDED_HEADER_BYTES:
-            yield Fault(Reason.GARBAGE_HEADER, file.uri, "", position,
-                        f"extended header of {size} bytes at {position}: {end - position} bytes unreachable")
+            yield Fault(
+                Reason.GARBAGE_HEADER,
+                file.uri,
+                "",
+                position,
+                f"extended header of {size} bytes at {position}: {end - position} bytes unreachable",
+            )
             return
         content = position + BLOCK
         if kind in b"xgLK":
@@ -81,8 +90,13 @@ def read_members(file: ReadFile) -> Iterator[Member | Fault]:
         except ValueError:
             size = -1
         if size < 0:
-            yield Fault(Reason.GARBAGE_HEADER, file.uri, "", position,
-                        f"member size {extended.get('size', size)!r} at {position}: {end - position} bytes unreachable")
+            yield Fault(
+                Reason.GARBAGE_HEADER,
+                file.uri,
+                "",
+                position,
+                f"member size {extended.get('size', size)!r} at {position}: {end - position} bytes unreachable",
+            )
             return
         member_kind = _kind(kind, extended, name)
         if member_kind in (MemberKind.LINK, MemberKind.FOLDER):
@@ -91,8 +105,13 @@ def read_members(file: ReadFile) -> Iterator[Member | Fault]:
         yield Member(name, member_kind, position, content, size, truncated)
         count, extended = count + 1, {}
         if truncated:
-            yield Fault(Reason.TRUNCATED_TAR, file.uri, "", position,
-                        f"ends {content + size - end} bytes before the end of its last member")
+            yield Fault(
+                Reason.TRUNCATED_TAR,
+                file.uri,
+                "",
+                position,
+                f"ends {content + size - end} bytes before the end of its last member",
+            )
             return
         position = content + _rounded(size)
 
@@ -110,14 +129,24 @@ def _check_tail(file: ReadFile, position: int, count: int) -> Fault | None:
         piece = file.pread(position, 1 << 20)
         if piece.strip(b"\0"):
             at = position + len(piece) - len(piece.lstrip(b"\0"))
-            return Fault(Reason.GARBAGE_HEADER, file.uri, "", at,
-                         f"bytes behind the end-of-archive marker at {start}: {file.size - at} bytes unreachable")
+            return Fault(
+                Reason.GARBAGE_HEADER,
+                file.uri,
+                "",
+                at,
+                f"bytes behind the end-of-archive marker at {start}: {file.size - at} bytes unreachable",
+            )
         position += len(piece)
     if not count:
         return Fault(Reason.UNREADABLE_TAR, file.uri, "", 0, "an empty archive")
     if file.size % BLOCK:
-        return Fault(Reason.TRUNCATED_TAR, file.uri, "", start,
-                     f"{file.size} bytes are not whole blocks of {BLOCK}: some were lost or added")
+        return Fault(
+            Reason.TRUNCATED_TAR,
+            file.uri,
+            "",
+            start,
+            f"{file.size} bytes are not whole blocks of {BLOCK}: some were lost or added",
+        )
     return None
 
 
@@ -159,9 +188,9 @@ def _extended(kind: bytes, content: bytes) -> dict[str, str]:
         digits, space, _ = content.partition(b" ")
         if not space or not digits.isdigit() or not len(digits) < int(digits) <= len(content):
             break
-        name, _, value = content[len(digits) + 1:int(digits)].rstrip(b"\n").partition(b"=")
+        name, _, value = content[len(digits) + 1 : int(digits)].rstrip(b"\n").partition(b"=")
         found[name.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-        content = content[int(digits):]
+        content = content[int(digits) :]
     return {name: value for name, value in found.items() if name in ("path", "size") or name.startswith("GNU.sparse")}
 
 

@@ -37,21 +37,37 @@ class DiTConfig:
     lora_alpha: float = 0.0  # 0 means equal to the rank
 
     def __post_init__(self) -> None:
-        check_numbers("model.dit", self, num_layers=between(1, 1000), num_heads=between(1, 1024),
-                      head_dim=between(2, 1024), ffn_dim=between(1, 1 << 20), freq_dim=between(2, 1 << 16),
-                      text_dim=between(1, 1 << 16), in_channels=between(1, 1 << 16), out_channels=between(1, 1 << 16),
-                      patch=between(1, 64), eps=above(0, 1.0), rope_theta=above(0, 1e12),
-                      num_single_layers=between(0, 1000), num_refiner_layers=between(0, 1000),
-                      pooled_dim=between(0, 1 << 16), rope_axes=between(0, 1024), lora_rank=between(0, 1 << 16),
-                      lora_alpha=between(0, 1e6))
+        check_numbers(
+            "model.dit",
+            self,
+            num_layers=between(1, 1000),
+            num_heads=between(1, 1024),
+            head_dim=between(2, 1024),
+            ffn_dim=between(1, 1 << 20),
+            freq_dim=between(2, 1 << 16),
+            text_dim=between(1, 1 << 16),
+            in_channels=between(1, 1 << 16),
+            out_channels=between(1, 1 << 16),
+            patch=between(1, 64),
+            eps=above(0, 1.0),
+            rope_theta=above(0, 1e12),
+            num_single_layers=between(0, 1000),
+            num_refiner_layers=between(0, 1000),
+            pooled_dim=between(0, 1 << 16),
+            rope_axes=between(0, 1024),
+            lora_rank=between(0, 1 << 16),
+            lora_alpha=between(0, 1e6),
+        )
         if self.freq_dim % 2:
-            raise ValueError(f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even "
-                             f"one.")
+            raise ValueError(
+                f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even one."
+            )
         if self.head_dim % 2:
             raise ValueError(f"model.dit.head_dim {self.head_dim} is odd; RoPE rotates pairs. Use an even head_dim.")
         if self.rope_axes and (sum(self.rope_axes) != self.head_dim or any(size % 2 for size in self.rope_axes)):
-            raise ValueError(f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim "
-                             f"{self.head_dim}.")
+            raise ValueError(
+                f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim {self.head_dim}."
+            )
 
     @property
     def dim(self) -> int:
@@ -80,14 +96,23 @@ class VAEConfig:
     tiling: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers("model.vae", self, temporal=between(1, 64), spatial=between(1, 64),
-                      tile_sample_min=between(1, 1 << 16), tile_sample_stride=between(1, 1 << 16))
+        check_numbers(
+            "model.vae",
+            self,
+            temporal=between(1, 64),
+            spatial=between(1, 64),
+            tile_sample_min=between(1, 1 << 16),
+            tile_sample_stride=between(1, 1 << 16),
+        )
         if self.kind == "diffusers" and not self.path:
-            raise ValueError("model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use "
-                             "kind: haar.")
+            raise ValueError(
+                "model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use kind: haar."
+            )
         if self.kind == "haar" and not 1 <= self.channels <= 3 * self.temporal * self.spatial**2:
-            raise ValueError(f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
-                             f"(3 * temporal * spatial^2).")
+            raise ValueError(
+                f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
+                f"(3 * temporal * spatial^2)."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +130,16 @@ class TextConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_numbers("model.text", self, max_length=between(1, 1 << 20), pad_to=between(0, 1 << 20),
-                      d_model=between(1, 1 << 16), num_layers=between(1, 1000), num_heads=between(1, 1024),
-                      seed=between(0, SEED))
+        check_numbers(
+            "model.text",
+            self,
+            max_length=between(1, 1 << 20),
+            pad_to=between(0, 1 << 20),
+            d_model=between(1, 1 << 16),
+            num_layers=between(1, 1000),
+            num_heads=between(1, 1024),
+            seed=between(0, SEED),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +164,15 @@ class FlowConfig:
 
     def __post_init__(self) -> None:
         # the mode density folds back beyond 2 / (pi - 2), and below -1; logits beyond 20 are 0 and 1 in fp32
-        check_numbers("train.flow", self, logit_mean=between(-20, 20), logit_std=between(0, 20),
-                      mode_scale=between(-1, 1.75), flow_shift=above(0, 1e6), num_train_timesteps=between(1))
+        check_numbers(
+            "train.flow",
+            self,
+            logit_mean=between(-20, 20),
+            logit_std=between(0, 20),
+            mode_scale=between(-1, 1.75),
+            flow_shift=above(0, 1e6),
+            num_train_timesteps=between(1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +190,16 @@ class OptimizerConfig:
     ema_decay: float = 0.999  # 0 switches the EMA off
 
     def __post_init__(self) -> None:
-        check_numbers("train.optimizer", self, learning_rate=above(0, 10), adam_eps=above(0, 1.0),
-                      weight_decay=between(0, 1e6), max_grad_norm=between(0, 1e12), lr_warmup_steps=between(0),
-                      lr_min_ratio=between(0, 1))
+        check_numbers(
+            "train.optimizer",
+            self,
+            learning_rate=above(0, 10),
+            adam_eps=above(0, 1.0),
+            weight_decay=between(0, 1e6),
+            max_grad_norm=between(0, 1e12),
+            lr_warmup_steps=between(0),
+            lr_min_ratio=between(0, 1),
+        )
         if any(not 0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.optimizer.betas {list(self.betas)} must lie in [0, 1).")
         if not 0 <= self.ema_decay < 1:

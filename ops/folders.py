@@ -20,19 +20,36 @@ VAE_CLASSES = ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKLCo
 
 # DiTConfig field -> key of the transformer's config.json
 _WAN_KEYS = {
-    "num_layers": "num_layers", "num_heads": "num_attention_heads", "head_dim": "attention_head_dim",
-    "ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "text_dim": "text_dim", "in_channels": "in_channels",
-    "out_channels": "out_channels", "cross_attn_norm": "cross_attn_norm", "eps": "eps",
+    "num_layers": "num_layers",
+    "num_heads": "num_attention_heads",
+    "head_dim": "attention_head_dim",
+    "ffn_dim": "ffn_dim",
+    "freq_dim": "freq_dim",
+    "text_dim": "text_dim",
+    "in_channels": "in_channels",
+    "out_channels": "out_channels",
+    "cross_attn_norm": "cross_attn_norm",
+    "eps": "eps",
 }
 _HUNYUAN_KEYS = {
-    "num_layers": "num_layers", "num_single_layers": "num_single_layers", "num_heads": "num_attention_heads",
-    "head_dim": "attention_head_dim", "text_dim": "text_embed_dim", "in_channels": "in_channels",
-    "out_channels": "out_channels", "rope_theta": "rope_theta", "num_refiner_layers": "num_refiner_layers",
+    "num_layers": "num_layers",
+    "num_single_layers": "num_single_layers",
+    "num_heads": "num_attention_heads",
+    "head_dim": "attention_head_dim",
+    "text_dim": "text_embed_dim",
+    "in_channels": "in_channels",
+    "out_channels": "out_channels",
+    "rope_theta": "rope_theta",
+    "num_refiner_layers": "num_refiner_layers",
     "guidance_embeds": "guidance_embeds",
 }
 # What our blocks compute; a folder that says otherwise would load and then be wrong.
-_WAN_FIXED: dict[str, Any] = {"qk_norm": "rms_norm_across_heads", "image_dim": None, "added_kv_proj_dim": None,
-                              "pos_embed_seq_len": None}
+_WAN_FIXED: dict[str, Any] = {
+    "qk_norm": "rms_norm_across_heads",
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "pos_embed_seq_len": None,
+}
 _HUNYUAN_FIXED: dict[str, Any] = {"qk_norm": "rms_norm", "image_condition_type": None}
 
 
@@ -45,8 +62,10 @@ def component(path: str | Path, *names: str) -> Path:
     for folder in [*(root / name for name in names), root]:
         if (folder / "config.json").is_file():
             return folder
-    raise FileNotFoundError(f"{root} holds no config.json, neither itself nor in {' or '.join(names)}/. "
-                            f"Give a local Diffusers folder; nothing is downloaded.")
+    raise FileNotFoundError(
+        f"{root} holds no config.json, neither itself nor in {' or '.join(names)}/. "
+        f"Give a local Diffusers folder; nothing is downloaded."
+    )
 
 
 def tokenizer_of(text_encoder: Path) -> Path:
@@ -101,9 +120,13 @@ def dit_json(config: DiTConfig) -> dict[str, Any]:
     patch_t, patch_h, patch_w = config.patch
     if patch_h != patch_w:
         raise ValueError(f"patch {config.patch}: HunyuanVideo's config knows one spatial patch size. Use equal ones.")
-    return fields | {"patch_size": patch_h, "patch_size_t": patch_t, "mlp_ratio": config.ffn_dim / config.dim,
-                     "pooled_projection_dim": config.pooled_dim or config.text_dim,
-                     "rope_axes_dim": list(config.rope_split)}
+    return fields | {
+        "patch_size": patch_h,
+        "patch_size_t": patch_t,
+        "mlp_ratio": config.ffn_dim / config.dim,
+        "pooled_projection_dim": config.pooled_dim or config.text_dim,
+        "rope_axes_dim": list(config.rope_split),
+    }
 
 
 def _default_split(head_dim: int) -> tuple[int, int, int]:
@@ -160,11 +183,15 @@ def _resolve_dit(dit: DiTConfig, channels: int, text_dim: int) -> DiTConfig:
     folder = component(dit.path, "transformer")
     dit = dit_config(read_json(folder / "config.json"), dit, str(folder))
     if (dit.in_channels, dit.out_channels) != (channels, channels):
-        raise ValueError(f"{folder} takes {dit.in_channels} and gives {dit.out_channels} latent channels, model.vae "
-                         f"makes {channels}. Use the VAE of the same pipeline.")
+        raise ValueError(
+            f"{folder} takes {dit.in_channels} and gives {dit.out_channels} latent channels, model.vae "
+            f"makes {channels}. Use the VAE of the same pipeline."
+        )
     if dit.text_dim != text_dim:
-        raise ValueError(f"{folder} expects text embeddings of width {dit.text_dim}, model.text makes {text_dim}. "
-                         f"Use the text encoder of the same pipeline.")
+        raise ValueError(
+            f"{folder} expects text embeddings of width {dit.text_dim}, model.text makes {text_dim}. "
+            f"Use the text encoder of the same pipeline."
+        )
     return dit
 
 
@@ -175,6 +202,8 @@ def check_safetensors(folder: Path) -> None:
     pickles = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{suffix}"))
     if not pickles:
         raise ValueError(f"{folder} holds no weights (*.safetensors). Download them whole.")
-    raise ValueError(f"{folder} holds its weights as {pickles[0]}, a pickle, which Heddle does not open. Load it once "
-                     f"with its own class in a safe place and save it by "
-                     f"save_pretrained(FOLDER, safe_serialization=True), or download the safetensors files.")
+    raise ValueError(
+        f"{folder} holds its weights as {pickles[0]}, a pickle, which Heddle does not open. Load it once "
+        f"with its own class in a safe place and save it by "
+        f"save_pretrained(FOLDER, safe_serialization=True), or download the safetensors files."
+    )

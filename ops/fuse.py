@@ -35,6 +35,8 @@ def fuse(model: nn.Module) -> Counter[str]:
                 swapped[type(part).__name__] += 1
                 part.__class__ = replacement
     if not swapped and not already:
-        raise ValueError(f"fuse found nothing to swap in a {type(model).__name__}. It knows the Diffusers transformers "
-                         "of Wan, HunyuanVideo, FLUX and CogVideoX.")
+        raise ValueError(
+            f"fuse found nothing to swap in a {type(model).__name__}. It knows the Diffusers transformers "
+            "of Wan, HunyuanVideo, FLUX and CogVideoX."
+        )
     return swapped

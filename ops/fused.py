@@ -101,7 +101,8 @@ def gate_residual_ln_modulate(
     gate, scale, shift, index = _tables(x_ND, segments, gate=gate, scale=scale, shift=shift)
     _check_affine(x_ND, weight, bias)
     residual, h, _, _ = gate_op.gate_residual_ln_modulate(
-        x_ND, y_ND, gate, weight, bias, scale, shift, *index, eps, rms, dtype, _out_dtype(x, out_dtype))
+        x_ND, y_ND, gate, weight, bias, scale, shift, *index, eps, rms, dtype, _out_dtype(x, out_dtype)
+    )
     return residual.view(x.shape), h.view(x.shape)
 
 
@@ -130,12 +131,16 @@ def qk_norm_rope(
     width = q.shape[-1]
     _check_device("k", k, q)
     if k.shape[-1] != width or width % head_dim or head_dim % 2:
-        raise ValueError(f"q and k are {width} and {k.shape[-1]} wide with head_dim {head_dim}; "
-                         "both must be the same multiple of an even head_dim.")
+        raise ValueError(
+            f"q and k are {width} and {k.shape[-1]} wide with head_dim {head_dim}; "
+            "both must be the same multiple of an even head_dim."
+        )
     for name, weight in (("wq", wq), ("wk", wk)):
         if weight is not None and weight.shape != (head_dim if per_head else width,):
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}; a norm over {'each head' if per_head else 'D'} "
-                             f"needs ({head_dim if per_head else width},).")
+            raise ValueError(
+                f"{name} has shape {tuple(weight.shape)}; a norm over {'each head' if per_head else 'D'} "
+                f"needs ({head_dim if per_head else width},)."
+            )
         if weight is not None:
             _check_device(name, weight, q_ND)
     if (cos is None) != (sin is None):
@@ -144,7 +149,8 @@ def qk_norm_rope(
         _check_rope(q_ND, k_ND, cos, sin, head_dim)
         cos, sin = cos.contiguous(), sin.contiguous()
     q_out, k_out, _, _ = qk_op.qk_norm_rope(
-        q_ND, k_ND, wq, wk, cos, sin, head_dim, per_head, eps, _out_dtype(q, out_dtype))
+        q_ND, k_ND, wq, wk, cos, sin, head_dim, per_head, eps, _out_dtype(q, out_dtype)
+    )
     return q_out.view(q.shape), k_out.view(k.shape)
 
 
@@ -165,8 +171,17 @@ class FusedAdaLN(nn.Module):
         segments: Segments | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return ln_modulate(x, scale, shift, segments, weight=self.weight, bias=self.bias, eps=self.eps, rms=self.rms,
-                           out_dtype=out_dtype)
+        return ln_modulate(
+            x,
+            scale,
+            shift,
+            segments,
+            weight=self.weight,
+            bias=self.bias,
+            eps=self.eps,
+            rms=self.rms,
+            out_dtype=out_dtype,
+        )
 
 
 class FusedGateAdaLN(FusedAdaLN):
@@ -182,8 +197,19 @@ class FusedGateAdaLN(FusedAdaLN):
         segments: Segments | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return gate_residual_ln_modulate(x, y, gate, scale, shift, segments, weight=self.weight, bias=self.bias,
-                                         eps=self.eps, rms=self.rms, out_dtype=out_dtype)
+        return gate_residual_ln_modulate(
+            x,
+            y,
+            gate,
+            scale,
+            shift,
+            segments,
+            weight=self.weight,
+            bias=self.bias,
+            eps=self.eps,
+            rms=self.rms,
+            out_dtype=out_dtype,
+        )
 
 
 class FusedQKNormRope(nn.Module):
@@ -198,8 +224,9 @@ class FusedQKNormRope(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return qk_norm_rope(q, k, self.weight_q, self.weight_k, cos, sin, head_dim=self.head_dim,
-                            per_head=self.per_head, eps=self.eps)
+        return qk_norm_rope(
+            q, k, self.weight_q, self.weight_k, cos, sin, head_dim=self.head_dim, per_head=self.per_head, eps=self.eps
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -227,15 +254,20 @@ def _tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) ->
             raise ValueError(f"{name} has width {table.shape[-1]}, the tokens {width}; tables are [S, D].")
         table = table if table.ndim == 2 else table.reshape(-1, width)
         if segments is not None and table.shape[0] != segments.num_mods:
-            raise ValueError(f"{name} has {table.shape[0]} rows but the segments address {segments.num_mods}; "
-                             "build the segments with num_mods = rows of the table.")
+            raise ValueError(
+                f"{name} has {table.shape[0]} rows but the segments address {segments.num_mods}; "
+                "build the segments with num_mods = rows of the table."
+            )
         if segments is None and table.shape[0] not in (1, num_rows):
-            raise ValueError(f"{name} has {table.shape[0]} rows for {num_rows} tokens; without segments a table has "
-                             "one row, or one row per token. Pass Segments.")
+            raise ValueError(
+                f"{name} has {table.shape[0]} rows for {num_rows} tokens; without segments a table has "
+                "one row, or one row per token. Pass Segments."
+            )
         flat.append(table)
     if segments is not None and segments.num_rows != num_rows:
-        raise ValueError(f"the segments cover {segments.num_rows} tokens, x has {num_rows}; "
-                         "rebuild them for this micro-batch.")
+        raise ValueError(
+            f"the segments cover {segments.num_rows} tokens, x has {num_rows}; rebuild them for this micro-batch."
+        )
     if segments is not None:
         _check_device("segments", segments.run, x_ND)
     _check_same_rows(flat)

@@ -65,8 +65,7 @@ def gate_and_modulate(
     norm: Any, x_BLD: Tensor, y_BLD: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y and its modulated norm."""
-    return gate_residual_ln_modulate(
-        x_BLD, y_BLD, gate, scale, shift, segments_of(x_BLD, scale), **_settings(norm))
+    return gate_residual_ln_modulate(x_BLD, y_BLD, gate, scale, shift, segments_of(x_BLD, scale), **_settings(norm))
 
 
 def gated(x_BLD: Tensor, y_BLD: Tensor, gate: Tensor) -> Tensor:
@@ -135,9 +134,12 @@ class FusedAdaLayerNormContinuous(AdaLayerNormContinuous):
 class FusedCogVideoXLayerNormZero(CogVideoXLayerNormZero):
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor):
         shift, scale, gate, text_shift, text_scale, text_gate = self.linear(self.silu(temb)).chunk(6, dim=1)
-        return (modulate(self.norm, hidden_states, scale, shift),
-                modulate(self.norm, encoder_hidden_states, text_scale, text_shift),
-                gate[:, None, :], text_gate[:, None, :])
+        return (
+            modulate(self.norm, hidden_states, scale, shift),
+            modulate(self.norm, encoder_hidden_states, text_scale, text_shift),
+            gate[:, None, :],
+            text_gate[:, None, :],
+        )
 
 
 @stands_for(CogVideoXBlock)
@@ -146,8 +148,8 @@ class FusedCogVideoXBlock(CogVideoXBlock):
         x, text = hidden_states, encoder_hidden_states
         h, text_h, gate, text_gate = self.norm1(x, text, temb)
         attention, text_attention = self.attn1(
-            hidden_states=h, encoder_hidden_states=text_h, image_rotary_emb=image_rotary_emb,
-            **(attention_kwargs or {}))
+            hidden_states=h, encoder_hidden_states=text_h, image_rotary_emb=image_rotary_emb, **(attention_kwargs or {})
+        )
         norm = self.norm2
         shift, scale, ff_gate, text_shift, text_scale, text_ff_gate = norm.linear(norm.silu(temb)).chunk(6, dim=1)
         x, h = gate_and_modulate(norm.norm, x, attention, gate, scale, shift)
@@ -177,9 +179,7 @@ class FusedWanTransformerBlock(wan.WanTransformerBlock):
 
 @stands_for(wan.WanAttnProcessor)
 class FusedWanAttnProcessor(wan.WanAttnProcessor):
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None
-    ) -> Tensor:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None) -> Tensor:
         if attn.add_k_proj is not None:  # image to video: two sets of keys
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         query, key, value = wan._get_qkv_projections(attn, hidden_states, encoder_hidden_states)
@@ -188,12 +188,19 @@ class FusedWanAttnProcessor(wan.WanAttnProcessor):
         if rotary_emb is not None:  # [1, L, 1, head_dim], each angle twice
             cos, sin = rotary_emb[0][0, :, 0, 0::2], rotary_emb[1][0, :, 0, 1::2]
         query, key = qk_norm_rope(
-            query, key, attn.norm_q.weight, attn.norm_k.weight, cos, sin, head_dim=head_dim, eps=attn.norm_q.eps)
+            query, key, attn.norm_q.weight, attn.norm_k.weight, cos, sin, head_dim=head_dim, eps=attn.norm_q.eps
+        )
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
         out = dispatch_attention_fn(
-            query, key, value, attn_mask=attention_mask, dropout_p=0.0,
-            is_causal=False, backend=self._attention_backend,
-            parallel_config=self._parallel_config if encoder_hidden_states is None else None)
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config if encoder_hidden_states is None else None,
+        )
         out = out.flatten(2, 3).type_as(query)
         return attn.to_out[1](attn.to_out[0](out))
 
@@ -214,8 +221,12 @@ def double_block(
 class FusedFluxTransformerBlock(flux.FluxTransformerBlock):
     def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
         def attention(h: Tensor, text_h: Tensor) -> tuple[Tensor, ...]:
-            return self.attn(hidden_states=h, encoder_hidden_states=text_h, image_rotary_emb=image_rotary_emb,
-                             **(joint_attention_kwargs or {}))
+            return self.attn(
+                hidden_states=h,
+                encoder_hidden_states=text_h,
+                image_rotary_emb=image_rotary_emb,
+                **(joint_attention_kwargs or {}),
+            )
 
         x, text, ip_adapter = double_block(self, hidden_states, encoder_hidden_states, temb, attention)
         for extra in ip_adapter:
@@ -237,9 +248,7 @@ class FusedFluxSingleTransformerBlock(flux.FluxSingleTransformerBlock):
 
 @stands_for(flux.FluxAttnProcessor)
 class FusedFluxAttnProcessor(flux.FluxAttnProcessor):
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
-    ):
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         projections = flux._get_qkv_projections(attn, hidden_states, encoder_hidden_states)
         query, key, value, text_q, text_k, text_v = projections
         num_text = 0 if attn.added_kv_proj_dim is None else text_q.shape[1]
@@ -251,8 +260,13 @@ class FusedFluxAttnProcessor(flux.FluxAttnProcessor):
             value = torch.cat([text_v, value], dim=1)
         query, key, value = (x.unflatten(-1, (-1, attn.head_dim)) for x in (query, key, value))
         out = dispatch_attention_fn(
-            query, key, value, attn_mask=attention_mask,
-            backend=self._attention_backend, parallel_config=self._parallel_config)
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
             return out
@@ -265,8 +279,9 @@ class FusedFluxAttnProcessor(flux.FluxAttnProcessor):
 class FusedHunyuanVideoTransformerBlock(hunyuan.HunyuanVideoTransformerBlock):
     def forward(self, hidden_states, encoder_hidden_states, temb, attention_mask=None, freqs_cis=None, *args, **kwargs):
         def attention(h: Tensor, text_h: Tensor) -> tuple[Tensor, ...]:
-            return self.attn(hidden_states=h, encoder_hidden_states=text_h, attention_mask=attention_mask,
-                             image_rotary_emb=freqs_cis)
+            return self.attn(
+                hidden_states=h, encoder_hidden_states=text_h, attention_mask=attention_mask, image_rotary_emb=freqs_cis
+            )
 
         x, text, _ = double_block(self, hidden_states, encoder_hidden_states, temb, attention)
         return x, text
@@ -280,18 +295,22 @@ class FusedHunyuanVideoSingleTransformerBlock(hunyuan.HunyuanVideoSingleTransfor
         num_tokens = hidden_states.shape[1]
         x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
         h, gate = self.norm(x, emb=temb)
-        attention = torch.cat(self.attn(
-            hidden_states=h[:, :num_tokens], encoder_hidden_states=h[:, num_tokens:], attention_mask=attention_mask,
-            image_rotary_emb=image_rotary_emb), dim=1)
+        attention = torch.cat(
+            self.attn(
+                hidden_states=h[:, :num_tokens],
+                encoder_hidden_states=h[:, num_tokens:],
+                attention_mask=attention_mask,
+                image_rotary_emb=image_rotary_emb,
+            ),
+            dim=1,
+        )
         x = gated(x, self.proj_out(torch.cat([attention, self.act_mlp(self.proj_mlp(h))], dim=2)), gate)
         return x[:, :num_tokens], x[:, num_tokens:]
 
 
 @stands_for(hunyuan.HunyuanVideoAttnProcessor2_0)
 class FusedHunyuanVideoAttnProcessor(hunyuan.HunyuanVideoAttnProcessor2_0):
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
-    ):
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         if encoder_hidden_states is None or attn.norm_q is None:
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         num_text = encoder_hidden_states.shape[1]
@@ -301,10 +320,11 @@ class FusedHunyuanVideoAttnProcessor(hunyuan.HunyuanVideoAttnProcessor2_0):
         rope = _rope_rows(image_rotary_emb, 0, None)
         if single_stream and rope is not None:  # text is not rotated: angle 0
             cos, sin = rope
-            rope = (torch.cat([cos, cos.new_ones(num_text, cos.shape[1])]),
-                    torch.cat([sin, sin.new_zeros(num_text, sin.shape[1])]))
-        query, key = _per_head(
-            attn.to_q(hidden_states), attn.to_k(hidden_states), attn.norm_q, attn.norm_k, rope)
+            rope = (
+                torch.cat([cos, cos.new_ones(num_text, cos.shape[1])]),
+                torch.cat([sin, sin.new_zeros(num_text, sin.shape[1])]),
+            )
+        query, key = _per_head(attn.to_q(hidden_states), attn.to_k(hidden_states), attn.norm_q, attn.norm_k, rope)
         value = attn.to_v(hidden_states)
         if not single_stream:  # text comes last
             text_q, text_k = attn.add_q_proj(encoder_hidden_states), attn.add_k_proj(encoder_hidden_states)
@@ -313,8 +333,15 @@ class FusedHunyuanVideoAttnProcessor(hunyuan.HunyuanVideoAttnProcessor2_0):
             value = torch.cat([value, attn.add_v_proj(encoder_hidden_states)], dim=1)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
         out = dispatch_attention_fn(
-            query, key, value, attn_mask=attention_mask, dropout_p=0.0,
-            is_causal=False, backend=self._attention_backend, parallel_config=self._parallel_config)
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
         out = out.flatten(2, 3).to(query.dtype)
         out, text = out[:, :-num_text], out[:, -num_text:]
         if getattr(attn, "to_out", None) is not None:
@@ -324,14 +351,13 @@ class FusedHunyuanVideoAttnProcessor(hunyuan.HunyuanVideoAttnProcessor2_0):
         return out, text
 
 
-def _per_head(
-    query: Tensor, key: Tensor, norm_q: Any, norm_k: Any, rope: Rope | None
-) -> tuple[Tensor, Tensor]:
+def _per_head(query: Tensor, key: Tensor, norm_q: Any, norm_k: Any, rope: Rope | None) -> tuple[Tensor, Tensor]:
     """q and k [B, L, D] with RMSNorm over each head and the rotation of `rope`."""
     cos, sin = rope or (None, None)
     head_dim = norm_q.weight.shape[0]
-    return qk_norm_rope(query, key, norm_q.weight, norm_k.weight, cos, sin, head_dim=head_dim, per_head=True,
-                        eps=norm_q.eps)
+    return qk_norm_rope(
+        query, key, norm_q.weight, norm_k.weight, cos, sin, head_dim=head_dim, per_head=True, eps=norm_q.eps
+    )
 
 
 def _rope_rows(rope: Rope | None, first: int, last: int | None) -> Rope | None:

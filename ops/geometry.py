@@ -22,8 +22,10 @@ class Geometry:
         if self.causal:
             if (frames - 1) % stride_t:
                 legal = (frames - 1) // stride_t * stride_t + 1
-                raise ValueError(f"{frames} frames: a causal VAE of temporal stride {stride_t} takes "
-                                 f"{stride_t}*k+1 frames. Use {legal} or {legal + stride_t}.")
+                raise ValueError(
+                    f"{frames} frames: a causal VAE of temporal stride {stride_t} takes "
+                    f"{stride_t}*k+1 frames. Use {legal} or {legal + stride_t}."
+                )
             latent_frames = (frames - 1) // stride_t + 1
         else:
             latent_frames = max(frames // stride_t, 1)
@@ -35,8 +37,10 @@ class Geometry:
         """Token (t, h, w) of a clip: the latent grid divided by the patch."""
         grid = self.latent_grid(frames, height, width)
         if any(size % patch for size, patch in zip(grid, self.patch, strict=True)):
-            raise ValueError(f"latent grid {grid} of {frames}x{height}x{width} is not a multiple of patch "
-                             f"{self.patch}. Use multiples of {self.spatial_multiple} pixels.")
+            raise ValueError(
+                f"latent grid {grid} of {frames}x{height}x{width} is not a multiple of patch "
+                f"{self.patch}. Use multiples of {self.spatial_multiple} pixels."
+            )
         t, h, w = (size // patch for size, patch in zip(grid, self.patch, strict=True))
         return t, h, w
 

@@ -87,8 +87,9 @@ class Layout:
     A rank may hold no row at all; it still takes part in every collective of its bag.
     """
 
-    def __init__(self, sequences: Seq[Sequence], degree: int = 1, rank: int = 0,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, sequences: Seq[Sequence], degree: int = 1, rank: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:
@@ -135,14 +136,14 @@ class Layout:
     def positions(self) -> Tensor:
         """int64 [n, 3]: (t, h, w) of each local row in its own grid."""
         grids = np.repeat(np.array([s.grid for s in self.sequences]), self._chunks[self.rank], axis=0)
-        row = _ranges(self._chunks[:self.rank].sum(axis=0), self._chunks[self.rank])
+        row = _ranges(self._chunks[: self.rank].sum(axis=0), self._chunks[self.rank])
         plane = grids[:, 1] * grids[:, 2]
         return self._on_device(np.stack([row // plane, row % plane // grids[:, 2], row % grids[:, 2]], axis=1))
 
     @cached_property
     def text_rows(self) -> Tensor:
         """int64: rows of the replicated text that this rank owns in joint attention."""
-        starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[:self.rank].sum(axis=0)
+        starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[: self.rank].sum(axis=0)
         return self._on_device(_ranges(starts, self._text_chunks[self.rank]))
 
     @cached_property
@@ -199,8 +200,10 @@ class Layout:
         and w. Angles are computed in fp64 as Diffusers does; kept per layout, so all layers share one table."""
         key = (axes, theta, dtype)
         if key not in self._rope:
-            angles = [self.positions[:, axis, None].double() * _frequencies(size, theta, self.device)
-                      for axis, size in enumerate(axes)]
+            angles = [
+                self.positions[:, axis, None].double() * _frequencies(size, theta, self.device)
+                for axis, size in enumerate(axes)
+            ]
             angle = torch.cat(angles, dim=1)
             self._rope[key] = angle.cos().to(dtype), angle.sin().to(dtype)
         return self._rope[key]
@@ -212,9 +215,14 @@ class Layout:
         gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
         scatter = np.empty_like(gather)
         scatter[gather] = np.arange(len(gather))
-        return Exchange(rows=tuple(rows.sum(axis=(1, 2)).tolist()), rank=self.rank, gather=self._on_device(gather),
-                        scatter=self._on_device(scatter), in_order=bool((gather[1:] > gather[:-1]).all()),
-                        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), self.device))
+        return Exchange(
+            rows=tuple(rows.sum(axis=(1, 2)).tolist()),
+            rank=self.rank,
+            gather=self._on_device(gather),
+            scatter=self._on_device(scatter),
+            in_order=bool((gather[1:] > gather[:-1]).all()),
+            lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), self.device),
+        )
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
@@ -236,8 +244,10 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int
     """The inverse of `patchify`: tokens [n, C * pt * ph * pw] of one sequence to a latent [C, T, H, W]."""
     (t, h, w), (pt, ph, pw) = grid, patch
     if tokens.shape != (t * h * w, channels * pt * ph * pw):
-        raise ValueError(f"tokens {tuple(tokens.shape)} do not fit grid {grid}, patch {patch} and {channels} channels: "
-                         f"expected {(t * h * w, channels * pt * ph * pw)}.")
+        raise ValueError(
+            f"tokens {tuple(tokens.shape)} do not fit grid {grid}, patch {patch} and {channels} channels: "
+            f"expected {(t * h * w, channels * pt * ph * pw)}."
+        )
     blocks = tokens.reshape(t, h, w, channels, pt, ph, pw).permute(3, 0, 4, 1, 5, 2, 6)
     return blocks.reshape(channels, t * pt, h * ph, w * pw)
 

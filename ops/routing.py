@@ -103,8 +103,9 @@ class Routing:
     def chunk_lengths(self) -> tuple[int, ...]:
         """Rows that this rank has of each held sequence. Equal to a `Layout` of the held sequences."""
         flat, bag = [length for home in self.lengths for length in home], self.bag
-        bounds = [chunk_bounds(flat[index], len(bag), bag.index(self.rank), turn)
-                  for turn, index in enumerate(self.held)]
+        bounds = [
+            chunk_bounds(flat[index], len(bag), bag.index(self.rank), turn) for turn, index in enumerate(self.held)
+        ]
         return tuple(stop - start for start, stop in bounds)
 
 
@@ -117,8 +118,9 @@ def parse_topology(text: str) -> tuple[Bag, ...]:
     counts: dict[int, int] = {}
     for match in terms:
         if match is None or int(match[1]) in counts:
-            raise ValueError(f"topology {text!r} is not of the form g1n4+g2n2: sizes and counts of at least 1, "
-                             f"each size once.")
+            raise ValueError(
+                f"topology {text!r} is not of the form g1n4+g2n2: sizes and counts of at least 1, each size once."
+            )
         counts[int(match[1])] = int(match[2])
     bags: list[Bag] = []
     start = 0
@@ -134,8 +136,9 @@ def workload(length: int, width: int, gamma: float = 1.0) -> float:
     return 24.0 * length * width**2 + gamma * 4.0 * length**2 * width
 
 
-def assign(lengths: Sequence[Sequence[int]], bags: Sequence[Bag], width: int, gamma: float = 1.0,
-           slack: float = 0.02) -> tuple[int, ...]:
+def assign(
+    lengths: Sequence[Sequence[int]], bags: Sequence[Bag], width: int, gamma: float = 1.0, slack: float = 0.02
+) -> tuple[int, ...]:
     """The bag of each sequence. Pure and deterministic, so every rank computes the same.
 
     Longest first, to the bag that would finish first; a sequence stays in the bag of its home rank while that bag
@@ -158,8 +161,15 @@ def assign(lengths: Sequence[Sequence[int]], bags: Sequence[Bag], width: int, ga
     return tuple(assignment)
 
 
-def plan(lengths: Sequence[int], bags: Sequence[Bag], group: Group, *, width: int, gamma: float = 1.0,
-         device: torch.device | str = "cpu") -> Routing:
+def plan(
+    lengths: Sequence[int],
+    bags: Sequence[Bag],
+    group: Group,
+    *,
+    width: int,
+    gamma: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> Routing:
     """Collective over `group`: every rank brings its own sequence lengths and gets the common plan.
 
     bags partition the ranks of the group; `width` is the model's, for the workload; the index tensors and the small
@@ -170,8 +180,13 @@ def plan(lengths: Sequence[int], bags: Sequence[Bag], group: Group, *, width: in
     return make_routing(everyone, bags, assign(everyone, bags, width, gamma), group.rank, device)
 
 
-def make_routing(lengths: Sequence[Sequence[int]], bags: Sequence[Bag], assignment: Sequence[int], rank: int,
-                 device: torch.device | str = "cpu") -> Routing:
+def make_routing(
+    lengths: Sequence[Sequence[int]],
+    bags: Sequence[Bag],
+    assignment: Sequence[int],
+    rank: int,
+    device: torch.device | str = "cpu",
+) -> Routing:
     """The routing of `rank` for a given assignment (`assign`'s or one's own). Pure."""
     next_row = [0] * sum(len(bag) for bag in bags)
     transfers = []
@@ -181,8 +196,13 @@ def make_routing(lengths: Sequence[Sequence[int]], bags: Sequence[Bag], assignme
             transfers.append(Transfer(stop.home, stop.start + low, target, next_row[target], high - low))
             next_row[target] += high - low
     totals = [sum(own) for own in lengths]
-    return Routing(rank, tuple(tuple(own) for own in lengths), tuple(tuple(bag) for bag in bags), tuple(assignment),
-                   _move(transfers, totals, rank, device, repeats=False))
+    return Routing(
+        rank,
+        tuple(tuple(own) for own in lengths),
+        tuple(tuple(bag) for bag in bags),
+        tuple(assignment),
+        _move(transfers, totals, rank, device, repeats=False),
+    )
 
 
 def route(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[Tensor]:
@@ -222,7 +242,7 @@ def gather_lengths(lengths: Sequence[int], group: Group, device: torch.device | 
     group.all_reduce(counts)
     ends = np.cumsum([0, *counts.tolist()])
     everything = torch.zeros(int(ends[-1]), dtype=torch.int64, device=device)
-    everything[ends[group.rank]:ends[group.rank + 1]] = torch.tensor(list(lengths), dtype=torch.int64)
+    everything[ends[group.rank] : ends[group.rank + 1]] = torch.tensor(list(lengths), dtype=torch.int64)
     group.all_reduce(everything)
     flat = everything.tolist()
     return [flat[low:high] for low, high in pairwise(ends)]
@@ -250,8 +270,9 @@ def _walk(lengths: Sequence[Sequence[int]], bags: Sequence[Bag], assignment: Seq
             start, turns[bag] = start + length, turns[bag] + 1
 
 
-def _move(transfers: list[Transfer], totals: Sequence[int], rank: int, device: torch.device | str,
-          repeats: bool) -> Move:
+def _move(
+    transfers: list[Transfer], totals: Sequence[int], rank: int, device: torch.device | str, repeats: bool
+) -> Move:
     """Index tensors of `rank` from the transfers of all ranks; sorting is stable, so sequences keep their order."""
     out = sorted((t for t in transfers if t.source == rank != t.target), key=lambda t: t.target)
     into = sorted((t for t in transfers if t.target == rank != t.source), key=lambda t: t.source)
@@ -263,13 +284,17 @@ def _move(transfers: list[Transfer], totals: Sequence[int], rank: int, device: t
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *runs])).to(device)
 
     return Move(
-        rows_in=totals[rank], rows_out=sum(t.rows for t in transfers if t.target == rank),
+        rows_in=totals[rank],
+        rows_out=sum(t.rows for t in transfers if t.target == rank),
         send=rows((t.source_row, t.rows) for t in out),
         send_splits=[sum(t.rows for t in out if t.target == r) for r in ranks],
         receive=rows((t.target_row, t.rows) for t in into),
         receive_splits=[sum(t.rows for t in into if t.source == r) for r in ranks],
-        keep_from=rows((t.source_row, t.rows) for t in stay), keep_to=rows((t.target_row, t.rows) for t in stay),
-        idle=all(t.source == t.target or not t.rows for t in transfers), repeats=repeats)
+        keep_from=rows((t.source_row, t.rows) for t in stay),
+        keep_to=rows((t.target_row, t.rows) for t in stay),
+        idle=all(t.source == t.target or not t.rows for t in transfers),
+        repeats=repeats,
+    )
 
 
 def _apply(tensors: Sequence[Tensor], move: Move, group: Group, back: bool) -> list[Tensor]:

@@ -58,9 +58,15 @@ def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def sample_latents(dit: nn.Module, requests: Sequence[Request], negative: Tensor, geometry: Geometry,
-                   config: SamplerConfig, group: Group | None = None,
-                   progress: Callable[[int], None] | None = None) -> list[Tensor]:
+def sample_latents(
+    dit: nn.Module,
+    requests: Sequence[Request],
+    negative: Tensor,
+    geometry: Geometry,
+    config: SamplerConfig,
+    group: Group | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Tensor]:
     """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
@@ -92,12 +98,12 @@ def sample_latents(dit: nn.Module, requests: Sequence[Request], negative: Tensor
             x = x + (following - sigma) * velocity
             if progress is not None:
                 progress(index + 1)
-    return [unpatchify(rows, grid, geometry.patch, channels)
-            for rows, grid in zip(_whole(x, prompt[0], group), grids)]
+    return [unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt[0], group), grids)]
 
 
-def _condition(grids: Sequence[tuple[int, int, int]], texts: Sequence[Tensor], group: Group,
-               device: torch.device) -> tuple[Layout, Tensor]:
+def _condition(
+    grids: Sequence[tuple[int, int, int]], texts: Sequence[Tensor], group: Group, device: torch.device
+) -> tuple[Layout, Tensor]:
     sequences = [PackedSequence(grid, len(text)) for grid, text in zip(grids, texts)]
     return Layout(sequences, group.size, group.rank, device), torch.cat([text.to(device) for text in texts])
 

@@ -90,9 +90,7 @@ class Segments:
         return cls.packed([tokens] * batch, device=device)
 
     @classmethod
-    def per_frame(
-        cls, batch: int, frames: int, tokens_per_frame: int, device: torch.device | str = "cpu"
-    ) -> Segments:
+    def per_frame(cls, batch: int, frames: int, tokens_per_frame: int, device: torch.device | str = "cpu") -> Segments:
         """Tokens ordered (batch, frame, height * width), one table row per sample and frame."""
         return cls.packed([tokens_per_frame] * (batch * frames), device=device)
 

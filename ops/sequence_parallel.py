@@ -24,8 +24,10 @@ def check_degree(degree: int, num_heads: int) -> None:
     """Raises ValueError when Ulysses cannot deal the heads evenly."""
     if num_heads % degree:
         legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-        raise ValueError(f"degree {degree} does not divide {num_heads} attention heads; Ulysses gives each rank whole "
-                         f"heads. Use one of {legal}.")
+        raise ValueError(
+            f"degree {degree} does not divide {num_heads} attention heads; Ulysses gives each rank whole "
+            f"heads. Use one of {legal}."
+        )
 
 
 def sequence_parallel_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group) -> Tensor:
@@ -35,8 +37,10 @@ def sequence_parallel_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Excha
     """
     check_degree(exchange.degree, q.shape[1])
     if group.size != exchange.degree or group.rank != exchange.rank:
-        raise ValueError(f"the layout is for rank {exchange.rank} of degree {exchange.degree}, the group is rank "
-                         f"{group.rank} of {group.size}. Build the Layout with the bag's degree and rank.")
+        raise ValueError(
+            f"the layout is for rank {exchange.rank} of degree {exchange.degree}, the group is rank "
+            f"{group.rank} of {group.size}. Build the Layout with the bag's degree and rank."
+        )
     if exchange.degree == 1 and exchange.in_order:
         return attention(q, k, v, exchange.lengths, exchange.lengths)
     q, k, v = _RowsToHeads.apply(exchange, group, q, k, v)

@@ -43,11 +43,15 @@ class Schedule:
     spatial_lead: int = 3  # L_S: the same of a temporal layer
 
     def __post_init__(self) -> None:
-        for name, lead, slices in (("temporal", self.temporal_lead, self.temporal_slices),
-                                   ("spatial", self.spatial_lead, self.spatial_slices)):
+        for name, lead, slices in (
+            ("temporal", self.temporal_lead, self.temporal_slices),
+            ("spatial", self.spatial_lead, self.spatial_slices),
+        ):
             if not (slices >= 1 and 0 <= lead <= slices):
-                raise ValueError(f"{name}_lead {lead} of {name}_slices {slices}: a lead lies in 0..{name}_slices, and "
-                                 f"there is at least one slice.")
+                raise ValueError(
+                    f"{name}_lead {lead} of {name}_slices {slices}: a lead lies in 0..{name}_slices, and "
+                    f"there is at least one slice."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +92,14 @@ def run_layers(x: Tensor, layers: Sequence[tuple[Layer, Layer]], grid: Grid, gro
     and a temporal layer; the same shape back. Collective: all ranks of the group call it alike. Inference only."""
     own = sum(_size(rows) for rows in grid.positions_of_slices)
     if x.shape[1:3] != (grid.frames, own):
-        raise ValueError(f"activations {tuple(x.shape)} do not fit {grid.frames} frames and {own} of {grid.positions} "
-                         f"positions on rank {grid.rank} of {grid.degree}.")
+        raise ValueError(
+            f"activations {tuple(x.shape)} do not fit {grid.frames} frames and {own} of {grid.positions} "
+            f"positions on rank {grid.rank} of {grid.degree}."
+        )
     if (group.size, group.rank) != (grid.degree, grid.rank):
-        raise ValueError(f"the grid is for rank {grid.rank} of {grid.degree}, the group is rank {group.rank} of "
-                         f"{group.size}.")
+        raise ValueError(
+            f"the grid is for rank {grid.rank} of {grid.degree}, the group is rank {group.rank} of {group.size}."
+        )
     if not layers:
         return x
     to_spatial, to_temporal = _Switch(grid, group, "temporal"), _Switch(grid, group, "spatial")
@@ -152,8 +159,9 @@ class _Switch:
         own = _size(chunks[mine])
         widths = [_size(self.grid.chunk(self.source, source, rank)) for rank in ranks]
         received = sent.new_empty(own * sum(widths), *sent.shape[1:])
-        pending = self.group.all_to_all_async(received, sent, [own * w for w in widths],
-                                              [_size(chunk) * width for chunk in chunks])
+        pending = self.group.all_to_all_async(
+            received, sent, [own * w for w in widths], [_size(chunk) * width for chunk in chunks]
+        )
         self.parts[target, source] = (pending, received, sent, widths)  # `sent` lives until the exchange ends
 
     def _wait(self, target: int, source: int) -> Tensor:

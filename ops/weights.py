@@ -1,8 +1,8 @@
 """Transformer weights in Diffusers' folder layout: safetensors in one file or in shards with an index, and config.json.
 
-    state = read_state(folder)                    # lazily opened files, fp32 or as stored
-    load_transformer(module, folder)              # checked: names, shapes, dtypes
-    write_folder(folder, state, dit_json(config)) # what Diffusers' from_pretrained reads
+state = read_state(folder)                    # lazily opened files, fp32 or as stored
+load_transformer(module, folder)              # checked: names, shapes, dtypes
+write_folder(folder, state, dit_json(config)) # what Diffusers' from_pretrained reads
 """
 
 from __future__ import annotations
@@ -69,15 +69,20 @@ def check_state(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], whe
     if missing:
         raise ValueError(f"{where} lacks {_some(missing)}, which the model has. Is it the transformer of this config?")
     if unexpected:
-        raise ValueError(f"{where} holds {_some(unexpected)}, which the model does not have. Is it the transformer of "
-                         f"this config?")
+        raise ValueError(
+            f"{where} holds {_some(unexpected)}, which the model does not have. Is it the transformer of this config?"
+        )
     for name, tensor in expected.items():
         if found[name].shape != tensor.shape:
-            raise ValueError(f"{where}: {name} has shape {list(found[name].shape)}, the model's is "
-                             f"{list(tensor.shape)}. Check the widths in config.json.")
+            raise ValueError(
+                f"{where}: {name} has shape {list(found[name].shape)}, the model's is "
+                f"{list(tensor.shape)}. Check the widths in config.json."
+            )
         if found[name].dtype not in _FLOATS:
-            raise ValueError(f"{where}: {name} is {_dtype(found[name])}; weights must be float32, bfloat16 or float16. "
-                             f"Quantised folders cannot be trained.")
+            raise ValueError(
+                f"{where}: {name} is {_dtype(found[name])}; weights must be float32, bfloat16 or float16. "
+                f"Quantised folders cannot be trained."
+            )
 
 
 def load_transformer(module: nn.Module, path: str | Path) -> None:
@@ -94,8 +99,9 @@ def load_transformer(module: nn.Module, path: str | Path) -> None:
             tensor.copy_(found[name])
 
 
-def write_folder(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any],
-                 shard_bytes: int = SHARD_BYTES) -> None:
+def write_folder(
+    folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any], shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")

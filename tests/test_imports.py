@@ -33,7 +33,7 @@ def imported_modules(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_imports_only_itself_and_layers_below(layer: str) -> None:
-    above = set(LAYERS[LAYERS.index(layer) + 1:])
+    above = set(LAYERS[LAYERS.index(layer) + 1 :])
     for path in sources(layer):
         upward = {name for name in imported_modules(path) if name.split(".")[0] in above}
         assert not upward, f"{path.relative_to(ROOT)} imports upward: {sorted(upward)}"
@@ -59,7 +59,7 @@ def test_packages_have_no_import_circle() -> None:
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import circle: {' -> '.join((*trail[trail.index(name):], name))}"
+        assert name not in trail, f"import circle: {' -> '.join((*trail[trail.index(name) :], name))}"
         if name in done or name not in edges:
             return
         for child in sorted(edges[name]):
@@ -88,8 +88,10 @@ def module_file(name: str) -> bool:
 
 def loaded_by(modules: list[str]) -> tuple[set[str], float]:
     """Heavy modules present after importing these in a fresh interpreter, and the CPU seconds it took."""
-    code = (f"import sys, time, {', '.join(modules)}\n"
-            f"print(([m for m in {HEAVY!r} if m in sys.modules], time.process_time()))")
+    code = (
+        f"import sys, time, {', '.join(modules)}\n"
+        f"print(([m for m in {HEAVY!r} if m in sys.modules], time.process_time()))"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     heavy, seconds = ast.literal_eval(result.stdout.strip())

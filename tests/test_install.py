@@ -49,7 +49,7 @@ def declared(*extras: str) -> list[str]:
     for extra in extras:
         for line in PROJECT["optional-dependencies"][extra]:
             needed = Requirement(line)
-            wanted += declared(*needed.extras)[len(PROJECT["dependencies"]):] if needed.name == "heddle" else [line]
+            wanted += declared(*needed.extras)[len(PROJECT["dependencies"]) :] if needed.name == "heddle" else [line]
     return wanted
 
 
@@ -62,16 +62,32 @@ def alone() -> dict[str, str]:
     """An environment in which an installer asks the package index and nothing that only this machine has."""
     mine = re.compile(r"(PIP|UV)_.*(FIND_LINKS|INDEX|CONSTRAINT|REQUIREMENT|CONFIG)")
     return {name: value for name, value in os.environ.items() if not mine.fullmatch(name)} | {
-        "PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1"}
+        "PIP_CONFIG_FILE": os.devnull,
+        "UV_NO_CONFIG": "1",
+    }
 
 
 def uv(*requirements: str, extra: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
     """What uv would install on Linux, one `name==version` a line; only what has no wheels is built."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate",
-               "--python", sys.executable, "--only-binary", ":all:",
-               *[part for name in SOURCE_ONLY for part in ("--no-binary", name)], *requirements]
-    return subprocess.run(command, cwd=ROOT, env=alone() | dict(extra), capture_output=True, text=True,
-                          timeout=RESOLVE_SECONDS)
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-header",
+        "--no-annotate",
+        "--python",
+        sys.executable,
+        "--only-binary",
+        ":all:",
+        *[part for name in SOURCE_ONLY for part in ("--no-binary", name)],
+        *requirements,
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, env=alone() | dict(extra), capture_output=True, text=True, timeout=RESOLVE_SECONDS
+    )
 
 
 @functools.cache
@@ -119,9 +135,26 @@ def test_pip_finds_the_same(tmp_path: Path) -> None:
     """With the pip of this environment, which fetches every package to read what it asks for: gigabytes."""
     report = tmp_path / "report.json"
     run = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--no-cache-dir",
-         "--report", str(report), "--constraint", str(ROOT / "constraints.txt"), *declared("dev")],
-        env=alone(), capture_output=True, text=True, timeout=RESOLVE_SECONDS)
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--quiet",
+            "--no-cache-dir",
+            "--report",
+            str(report),
+            "--constraint",
+            str(ROOT / "constraints.txt"),
+            *declared("dev"),
+        ],
+        env=alone(),
+        capture_output=True,
+        text=True,
+        timeout=RESOLVE_SECONDS,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     packages = [package["metadata"] for package in json.loads(report.read_text())["install"]]
     found = {normal(package["name"]): package["version"] for package in packages}
@@ -155,8 +188,9 @@ def test_the_extra_of_a_profile_is_part_of_what_the_tests_are_run_with() -> None
     assert not any("xgboost" in line for line in declared())
 
 
-@pytest.mark.parametrize("python, supported",
-                         [("3.10.9", False), ("3.11.0", True), ("3.13.5", True), ("3.14.0", False)])
+@pytest.mark.parametrize(
+    "python, supported", [("3.10.9", False), ("3.11.0", True), ("3.13.5", True), ("3.14.0", False)]
+)
 def test_the_pythons_it_is_tested_with_are_the_ones_it_asks_for(python: str, supported: bool) -> None:
     assert SpecifierSet(PROJECT["requires-python"]).contains(python) is supported
     named = f"Programming Language :: Python :: {python.rpartition('.')[0]}" in PROJECT["classifiers"]

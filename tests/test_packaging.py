@@ -39,7 +39,7 @@ def test_every_dependency_is_pinned() -> None:
 def test_triton_is_asked_for_only_where_it_has_wheels() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    triton, = (needed for needed in map(Requirement, names) if needed.name == "triton")
+    (triton,) = (needed for needed in map(Requirement, names) if needed.name == "triton")
     assert triton.marker is not None
     assert triton.marker.evaluate({"platform_system": "Linux"})
     assert not triton.marker.evaluate({"platform_system": "Darwin"})
@@ -47,8 +47,11 @@ def test_triton_is_asked_for_only_where_it_has_wheels() -> None:
 
 def test_every_package_is_installed() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    present = {".".join(path.parent.relative_to(ROOT).parts) for layer in ("app", "actors", "data", "ops")
-               for path in (ROOT / layer).rglob("__init__.py")}
+    present = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for layer in ("app", "actors", "data", "ops")
+        for path in (ROOT / layer).rglob("__init__.py")
+    }
     assert listed == present
 
 
@@ -114,8 +117,11 @@ def test_container_files_ask_for_an_image_that_the_dockerfile_makes() -> None:
         assert service["image"] == f"heddle:{service['build']['target']}" and service["build"]["target"] in stages()
         assert set(service["build"]["args"]) == {"PIP_EXTRA_INDEX_URL"}
     cluster = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
-    images = {container["image"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
-              for container in group["template"]["spec"]["containers"]}
+    images = {
+        container["image"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+        for container in group["template"]["spec"]["containers"]
+    }
     assert images == {"heddle:cuda"} and "cuda" in stages()
 
 
@@ -145,8 +151,13 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
     inside = script(tmp_path / "venv" / "bin" / "python", "exit 1")
     whole = script(tmp_path / "whole", "exit 0")
     outside = script(tmp_path / "python", f'case "$*" in "-m venv"*) cp {whole} {inside};; esac')
-    result = subprocess.run(["make", "install", f"PYTHON={outside}", f"VENV={tmp_path / 'venv'}"], cwd=ROOT,
-                            capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        ["make", "install", f"PYTHON={outside}", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "venv" / ".installed").is_file()
 
@@ -192,7 +203,11 @@ def test_a_submitted_job_carries_all_that_the_program_is_made_of_and_no_more(tmp
     create_package(str(ROOT), tmp_path / "upload.zip", include_gitignore=True)
     with zipfile.ZipFile(tmp_path / "upload.zip") as upload:
         names = set(upload.namelist())
-    wanted = {str(path.relative_to(ROOT)) for part in ("app", "actors", "data", "ops", "configs")
-              for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".c", ".yaml", ".json")}
+    wanted = {
+        str(path.relative_to(ROOT))
+        for part in ("app", "actors", "data", "ops", "configs")
+        for path in (ROOT / part).rglob("*")
+        if path.suffix in (".py", ".c", ".yaml", ".json")
+    }
     assert wanted <= names
     assert not {name for name in names if name.startswith((".venv/", "tests/", "runs/", "datasets/", ".git/"))}

@@ -85,9 +85,15 @@ def useful_modes(problem: Problem, job: Job) -> list[tuple[int, int, float]]:
     return found
 
 
-def build(problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = None, barrier: float = 0.0,
-          release: Sequence[float] | None = None, worth: Sequence[float] | None = None,
-          slack: Sequence[float] | None = None) -> Space | None:
+def build(
+    problem: Problem,
+    jobs: Sequence[Job],
+    free: Sequence[float] | None = None,
+    barrier: float = 0.0,
+    release: Sequence[float] | None = None,
+    worth: Sequence[float] | None = None,
+    slack: Sequence[float] | None = None,
+) -> Space | None:
     """Arrays of a problem; None where a job has no mode in this form (unequal shares over unequal nodes)."""
     modes = [useful_modes(problem, job) for job in jobs]
     if not all(modes):
@@ -98,26 +104,37 @@ def build(problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = 
     chain_jobs = np.zeros((len(groups), longest), dtype=np.intp)
     chain_of = np.zeros(len(jobs), dtype=np.intp)
     for number, group in enumerate(groups):
-        chain_jobs[number, :len(group)] = group
+        chain_jobs[number, : len(group)] = group
         chain_of[group] = number
     most = max((len(job.preds) for job in jobs), default=0) or 1
     preds = np.full((len(jobs), most), len(jobs), dtype=np.intp)
     table = np.zeros((3, len(jobs), width))
     for index, job in enumerate(jobs):
-        preds[index, :len(job.preds)] = job.preds
+        preds[index, : len(job.preds)] = job.preds
         for number, mode in enumerate(modes[index]):
             table[:, index, number] = mode
     dits = np.array([job.module == "dit" for job in jobs])
     counts = dits if dits.any() else np.ones(len(jobs), dtype=bool)
     nodes = np.full((len(problem.cluster.nodes), max(problem.cluster.nodes)), NEVER)
     for node, workers in enumerate(problem.topology.workers):
-        nodes[node, :len(workers)] = sorted(free[w] for w in workers) if free else 0.0
-    return Space(chain_of=chain_of, chain_jobs=chain_jobs, chain_length=[len(group) for group in groups],
-                 degree=table[0].astype(np.intp),
-                 span=table[1].astype(np.intp), seconds=table[2], num_modes=np.array([len(m) for m in modes]),
-                 preds=preds, release=np.array(release) if release is not None else np.zeros(len(jobs)),
-                 counts=counts, waits=dits, worth=np.array(worth) if worth is not None else np.zeros(len(jobs)),
-                 slack=np.array(slack) if slack is not None else np.zeros(len(jobs)), nodes=nodes, barrier=barrier)
+        nodes[node, : len(workers)] = sorted(free[w] for w in workers) if free else 0.0
+    return Space(
+        chain_of=chain_of,
+        chain_jobs=chain_jobs,
+        chain_length=[len(group) for group in groups],
+        degree=table[0].astype(np.intp),
+        span=table[1].astype(np.intp),
+        seconds=table[2],
+        num_modes=np.array([len(m) for m in modes]),
+        preds=preds,
+        release=np.array(release) if release is not None else np.zeros(len(jobs)),
+        counts=counts,
+        waits=dits,
+        worth=np.array(worth) if worth is not None else np.zeros(len(jobs)),
+        slack=np.array(slack) if slack is not None else np.zeros(len(jobs)),
+        nodes=nodes,
+        barrier=barrier,
+    )
 
 
 @dataclass(slots=True)

@@ -55,13 +55,18 @@ def step_bound(problem: Problem, step: int, modules: Sequence[Module] = (*ENCODE
 def path_bound(problem: Problem, jobs: Sequence[Job]) -> float:
     """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
     largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
-    quick = [min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest
-             for job in jobs]
+    quick = [
+        min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest for job in jobs
+    ]
     return max((quick[i] + max((quick[p] for p in job.preds), default=0.0) for i, job in enumerate(jobs)), default=0.0)
 
 
 def mean_bound(problem: Problem) -> float:
     """Mean seconds per step that any plan of the whole horizon needs: all areas over all workers."""
-    area = sum(cheapest(problem, key, module)[0] for key in problem.items for module in (*ENCODERS, "dit")
-               if problem.needs(key, module))
+    area = sum(
+        cheapest(problem, key, module)[0]
+        for key in problem.items
+        for module in (*ENCODERS, "dit")
+        if problem.needs(key, module)
+    )
     return area / sum(problem.topology.speed) / max(len(problem.steps), 1)

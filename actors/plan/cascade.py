@@ -58,8 +58,9 @@ class StepJobs:
     slack: list[float]
 
 
-def cascade_plan(problem: Problem, numbers: Sequence[int], seed: int, budget_s: float,
-                 plan_s: list[float] | None = None) -> list[Cascade]:
+def cascade_plan(
+    problem: Problem, numbers: Sequence[int], seed: int, budget_s: float, plan_s: list[float] | None = None
+) -> list[Cascade]:
     """Cascades of all steps, timed.
 
     A long horizon is planned as a beam: the best few pasts are kept, each goes on with different worths of running
@@ -79,12 +80,18 @@ def cascade_plan(problem: Problem, numbers: Sequence[int], seed: int, budget_s: 
         for past in beam:
             for number, worth in enumerate(worths):
                 state = replace(past.state, worths=worth)
-                chosen, lister = (rough_step(problem, state, step) if rough else
-                                  plan_step(problem, state, step, ahead, seed + number, share))
+                chosen, lister = (
+                    rough_step(problem, state, step)
+                    if rough
+                    else plan_step(problem, state, step, ahead, seed + number, share)
+                )
                 trials.append(past.after(chosen, lister))
         trials.sort(key=lambda past: past.least_end(problem))
-        beam = [past for number, past in enumerate(trials)
-                if all(past.least_end(problem) > other.least_end(problem) + 1e-9 for other in trials[:number])][:width]
+        beam = [
+            past
+            for number, past in enumerate(trials)
+            if all(past.least_end(problem) > other.least_end(problem) + 1e-9 for other in trials[:number])
+        ][:width]
         if plan_s is not None:
             plan_s.append(time.perf_counter() - started)
     best = min(beam, key=lambda past: past.state.barrier)
@@ -115,8 +122,9 @@ class Past:
         return state.barrier + (over - sum(cheapest(problem, *key)[0] for key in ran)) / total
 
 
-def plan_step(problem: Problem, state: State, step: int, ahead: Sequence[int], seed: int,
-              budget_s: float) -> tuple[StepJobs, Lister]:
+def plan_step(
+    problem: Problem, state: State, step: int, ahead: Sequence[int], seed: int, budget_s: float
+) -> tuple[StepJobs, Lister]:
     """The best decision found for one step within the budget: whole batches, and batches cut where that may pay.
 
     Where an update waits for all workers, encodes of later steps only fill the gaps of the step's own best plan: one
@@ -177,8 +185,15 @@ def rough_step(problem: Problem, state: State, step: int) -> tuple[StepJobs, Lis
     return chosen, lister
 
 
-def _searched(space: batch.Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget_s: float, seed: int,
-              bound: float, deadline: float, population: int = 0) -> search.Found | None:
+def _searched(
+    space: batch.Space,
+    starts: Sequence[tuple[np.ndarray, np.ndarray]],
+    budget_s: float,
+    seed: int,
+    bound: float,
+    deadline: float,
+    population: int = 0,
+) -> search.Found | None:
     """The best candidate of the compiled search, or of the vectorised one where there is no compiler."""
     if native.fits(space):
         return native.anneal(space, starts, budget_s, seed, bound, deadline - time.perf_counter())
@@ -201,11 +216,17 @@ def cuts(problem: Problem, state: State, step: int) -> list[Patterns]:
     """Ways to cut the step's batches: every item that is long against the step into pieces of at most a share of it."""
     if not problem.options.split:
         return []
-    keys = [key for key, item in problem.items.items()
-            if key[0] == step and item.batch > 1 and problem.needs(key, "dit")]
+    keys = [
+        key for key, item in problem.items.items() if key[0] == step and item.batch > 1 and problem.needs(key, "dit")
+    ]
     started = {item for item, _, _, _ in state.ran} | {key for key, _ in problem.finished}
-    total = sum(cheapest(problem, key, module)[0] for key in problem.items if key[0] == step
-                for module in MODULES if problem.needs(key, module)) / sum(problem.topology.speed)
+    total = sum(
+        cheapest(problem, key, module)[0]
+        for key in problem.items
+        if key[0] == step
+        for module in MODULES
+        if problem.needs(key, module)
+    ) / sum(problem.topology.speed)
     found: list[Patterns] = []
     workers = problem.topology.num_workers
     # In a small cluster also the cut that one worker less would get: it may use that many better.
@@ -268,22 +289,39 @@ def _alone(jobs: Sequence[Job]) -> StepJobs:
     return StepJobs(list(jobs), [0.0] * len(jobs), [0.0] * len(jobs), [0.0] * len(jobs))
 
 
-def step_jobs(problem: Problem, state: State, step: int, ahead: Sequence[int],
-              patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None) -> StepJobs:
+def step_jobs(
+    problem: Problem,
+    state: State,
+    step: int,
+    ahead: Sequence[int],
+    patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None,
+) -> StepJobs:
     """The step's jobs that have not run yet, and the encodes of the steps ahead."""
     own = problem.jobs(patterns, steps=[step])
     later = [job for job in problem.jobs(None, steps=list(ahead)) if job.module != "dit"] if ahead else []
     result = StepJobs([], [], [], [])
-    dits = {number: [(key, *cheapest(problem, key, "dit")) for key in problem.items
-                     if key[0] == number and problem.needs(key, "dit")] for number in ahead}
+    dits = {
+        number: [
+            (key, *cheapest(problem, key, "dit"))
+            for key in problem.items
+            if key[0] == number and problem.needs(key, "dit")
+        ]
+        for number in ahead
+    }
     index: dict[int, int] = {}
     total = sum(problem.topology.speed)
     for number, job in enumerate(own + later):
         key = (job.item, job.module, job.first, job.count)
         if key in state.ran:
             continue
-        release = max((end for (item, _, first, count), (end, _) in state.ran.items() if item == job.item
-                       and first < job.first + job.count and job.first < first + count), default=0.0)
+        release = max(
+            (
+                end
+                for (item, _, first, count), (end, _) in state.ran.items()
+                if item == job.item and first < job.first + job.count and job.first < first + count
+            ),
+            default=0.0,
+        )
         index[number] = len(result.jobs)
         result.release.append(release if job.module == "dit" else 0.0)
         worth, slack = 0.0, 0.0
@@ -299,8 +337,9 @@ def step_jobs(problem: Problem, state: State, step: int, ahead: Sequence[int],
     return result
 
 
-def _add_later(problem: Problem, state: State, step: int, ahead: Sequence[int], chosen: StepJobs,
-               lister: Lister) -> None:
+def _add_later(
+    problem: Problem, state: State, step: int, ahead: Sequence[int], chosen: StepJobs, lister: Lister
+) -> None:
     """Put the encodes of the steps ahead behind the jobs of a planned step; the schedule makes room for them."""
     more = step_jobs(problem, state, step, ahead)
     for index in [i for i, worth in enumerate(more.worth) if worth > 0]:
@@ -313,15 +352,17 @@ def _add_later(problem: Problem, state: State, step: int, ahead: Sequence[int], 
     lister.jobs = chosen.jobs
 
 
-def constructive(problem: Problem, chosen: StepJobs, state: State) \
-        -> tuple[float, Lister, list[tuple[list[int], list[int]]]]:
+def constructive(
+    problem: Problem, chosen: StepJobs, state: State
+) -> tuple[float, Lister, list[tuple[list[int], list[int]]]]:
     """(score, best schedule, all (order, degrees) tried): allotments for a few target times, own jobs only first."""
     own = [i for i, worth in enumerate(chosen.worth) if worth == 0]
     ahead = [i for i, worth in enumerate(chosen.worth) if worth > 0]
     jobs = chosen.jobs
     area = max(sum(jobs[i].area for i in own) / sum(problem.topology.speed), 1e-9)
-    path = max((jobs[i].quickest + max((jobs[p].quickest for p in jobs[i].preds), default=0.0) for i in own),
-               default=0.0)
+    path = max(
+        (jobs[i].quickest + max((jobs[p].quickest for p in jobs[i].preds), default=0.0) for i in own), default=0.0
+    )
     best: tuple[float, Lister] | None = None
     tried = []
     for target in sorted({path, 1.2 * path, 0.5 * area, 0.7 * area, area, 1.25 * area, 1.6 * area, 2.2 * area}):
@@ -346,8 +387,9 @@ def constructive(problem: Problem, chosen: StepJobs, state: State) \
     return best[0], best[1], [(order + [i for i in ahead if i not in order], degrees) for order, degrees in tried]
 
 
-def side_by_side(problem: Problem, jobs: Sequence[Job],
-                 own: Sequence[int] | None = None) -> list[tuple[list[int], list[int]]]:
+def side_by_side(
+    problem: Problem, jobs: Sequence[Job], own: Sequence[int] | None = None
+) -> list[tuple[list[int], list[int]]]:
     """(order, degrees) in which nodes encode all items side by side, then run their dits, longest or shortest first."""
     own = range(len(jobs)) if own is None else own
     area = max(sum(jobs[i].area for i in own) / sum(problem.topology.speed), 1e-9)
@@ -363,8 +405,10 @@ def side_by_side(problem: Problem, jobs: Sequence[Job],
 
 def _fill_gaps(chosen: StepJobs, lister: Lister, state: State, deadline: float) -> None:
     """Encodes of later steps into what is idle; the most urgent and largest first."""
-    optional = sorted((i for i, worth in enumerate(chosen.worth) if worth > 0 and i not in lister.where),
-                      key=lambda i: (chosen.jobs[i].step, -chosen.worth[i], i))
+    optional = sorted(
+        (i for i, worth in enumerate(chosen.worth) if worth > 0 and i not in lister.where),
+        key=lambda i: (chosen.jobs[i].step, -chosen.worth[i], i),
+    )
     if optional:
         fill(lister, optional, _end(chosen, lister, state), deadline)
 
@@ -376,8 +420,15 @@ def _end(chosen: StepJobs, lister: Lister, state: State) -> float:
     return max((lister.end[i] for i in dits), default=state.barrier)
 
 
-def climb(problem: Problem, chosen: StepJobs, state: State, tried: Sequence[tuple[list[int], list[int]]],
-          budget_s: float, seed: int, deadline: float) -> Lister:
+def climb(
+    problem: Problem,
+    chosen: StepJobs,
+    state: State,
+    tried: Sequence[tuple[list[int], list[int]]],
+    budget_s: float,
+    seed: int,
+    deadline: float,
+) -> Lister:
     """Search for workers of unequal speed or nodes of unequal size: one schedule at a time, small changes that do not
     hurt are kept. Slower than the population search, but it sees every worker."""
     source = random.Random(seed)
@@ -440,8 +491,14 @@ def _score(chosen: StepJobs, lister: Lister, state: State) -> float:
     if not any(chosen.worth):
         return end
     over = sum(max(time - end, 0.0) for time in lister.free) / len(lister.free)
-    delay = max((lister.end[i] - end - chosen.slack[i] for i, worth in enumerate(chosen.worth)
-                 if worth > 0 and i in lister.where), default=0.0)
+    delay = max(
+        (
+            lister.end[i] - end - chosen.slack[i]
+            for i, worth in enumerate(chosen.worth)
+            if worth > 0 and i in lister.where
+        ),
+        default=0.0,
+    )
     return end + left + over + max(delay, 0.0)
 
 

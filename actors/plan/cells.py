@@ -43,9 +43,15 @@ def worth_cells(problem: Problem, jobs: Sequence[Job]) -> bool:
     """Whether the cluster is large against its jobs' degrees and has several chains for every cell."""
     nodes = problem.cluster.nodes
     workers = problem.topology.num_workers
-    return (len(jobs) > MANY_JOBS and len(nodes) > 1 and len(set(nodes)) == 1 and problem.topology.uniform
-            and workers >= 2 * CELL_WORKERS and len(chains(jobs)) * CELL_WORKERS >= 4 * workers
-            and max(min(k for k, _ in job.modes) for job in jobs) <= max(nodes))
+    return (
+        len(jobs) > MANY_JOBS
+        and len(nodes) > 1
+        and len(set(nodes)) == 1
+        and problem.topology.uniform
+        and workers >= 2 * CELL_WORKERS
+        and len(chains(jobs)) * CELL_WORKERS >= 4 * workers
+        and max(min(k for k, _ in job.modes) for job in jobs) <= max(nodes)
+    )
 
 
 def plan_cells(problem: Problem, jobs: Sequence[Job], plan_cell: PlanCell, budget_s: float) -> list[Placed]:
@@ -83,8 +89,15 @@ def _lay(cell: Cell, jobs: Sequence[Job], strips: Sequence[Strip]) -> None:
     cell.placed, cell.makespan = lister.placed, max(lister.end, default=0.0)
 
 
-def _even_out(cells: list[Cell], jobs: Sequence[Job], groups: Sequence[Sequence[int]], areas: np.ndarray,
-              plan_cell: PlanCell, try_s: float, deadline: float) -> None:
+def _even_out(
+    cells: list[Cell],
+    jobs: Sequence[Job],
+    groups: Sequence[Sequence[int]],
+    areas: np.ndarray,
+    plan_cell: PlanCell,
+    try_s: float,
+    deadline: float,
+) -> None:
     """Relieve the slowest cell, by search and by swaps, until nothing helps it or the time is over."""
     failures = 0
     while failures < 24 and time.perf_counter() < deadline:
@@ -103,33 +116,54 @@ def _cells(problem: Problem) -> list[Cell]:
     per_cell = max(1, CELL_WORKERS // size)
     cells, node = [], 0
     while node < len(problem.cluster.nodes):
-        nodes = problem.cluster.nodes[node:node + per_cell]
+        nodes = problem.cluster.nodes[node : node + per_cell]
         cells.append(Cell(problem.on(Cluster(nodes=nodes, rails=problem.cluster.rails)), node * size, []))
         node += per_cell
     return cells
 
 
-def _plan(cell: Cell, jobs: Sequence[Job], groups: Sequence[Sequence[int]], plan_cell: PlanCell,
-          budget_s: float) -> None:
+def _plan(
+    cell: Cell, jobs: Sequence[Job], groups: Sequence[Sequence[int]], plan_cell: PlanCell, budget_s: float
+) -> None:
     """Plan a cell; keeps its earlier plan where that was better."""
     cell.searched = budget_s > 0
     indices = [i for chain in cell.chains for i in groups[chain]]
     place = {old: new for new, old in enumerate(indices)}
-    own = [Job(jobs[i].module, jobs[i].step, jobs[i].item, jobs[i].first, jobs[i].count,
-               tuple(m for m in jobs[i].modes if m[0] <= cell.problem.topology.num_workers),
-               [place[p] for p in jobs[i].preds]) for i in indices]
+    own = [
+        Job(
+            jobs[i].module,
+            jobs[i].step,
+            jobs[i].item,
+            jobs[i].first,
+            jobs[i].count,
+            tuple(m for m in jobs[i].modes if m[0] <= cell.problem.topology.num_workers),
+            [place[p] for p in jobs[i].preds],
+        )
+        for i in indices
+    ]
     makespan, placed = plan_cell(cell.problem, own, budget_s) if own else (0.0, [])
     if cell.placed is None or makespan < cell.makespan:
         cell.makespan, cell.placed = makespan, [Placed(indices[p.job], p.workers) for p in placed]
 
 
-def _swap(slow: Cell, fast: Cell, jobs: Sequence[Job], groups: Sequence[Sequence[int]], areas: np.ndarray,
-          plan_cell: PlanCell, attempt: int, try_s: float) -> bool:
+def _swap(
+    slow: Cell,
+    fast: Cell,
+    jobs: Sequence[Job],
+    groups: Sequence[Sequence[int]],
+    areas: np.ndarray,
+    plan_cell: PlanCell,
+    attempt: int,
+    try_s: float,
+) -> bool:
     """Exchange the pair of chains whose area difference comes nearest to evening out both cells, if it helps."""
     want = (slow.makespan - fast.makespan) / 2 * slow.problem.topology.num_workers
-    pairs = sorted((abs(areas[a] - (areas[b] if b is not None else 0.0) - want), a, -1 if b is None else b)
-                   for a in slow.chains for b in [*fast.chains, None]
-                   if areas[a] > (areas[b] if b is not None else 0.0))
+    pairs = sorted(
+        (abs(areas[a] - (areas[b] if b is not None else 0.0) - want), a, -1 if b is None else b)
+        for a in slow.chains
+        for b in [*fast.chains, None]
+        if areas[a] > (areas[b] if b is not None else 0.0)
+    )
     if len(pairs) <= attempt:
         return False
     _, give, take = pairs[attempt]

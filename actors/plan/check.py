@@ -13,8 +13,9 @@ from actors.plan.types import Cascade, Cluster, Done, Item, Plan, PlanError
 TOLERANCE_S = 1e-6
 
 
-def check(plan: Plan, steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster,
-          done: Sequence[Done] = ()) -> None:
+def check(
+    plan: Plan, steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, done: Sequence[Done] = ()
+) -> None:
     """Raise PlanError unless the plan runs every sample of every item once, legally, in the profile's durations."""
     topology = Topology(cluster, profile.cross_node)
     items = index_items(steps, plan.steps[0].step if plan.steps else 0)
@@ -71,19 +72,29 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
     for part in cascade.parts:
         item = items.get((cascade.step, part.item))
         if item is None or part.count < 1 or part.first < 0 or part.first + part.count > item.batch:
-            raise PlanError(f"{name} runs samples {part.first}..{part.first + part.count - 1} of item {part.item!r}, "
-                            f"which do not exist.")
-        if cascade.degree not in profile.legal_degrees(cascade.module, part.count, item.frames, item.height, item.width,
-                                                       item.text_tokens) and len(cascade.parts) == 1:
-            raise PlanError(f"{name}: degree {cascade.degree} is not legal for {cascade.module} of batch {part.count}, "
-                            f"{item.frames}f {item.height}x{item.width}.")
+            raise PlanError(
+                f"{name} runs samples {part.first}..{part.first + part.count - 1} of item {part.item!r}, "
+                f"which do not exist."
+            )
+        if (
+            cascade.degree
+            not in profile.legal_degrees(
+                cascade.module, part.count, item.frames, item.height, item.width, item.text_tokens
+            )
+            and len(cascade.parts) == 1
+        ):
+            raise PlanError(
+                f"{name}: degree {cascade.degree} is not legal for {cascade.module} of batch {part.count}, "
+                f"{item.frames}f {item.height}x{item.width}."
+            )
     expected = cascade_seconds(cascade, items, profile, topology)
     if abs(cascade.seconds - expected) > TOLERANCE_S * max(1.0, expected):
         raise PlanError(f"{name} lasts {cascade.seconds:.6f} s, the profile says {expected:.6f} s.")
 
 
-def _check_coverage(cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile,
-                    done: Sequence[Done]) -> None:
+def _check_coverage(
+    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[Done]
+) -> None:
     runs: dict[tuple[ItemKey, str], list[int]] = {}
     for cascade in cascades:
         for part in cascade.parts:
@@ -98,8 +109,9 @@ def _check_coverage(cascades: Sequence[Cascade], items: dict[ItemKey, Item], pro
             wanted = 0 if exists or not profile.has(module) else 1
             counts = runs.get((key, module), [0] * item.batch)
             if any(count != wanted for count in counts):
-                raise PlanError(f"item {item.id!r}: {module} runs {counts} times per sample, it must run "
-                                f"{wanted} times.")
+                raise PlanError(
+                    f"item {item.id!r}: {module} runs {counts} times per sample, it must run {wanted} times."
+                )
 
 
 def _check_exclusive(cascades: Sequence[Cascade]) -> None:
@@ -114,8 +126,9 @@ def _check_exclusive(cascades: Sequence[Cascade]) -> None:
                 raise PlanError(f"worker {worker} runs {first.id} and {second.id} at the same time.")
 
 
-def _check_predecessors(cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile,
-                        done: Sequence[Done]) -> None:
+def _check_predecessors(
+    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[Done]
+) -> None:
     produced: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...], str]]] = {}
     for key, result in done_results(done, items):
         for sample in range(items[key].batch):
@@ -136,8 +149,10 @@ def _check_predecessors(cascades: Sequence[Cascade], items: dict[ItemKey, Item],
                 for end, workers, name in produced.get((key, sample), ()):
                     end += handoff_seconds(bag, workers, items[key], part.count, profile)
                     if cascade.start_s < end - TOLERANCE_S:
-                        raise PlanError(f"{cascade.id} starts at {cascade.start_s:.3f} s, before {name} has "
-                                        f"delivered at {end:.3f} s.")
+                        raise PlanError(
+                            f"{cascade.id} starts at {cascade.start_s:.3f} s, before {name} has "
+                            f"delivered at {end:.3f} s."
+                        )
 
 
 def _check_barriers(cascades: Sequence[Cascade]) -> None:
@@ -150,5 +165,7 @@ def _check_barriers(cascades: Sequence[Cascade]) -> None:
     numbers = sorted(first)
     for earlier, later in pairwise(numbers):
         if first[later] < last[earlier] - TOLERANCE_S:
-            raise PlanError(f"step {later} starts its dit at {first[later]:.3f} s, before step {earlier} ends at "
-                            f"{last[earlier]:.3f} s: the weights are not updated yet.")
+            raise PlanError(
+                f"step {later} starts its dit at {first[later]:.3f} s, before step {earlier} ends at "
+                f"{last[earlier]:.3f} s: the weights are not updated yet."
+            )

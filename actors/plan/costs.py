@@ -68,9 +68,16 @@ class Fit:
         named = dict(zip(FORMS[self.form].names, self.coefficients))
         if self.form == "adaptiveload":
             named["p"] = self.exponent
-        return {"source": self.source, "form": self.form, "coefficients": named, "r2": self.r2,
-                "worst_residual": self.worst, "points": self.points, "poor": self.poor,
-                "residual_model": self.residual is not None}
+        return {
+            "source": self.source,
+            "form": self.form,
+            "coefficients": named,
+            "r2": self.r2,
+            "worst_residual": self.worst,
+            "points": self.points,
+            "poor": self.poor,
+            "residual_model": self.residual is not None,
+        }
 
 
 def token_count(geometry: Geometry, frames: int, height: int, width: int) -> int:
@@ -155,10 +162,14 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
     return 1.0, float(load.batch * max(load.text_tokens, 1)) / load.degree
 
 
-FORMS = {"arachne": Form(("constant", "alpha1", "alpha2", "comm"), _arachne),
-         "knapformer": Form(("linear", "quadratic"), _knapformer), "adaptiveload": Form(("a", "b"), _adaptiveload),
-         "tiles": Form(("constant", "volume"), _tiles), "pixels": Form(("constant", "pixel", "sample"), _pixels),
-         "captions": Form(("constant", "token"), _captions)}
+FORMS = {
+    "arachne": Form(("constant", "alpha1", "alpha2", "comm"), _arachne),
+    "knapformer": Form(("linear", "quadratic"), _knapformer),
+    "adaptiveload": Form(("a", "b"), _adaptiveload),
+    "tiles": Form(("constant", "volume"), _tiles),
+    "pixels": Form(("constant", "pixel", "sample"), _pixels),
+    "captions": Form(("constant", "token"), _captions),
+}
 FORMS_OF = {"dit": ("arachne", "adaptiveload", "knapformer"), "vae": ("tiles", "pixels"), "text": ("captions",)}
 TILE = (16, 256, 256)  # frames, height, width of a VAE tile; neighbours overlap by a quarter in space
 
@@ -187,8 +198,15 @@ def fit_form(form: str, loads: Sequence[Load], seconds: Sequence[float], source:
         coefficients = nonnegative_fit(columns, target)
         r2, worst = quality(columns @ coefficients, target)
         if best is None or r2 > best.r2:
-            best = Fit(source=f"{form} form {source}", form=form, exponent=exponent,
-                       coefficients=tuple(float(c) for c in coefficients), r2=r2, worst=worst, points=len(target))
+            best = Fit(
+                source=f"{form} form {source}",
+                form=form,
+                exponent=exponent,
+                coefficients=tuple(float(c) for c in coefficients),
+                r2=r2,
+                worst=worst,
+                points=len(target),
+            )
     assert best is not None
     return best
 
@@ -207,8 +225,18 @@ def fit_memory(loads: Sequence[Load], peak_gib: Sequence[float]) -> tuple[float,
     target = np.array(peak_gib)
     states, per_token = (float(c) for c in nonnegative_fit(columns, target))
     r2, worst = quality(columns @ np.array([states, per_token]), target)
-    return states, per_token, Fit(source=f"states + B S m / k from {len(loads)} peaks", form="captions",
-                                  coefficients=(states, per_token), r2=r2, worst=worst, points=len(loads))
+    return (
+        states,
+        per_token,
+        Fit(
+            source=f"states + B S m / k from {len(loads)} peaks",
+            form="captions",
+            coefficients=(states, per_token),
+            r2=r2,
+            worst=worst,
+            points=len(loads),
+        ),
+    )
 
 
 def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
@@ -243,8 +271,15 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     return replace(found, source=found.source + " with an XGBoost residual", r2=r2, worst=worst, residual=residual)
 
 
-def flop_coefficients(dit: DiTConfig, tflops: float, *, vae_flops_per_pixel: float, text_flops_per_token: float,
-                      launch_s: float, exchange_gbps: float) -> dict[str, Fit]:
+def flop_coefficients(
+    dit: DiTConfig,
+    tflops: float,
+    *,
+    vae_flops_per_pixel: float,
+    text_flops_per_token: float,
+    launch_s: float,
+    exchange_gbps: float,
+) -> dict[str, Fit]:
     """The FLOP model of a transformer: 24 S d^2 + 4 S^2 d per layer (KnapFormer Eq. 1), 4x in training with recompute.
 
     MLP width and cross-attention enter through their real sizes; Ulysses moves 4 activations of width d per layer and
@@ -257,9 +292,11 @@ def flop_coefficients(dit: DiTConfig, tflops: float, *, vae_flops_per_pixel: flo
     linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate
     quadratic = passes * layers * 4.0 * d / rate
     exchange = passes * layers * 4.0 * d * 4.0 / (exchange_gbps * 1e9)
-    return {"dit": _analytic("arachne", (launch_s * layers, linear, quadratic, exchange)),
-            "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, 0.0)),
-            "text": _analytic("captions", (launch_s * 4, text_flops_per_token / rate))}
+    return {
+        "dit": _analytic("arachne", (launch_s * layers, linear, quadratic, exchange)),
+        "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, 0.0)),
+        "text": _analytic("captions", (launch_s * 4, text_flops_per_token / rate)),
+    }
 
 
 def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:

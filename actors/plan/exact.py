@@ -89,8 +89,9 @@ def solve(problem: Problem, jobs: Sequence[Job], hint: Found | None, budget_s: f
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         if hint is None:
-            raise PlanError(f"exact found no plan of {len(jobs)} cascades within its budget. "
-                            f"Raise the budget or use cascade.")
+            raise PlanError(
+                f"exact found no plan of {len(jobs)} cascades within its budget. Raise the budget or use cascade."
+            )
         log.info("exact: no improvement on the starting plan within the budget")
         return hint, False
     order = sorted(range(len(jobs)), key=lambda i: (solver.value(starts[i]), i))

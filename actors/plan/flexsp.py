@@ -59,8 +59,11 @@ def _greedy(problem: Problem, times: dict[ItemKey, dict[int, float]]) -> dict[It
     while True:
         grown = False
         for key in sorted(times, key=lambda key: (-times[key][chosen[key]], key)):
-            larger = [k for k in times[key] if k > chosen[key] and k - chosen[key] <= left
-                      and times[key][k] < times[key][chosen[key]]]
+            larger = [
+                k
+                for k in times[key]
+                if k > chosen[key] and k - chosen[key] <= left and times[key][k] < times[key][chosen[key]]
+            ]
             if larger:
                 left -= larger[0] - chosen[key]
                 chosen[key] = larger[0]

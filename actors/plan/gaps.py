@@ -42,8 +42,9 @@ def _busy(lister: Lister) -> list[list[tuple[float, float]]]:
     return busy
 
 
-def _gap(lister: Lister, busy: list[list[tuple[float, float]]], degree: int, seconds: float,
-         end_s: float) -> tuple[float, tuple[int, ...]] | None:
+def _gap(
+    lister: Lister, busy: list[list[tuple[float, float]]], degree: int, seconds: float, end_s: float
+) -> tuple[float, tuple[int, ...]] | None:
     """Earliest (start, workers) of one node, of workers with little idle time to lose."""
     best: tuple[float, tuple[int, ...]] | None = None
     for workers in lister.topology.workers:
@@ -53,11 +54,13 @@ def _gap(lister: Lister, busy: list[list[tuple[float, float]]], degree: int, sec
         for start in starts:
             if start + seconds > end_s + EPS or (best is not None and start >= best[0]):
                 break
-            idle = [w for w in workers
-                    if all(end <= start + EPS or begin >= start + seconds - EPS for begin, end in busy[w])]
+            idle = [
+                w
+                for w in workers
+                if all(end <= start + EPS or begin >= start + seconds - EPS for begin, end in busy[w])
+            ]
             idle = [w for w in idle if lister.topology.speed[w] == 1.0] if not lister.topology.uniform else idle
             if len(idle) >= degree:
                 best = (start, tuple(idle[:degree]))
                 break
     return best
-

@@ -37,10 +37,14 @@ def genetic_step(problem: Problem, jobs: Sequence[Job], seed: int, budget_s: flo
             best = ranked[0]
         population = ranked[:ELITE]
         while len(population) < POPULATION:
-            mother, father = source.sample(ranked[:POPULATION // 2], 2)
+            mother, father = source.sample(ranked[: POPULATION // 2], 2)
             child = [source.choice(pair) for pair in zip(mother, father)]
-            population.append([source.choice(options) if source.random() < MUTATION else gene
-                               for gene, options in zip(child, choices)])
+            population.append(
+                [
+                    source.choice(options) if source.random() < MUTATION else gene
+                    for gene, options in zip(child, choices)
+                ]
+            )
     return list_by_tail(problem, jobs, best)[1]
 
 

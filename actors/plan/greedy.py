@@ -51,9 +51,15 @@ def tails(jobs: Sequence[Job], degrees: Sequence[int]) -> list[float]:
     return tail
 
 
-def list_by_tail(problem: Problem, jobs: Sequence[Job], degrees: Sequence[int],
-                 free: Sequence[float] | None = None, barrier: float = 0.0, release: Sequence[float] = (),
-                 chosen: Sequence[int] | None = None) -> tuple[float, Lister]:
+def list_by_tail(
+    problem: Problem,
+    jobs: Sequence[Job],
+    degrees: Sequence[int],
+    free: Sequence[float] | None = None,
+    barrier: float = 0.0,
+    release: Sequence[float] = (),
+    chosen: Sequence[int] | None = None,
+) -> tuple[float, Lister]:
     """Schedule (chosen) jobs by decreasing tail; returns the end of the last dit and the lister."""
     tail = tails(jobs, degrees)
     lister = Lister(problem, jobs, free)
@@ -68,8 +74,9 @@ def list_by_tail(problem: Problem, jobs: Sequence[Job], degrees: Sequence[int],
     return last, lister
 
 
-def longest_first(problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = None,
-                  barrier: float = 0.0, targets: int = 12) -> tuple[float, Lister]:
+def longest_first(
+    problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = None, barrier: float = 0.0, targets: int = 12
+) -> tuple[float, Lister]:
     """Best of a few target times between the bound and three times it."""
     area = sum(job.area for job in jobs) / sum(problem.topology.speed)
     path = max((job.quickest + max((jobs[p].quickest for p in job.preds), default=0.0) for job in jobs), default=0.0)

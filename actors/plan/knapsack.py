@@ -63,8 +63,14 @@ def workload(length: float, width: int, gamma: float = 0.42) -> float:
     return (24.0 * length * width**2 + gamma * 4.0 * length**2 * width) / 1e12
 
 
-def balance(lengths: Sequence[int], sizes: Sequence[int], *, width: int = 3072, gamma: float = 0.42,
-            max_tokens: float | None = None) -> Assignment:
+def balance(
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    width: int = 3072,
+    gamma: float = 0.42,
+    max_tokens: float | None = None,
+) -> Assignment:
     """Balance sequences over bags by Eq. 2. `max_tokens` caps the tokens of a worker; PlanError when it cannot hold."""
     work = np.array([workload(length, width, gamma) for length in lengths], dtype=float)
     kinds = sorted(set(sizes))
@@ -116,8 +122,9 @@ def _better(one: Assignment, other: Assignment) -> bool:
     return one.wir < other.wir
 
 
-def _earliest_finish(costs: np.ndarray, kind_of: np.ndarray, sizes: Sequence[int], tokens: np.ndarray,
-                     max_tokens: float | None) -> list[int]:
+def _earliest_finish(
+    costs: np.ndarray, kind_of: np.ndarray, sizes: Sequence[int], tokens: np.ndarray, max_tokens: float | None
+) -> list[int]:
     """Largest first, each to the bag where it ends first; one heap per bag size keeps it near-linear."""
     num_kinds = int(kind_of.max()) + 1
     heaps = [[(0.0, int(bag)) for bag in np.flatnonzero(kind_of == kind)] for kind in range(num_kinds)]
@@ -135,8 +142,10 @@ def _earliest_finish(costs: np.ndarray, kind_of: np.ndarray, sizes: Sequence[int
             if heap and (best is None or heap[0][0] + costs[unit, kind] < best[0] - 1e-12):
                 best = (heap[0][0] + costs[unit, kind], kind, heap[0][1])
         if best is None:
-            raise PlanError(f"sequence {int(unit)} of {int(tokens[unit])} tokens fits no bag below {max_tokens:.0f} "
-                            f"tokens per worker. Use a larger bag, fewer sequences, or raise the cap.")
+            raise PlanError(
+                f"sequence {int(unit)} of {int(tokens[unit])} tokens fits no bag below {max_tokens:.0f} "
+                f"tokens per worker. Use a larger bag, fewer sequences, or raise the cap."
+            )
         end, kind, bag = best
         heapq.heapreplace(heaps[kind], (end, bag))
         for kind, entry in blocked:
@@ -166,8 +175,14 @@ def _occupancy(costs: np.ndarray, kind_of: np.ndarray, sizes: Sequence[int]) -> 
     return bag_of
 
 
-def _improve(costs: np.ndarray, kind_of: np.ndarray, sizes: Sequence[int], tokens: np.ndarray,
-             max_tokens: float | None, bags: list[int]) -> Assignment:
+def _improve(
+    costs: np.ndarray,
+    kind_of: np.ndarray,
+    sizes: Sequence[int],
+    tokens: np.ndarray,
+    max_tokens: float | None,
+    bags: list[int],
+) -> Assignment:
     """Relieve the busiest bag, then fill the least busy one, by moves and swaps that hurt neither end."""
     per_bag = costs[:, kind_of]
     bag_of = np.array(bags, dtype=np.intp)
@@ -196,8 +211,16 @@ def _improve(costs: np.ndarray, kind_of: np.ndarray, sizes: Sequence[int], token
     return Assignment(sizes=tuple(sizes), bag_of=tuple(int(b) for b in bag_of), load=tuple(exact))
 
 
-def _exchange(per_bag: np.ndarray, bag_of: np.ndarray, load: np.ndarray, held: np.ndarray, cap: np.ndarray,
-              tokens: np.ndarray, bag: int, relieve: bool) -> list[tuple[int, int]] | None:
+def _exchange(
+    per_bag: np.ndarray,
+    bag_of: np.ndarray,
+    load: np.ndarray,
+    held: np.ndarray,
+    cap: np.ndarray,
+    tokens: np.ndarray,
+    bag: int,
+    relieve: bool,
+) -> list[tuple[int, int]] | None:
     """The best move or swap between `bag` and any other, or None; both must end strictly inside the extremes."""
     own = np.flatnonzero(bag_of == bag)
     others = np.argsort(load, kind="stable") if relieve else np.argsort(-load, kind="stable")

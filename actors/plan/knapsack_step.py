@@ -38,8 +38,15 @@ def knapsack_step(problem: Problem, step: int) -> list[Cascade]:
         for bag, members in enumerate(bags):
             mine = [unit for unit, where in zip(units, found) if where == replica * len(sizes) + bag]
             order += _bag_cascades(problem, mine, members, f"r{replica}b{bag}" if replicas > 1 else f"b{bag}")
-    return simulate(order, problem.steps, problem.profile, problem.cluster, first_step=problem.first_step,
-                    done=problem.done, topology=problem.topology)
+    return simulate(
+        order,
+        problem.steps,
+        problem.profile,
+        problem.cluster,
+        first_step=problem.first_step,
+        done=problem.done,
+        topology=problem.topology,
+    )
 
 
 def _choose(problem: Problem, units: Sequence[Unit], workers: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -69,8 +76,9 @@ def _units(problem: Problem, step: int) -> list[Unit]:
     for key, item in problem.items.items():
         if key[0] != step:
             continue
-        single = problem.options.split and all(problem.modes(module, item, 1) for module in (*ENCODERS, "dit")
-                                               if problem.needs(key, module))
+        single = problem.options.split and all(
+            problem.modes(module, item, 1) for module in (*ENCODERS, "dit") if problem.needs(key, module)
+        )
         if not single and problem.needs(key, "dit") and not problem.modes("dit", item, item.batch):
             raise PlanError(problem.why_not(key, "dit", item.batch))
         units += [Unit(key, i, 1) for i in range(item.batch)] if single else [Unit(key, 0, item.batch)]
@@ -83,8 +91,9 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> A
     tokens = np.zeros(len(units))
     for row, unit in enumerate(units):
         item = problem.items[unit.key]
-        tokens[row] = unit.count * (item.text_tokens + cost_models.token_count(problem.profile.geometry, item.frames,
-                                                                               item.height, item.width))
+        tokens[row] = unit.count * (
+            item.text_tokens + cost_models.token_count(problem.profile.geometry, item.frames, item.height, item.width)
+        )
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
             if seconds is not None:
@@ -154,5 +163,13 @@ def _cascade(module: Module, units: Sequence[Unit], workers: tuple[int, ...], nu
         else:
             parts.append(Part(item=unit.key[1], first=unit.first, count=unit.count))
     name = "+".join(dict.fromkeys(part.item for part in parts))
-    return Cascade(id=f"{name}/{module}/{bag}.{number}", module=module, step=units[0].key[0], parts=tuple(parts),
-                   degree=len(workers), workers=workers, start_s=0.0, end_s=0.0)
+    return Cascade(
+        id=f"{name}/{module}/{bag}.{number}",
+        module=module,
+        step=units[0].key[0],
+        parts=tuple(parts),
+        degree=len(workers),
+        workers=workers,
+        start_s=0.0,
+        end_s=0.0,
+    )

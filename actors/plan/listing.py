@@ -59,8 +59,9 @@ class Lister:
 
     def fix(self, index: int, workers: tuple[int, ...]) -> float:
         """Put a job on exactly these workers."""
-        start = max(self._ready(index), max(self.free[w] for w in workers),
-                    self._handoff_ready(self.jobs[index], workers))
+        start = max(
+            self._ready(index), max(self.free[w] for w in workers), self._handoff_ready(self.jobs[index], workers)
+        )
         degree = len(workers)
         return self._settle(index, workers, start + self.jobs[index].seconds(degree) * self.topology.factor(workers))
 
@@ -120,8 +121,11 @@ class Lister:
             earliest = min(ranked)
             nodes = [node for begin, idle, node in ranked if begin == earliest[0] and idle == earliest[1]][:3]
             nodes += [n for n in {self.topology.node[w] for w in producers} if n not in nodes]
-            return [self._pick(self.topology.workers[node], degree, ready, producers) for node in nodes
-                    if len(self.topology.workers[node]) >= degree]
+            return [
+                self._pick(self.topology.workers[node], degree, ready, producers)
+                for node in nodes
+                if len(self.topology.workers[node]) >= degree
+            ]
         bags = []
         for workers in self.topology.workers:
             for speed in sorted({self.topology.speed[w] for w in workers}):
@@ -130,8 +134,9 @@ class Lister:
                     bags.append(self._pick(fast, degree, ready, producers))
         return bags or [span(self.topology, self.free, degree, ready)]
 
-    def _pick(self, workers: Sequence[int], degree: int, ready: float, producers: set[int],
-              turn: int = 0) -> tuple[int, ...]:
+    def _pick(
+        self, workers: Sequence[int], degree: int, ready: float, producers: set[int], turn: int = 0
+    ) -> tuple[int, ...]:
         """Best fit: of the workers that allow the earliest start, those free last; producers first on ties."""
         free = self.free
         flip = -1 if turn % 2 else 1
@@ -140,4 +145,4 @@ class Lister:
         usable = degree
         while usable < len(ordered) and free[ordered[usable]] <= start + EPS:
             usable += 1
-        return tuple(sorted(ordered[usable - degree:usable]))
+        return tuple(sorted(ordered[usable - degree : usable]))

@@ -47,9 +47,13 @@ def figures(cascades: Sequence[Cascade], window: tuple[float, float], num_worker
     top, bottom = max(busy), min(busy)
     spread = (sum((b - mean) ** 2 for b in busy) / num_workers) ** 0.5
     length = high - low
-    return StepFigures(busy_s=tuple(busy), wir=top / bottom if bottom > 0 else (1.0 if top == 0 else float("inf")),
-                       cv_step=(top - bottom) / top if top > 0 else 0.0, cv_compute=spread / mean if mean > 0 else 0.0,
-                       idle_ratio=max(0.0, 1.0 - mean / length) if length > 0 else 0.0)
+    return StepFigures(
+        busy_s=tuple(busy),
+        wir=top / bottom if bottom > 0 else (1.0 if top == 0 else float("inf")),
+        cv_step=(top - bottom) / top if top > 0 else 0.0,
+        cv_compute=spread / mean if mean > 0 else 0.0,
+        idle_ratio=max(0.0, 1.0 - mean / length) if length > 0 else 0.0,
+    )
 
 
 def assemble(problem: Problem, cascades: Sequence[Cascade], plan_s: Sequence[float], strategy: str = "") -> Plan:
@@ -62,7 +66,14 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], plan_s: Sequence[flo
         # Encodes of later steps may run before their step, so only the first step is bound to contain its own.
         modules: tuple[Module, ...] = MODULES if number == problem.first_step else ("dit",)
         balance = figures(cascades, window, problem.topology.num_workers)
-        steps.append(StepPlan(step=number, cascades=tuple(own), makespan_s=window[1] - window[0],
-                              lower_bound_s=step_bound(problem, number, modules), plan_s=seconds,
-                              idle_ratio=balance.idle_ratio))
+        steps.append(
+            StepPlan(
+                step=number,
+                cascades=tuple(own),
+                makespan_s=window[1] - window[0],
+                lower_bound_s=step_bound(problem, number, modules),
+                plan_s=seconds,
+                idle_ratio=balance.idle_ratio,
+            )
+        )
     return Plan(strategy=strategy or problem.options.strategy, steps=tuple(steps))

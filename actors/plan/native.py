@@ -41,11 +41,19 @@ SECOND_SEED = 0x5EED
 
 
 class _Space(ctypes.Structure):
-    _fields_ = [(name, kind) for kind, names in (
-        (ctypes.c_int, "jobs nodes size modes chains reversible ahead"),
-        (ctypes.c_void_p, "num_modes degree span seconds pred_from preds succ_from succs chain_from chain release "
-                          "worth slack free counts waits encode"),
-        (ctypes.c_double, "barrier workers")) for name in names.split()]
+    _fields_ = [
+        (name, kind)
+        for kind, names in (
+            (ctypes.c_int, "jobs nodes size modes chains reversible ahead"),
+            (
+                ctypes.c_void_p,
+                "num_modes degree span seconds pred_from preds succ_from succs chain_from chain release "
+                "worth slack free counts waits encode",
+            ),
+            (ctypes.c_double, "barrier workers"),
+        )
+        for name in names.split()
+    ]
 
 
 @functools.cache
@@ -64,8 +72,12 @@ def library() -> ctypes.CDLL | None:
         if not (cache / name).is_file():
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 built = Path(folder) / name
-                subprocess.run([compiler, *FLAGS, "-o", str(built), str(source), "-lm"], check=True,
-                               capture_output=True, timeout=COMPILE_S)
+                subprocess.run(
+                    [compiler, *FLAGS, "-o", str(built), str(source), "-lm"],
+                    check=True,
+                    capture_output=True,
+                    timeout=COMPILE_S,
+                )
                 built.replace(cache / name)  # whole or not at all: other processes may look for it
         found = ctypes.CDLL(str(cache / name))
     except (OSError, subprocess.SubprocessError) as error:
@@ -87,8 +99,14 @@ def evaluations_for(space: Space, budget_s: float) -> int:
     return max(1, int(budget_s / (space.num_jobs * (JOB_S + NODE_S * nodes))))
 
 
-def anneal(space: Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget_s: float, seed: int, bound: float,
-           seconds: float) -> Found | None:
+def anneal(
+    space: Space,
+    starts: Sequence[tuple[np.ndarray, np.ndarray]],
+    budget_s: float,
+    seed: int,
+    bound: float,
+    seconds: float,
+) -> Found | None:
     """Restarts from the starting candidates (keys [J], modes [J]) and from random ones, until the budget's evaluations
     are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that.
 
@@ -106,10 +124,21 @@ def anneal(space: Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget
     def search(number: int) -> _Searched:
         one = _Searched(np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4))
         one.evaluations = compiled.anneal(
-            ctypes.byref(given), _pointer(keys), _pointer(modes), len(starts), ctypes.c_long(evaluations),
-            ctypes.c_long(longest), PATIENCE * num_jobs, ctypes.c_double(HEATS[given.ahead]),
-            ctypes.c_double(bound), ctypes.c_double(seconds), ctypes.c_uint64(seed + SECOND_SEED * number),
-            _pointer(one.result), _pointer(one.order), _pointer(one.figures))
+            ctypes.byref(given),
+            _pointer(keys),
+            _pointer(modes),
+            len(starts),
+            ctypes.c_long(evaluations),
+            ctypes.c_long(longest),
+            PATIENCE * num_jobs,
+            ctypes.c_double(HEATS[given.ahead]),
+            ctypes.c_double(bound),
+            ctypes.c_double(seconds),
+            ctypes.c_uint64(seed + SECOND_SEED * number),
+            _pointer(one.result),
+            _pointer(one.order),
+            _pointer(one.figures),
+        )
         return one
 
     if budget_s < WORTH_THREADS_S:
@@ -127,9 +156,15 @@ def anneal(space: Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget
     if best.figures[2]:  # found from its end: in forward order of start, encodes first
         placing = sorted(range(num_jobs), key=lambda j: (result[j, 0], bool(before[j]), j))
     kept = [j for j in placing if space.counts[j] or not space.worth[j] or result[j, 0] < makespan - 1e-9]
-    return Found(makespan, float(best.figures[1]), kept, [int(k) for k in result[:, 2]],
-                 [tuple(int(n) for n in np.flatnonzero(row)) for row in result[:, 3:3 + nodes]], result[:, 0].tolist(),
-                 sum(one.evaluations for one in searches))
+    return Found(
+        makespan,
+        float(best.figures[1]),
+        kept,
+        [int(k) for k in result[:, 2]],
+        [tuple(int(n) for n in np.flatnonzero(row)) for row in result[:, 3 : 3 + nodes]],
+        result[:, 0].tolist(),
+        sum(one.evaluations for one in searches),
+    )
 
 
 @dataclass(slots=True)
@@ -151,22 +186,39 @@ def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]
     chains = [[int(j) for j in row[:length]] for row, length in zip(space.chain_jobs, space.chain_length)]
     idle = bool((space.nodes[space.nodes < NEVER] == 0).all()) and space.barrier == 0 and not space.release.any()
     ahead = bool(space.worth.any())
-    alone = [bool((space.span[j, :space.num_modes[j]] == 1).any()) for j in range(num_jobs)]
+    alone = [bool((space.span[j, : space.num_modes[j]] == 1).any()) for j in range(num_jobs)]
     arrays = {
-        "num_modes": space.num_modes.astype(np.int32), "degree": space.degree.astype(np.int32),
-        "span": np.maximum(space.span, 1).astype(np.int32), "seconds": np.ascontiguousarray(space.seconds),
-        "release": space.release.astype(float), "worth": space.worth.astype(float),
+        "num_modes": space.num_modes.astype(np.int32),
+        "degree": space.degree.astype(np.int32),
+        "span": np.maximum(space.span, 1).astype(np.int32),
+        "seconds": np.ascontiguousarray(space.seconds),
+        "release": space.release.astype(float),
+        "worth": space.worth.astype(float),
         "slack": space.slack.astype(float),
-        "free": np.ascontiguousarray(space.nodes), "counts": space.counts.astype(np.int32),
-        "waits": space.waits.astype(np.int32), "encode": (~space.waits & np.array(alone)).astype(np.int32)}
-    for offsets, values, rows in (("pred_from", "preds", before), ("succ_from", "succs", after),
-                                  ("chain_from", "chain", chains)):
+        "free": np.ascontiguousarray(space.nodes),
+        "counts": space.counts.astype(np.int32),
+        "waits": space.waits.astype(np.int32),
+        "encode": (~space.waits & np.array(alone)).astype(np.int32),
+    }
+    for offsets, values, rows in (
+        ("pred_from", "preds", before),
+        ("succ_from", "succs", after),
+        ("chain_from", "chain", chains),
+    ):
         arrays[offsets] = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
         arrays[values] = np.array([j for row in rows for j in row] or [0], dtype=np.int32)
-    given = _Space(jobs=num_jobs, nodes=nodes, size=size, modes=width, chains=len(chains), ahead=ahead,
-                   reversible=idle and not ahead and bool(space.counts.any()), barrier=space.barrier,
-                   workers=float((space.nodes < NEVER).sum()),
-                   **{name: array.ctypes.data for name, array in arrays.items()})
+    given = _Space(
+        jobs=num_jobs,
+        nodes=nodes,
+        size=size,
+        modes=width,
+        chains=len(chains),
+        ahead=ahead,
+        reversible=idle and not ahead and bool(space.counts.any()),
+        barrier=space.barrier,
+        workers=float((space.nodes < NEVER).sum()),
+        **{name: array.ctypes.data for name, array in arrays.items()},
+    )
     return given, arrays, before
 
 

@@ -31,9 +31,11 @@ def span(topology: Topology, free: Sequence[float], degree: int, ready: float) -
         total += len(topology.workers[order[count]])
         count += 1
     share = -(-degree // count)
+
     def available(node: int) -> float:
         times = sorted(free[w] for w in topology.workers[node])
         return times[min(share, len(times)) - 1]
+
     ranked = sorted(order, key=lambda n: (len(topology.workers[n]) < share, available(n), n))
     nodes = ranked[:count]
     extra = count
@@ -45,8 +47,9 @@ def span(topology: Topology, free: Sequence[float], degree: int, ready: float) -
     return pick_on(topology, free, [(n, g) for n, g in zip(nodes, given) if g], ready)
 
 
-def pick_on(topology: Topology, free: Sequence[float], given: Sequence[tuple[int, int]], ready: float,
-            turn: int = 0) -> tuple[int, ...]:
+def pick_on(
+    topology: Topology, free: Sequence[float], given: Sequence[tuple[int, int]], ready: float, turn: int = 0
+) -> tuple[int, ...]:
     """The given number of workers of each node: earliest common start, then common rails, then best fit."""
     start = ready
     for node, count in given:

@@ -29,8 +29,16 @@ from actors.plan.types import Cascade, Cluster, Done, Item, Plan, PlanError
 __all__ = ["STRATEGIES", "PlanOptions", "make_plan", "rolling_cut"]
 
 
-def make_plan(steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, options: PlanOptions, *,
-              first_step: int = 0, done: Sequence[Done] = (), seed: int = 0) -> Plan:
+def make_plan(
+    steps: Sequence[Sequence[Item]],
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    first_step: int = 0,
+    done: Sequence[Done] = (),
+    seed: int = 0,
+) -> Plan:
     """Plan the steps in order. Raises PlanError, naming the item and a remedy, when no legal plan exists.
 
     `done` are encode results of these items that exist already. Only `cascade` lets steps overlap.
@@ -52,11 +60,17 @@ def rolling_cut(plan: Plan, update_waits: bool = False) -> list[Cascade]:
     if not plan.steps:
         return []
     first = plan.steps[0]
-    end = max((c.end_s for c in first.cascades if c.module == "dit"),
-              default=max((c.end_s for c in first.cascades), default=0.0))
+    end = max(
+        (c.end_s for c in first.cascades if c.module == "dit"),
+        default=max((c.end_s for c in first.cascades), default=0.0),
+    )
     encodes = [c for step in plan.steps for c in step.cascades if c.step != first.step and c.module != "dit"]
-    late = {result for c in encodes if c.start_s >= end - 1e-9 or (update_waits and c.end_s > end + 1e-9)
-            for result in _results(c)}
+    late = {
+        result
+        for c in encodes
+        if c.start_s >= end - 1e-9 or (update_waits and c.end_s > end + 1e-9)
+        for result in _results(c)
+    }
     chosen = [c for c in first.cascades if c.step == first.step]
     chosen += [c for c in encodes if late.isdisjoint(_results(c))]
     position = {id(c): number for number, c in enumerate(chosen)}
@@ -100,8 +114,9 @@ def _static(problem: Problem, numbers: Sequence[int], seed: int, plan_s: list[fl
     return _concatenate(plans)
 
 
-def _by_step(plan_one: Callable[[Problem, int, int], list[Cascade]]) \
-        -> Callable[[Problem, Sequence[int], int, list[float]], list[Cascade]]:
+def _by_step(
+    plan_one: Callable[[Problem, int, int], list[Cascade]],
+) -> Callable[[Problem, Sequence[int], int, list[float]], list[Cascade]]:
     """A strategy that plans every step alone: steps run one after the other, nothing overlaps."""
 
     def plan_all(problem: Problem, numbers: Sequence[int], seed: int, plan_s: list[float]) -> list[Cascade]:
@@ -150,9 +165,13 @@ def _concatenate(plans: Sequence[Sequence[Cascade]]) -> list[Cascade]:
 
 
 _STRATEGIES: dict[str, Callable[[Problem, Sequence[int], int, list[float]], list[Cascade]]] = {
-    "static": _static, "longest_first": _by_step(_longest_first),
+    "static": _static,
+    "longest_first": _by_step(_longest_first),
     "flexsp": _by_step(lambda problem, step, seed: flexsp_step(problem, step)),
     "flexsp_greedy": _by_step(lambda problem, step, seed: flexsp_step(problem, step, greedy=True)),
-    "knapsack": _by_step(lambda problem, step, seed: knapsack_step(problem, step)), "cascade": _cascade,
-    "genetic": _by_step(_genetic), "exact": _by_step(_exact)}
+    "knapsack": _by_step(lambda problem, step, seed: knapsack_step(problem, step)),
+    "cascade": _cascade,
+    "genetic": _by_step(_genetic),
+    "exact": _by_step(_exact),
+}
 STRATEGIES = tuple(_STRATEGIES)

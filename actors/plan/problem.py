@@ -75,8 +75,16 @@ class Placed:
 class Problem:
     """Items, profile, cluster and options of one planning call, with prices looked up once."""
 
-    def __init__(self, steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, options: PlanOptions, *,
-                 first_step: int = 0, done: Sequence[Done] = ()) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Sequence[Item]],
+        profile: Profile,
+        cluster: Cluster,
+        options: PlanOptions,
+        *,
+        first_step: int = 0,
+        done: Sequence[Done] = (),
+    ) -> None:
         self.steps = steps
         self.profile = profile
         self.cluster = cluster
@@ -104,8 +112,7 @@ class Problem:
 
     def needs(self, key: ItemKey, module: Module) -> bool:
         """Whether a cascade of this module must run for the item."""
-        return (module in self._modules and module not in self.items[key].cached
-                and (key, module) not in self.finished)
+        return module in self._modules and module not in self.items[key].cached and (key, module) not in self.finished
 
     def pieces(self, key: ItemKey, module: Module, pattern: Sequence[int]) -> list[Job]:
         """Jobs of one module of an item, `pattern` being the samples of each cascade. PlanError if one has no mode."""
@@ -127,8 +134,9 @@ class Problem:
         part._modes, part.cheapest = {}, {}
         return part
 
-    def jobs(self, patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None,
-             steps: Sequence[int] | None = None) -> list[Job]:
+    def jobs(
+        self, patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None, steps: Sequence[int] | None = None
+    ) -> list[Job]:
         """All jobs of the given steps, encodes before the dit of their item, predecessors filled in."""
         jobs: list[Job] = []
         for key in self.items:
@@ -143,13 +151,17 @@ class Problem:
                     jobs += pieces
             if self.needs(key, "dit"):
                 for job in self.pieces(key, "dit", self.pattern(key, "dit", patterns)):
-                    job.preds = [e for e in encodes if jobs[e].first < job.first + job.count
-                                 and job.first < jobs[e].first + jobs[e].count]
+                    job.preds = [
+                        e
+                        for e in encodes
+                        if jobs[e].first < job.first + job.count and job.first < jobs[e].first + jobs[e].count
+                    ]
                     jobs.append(job)
         return jobs
 
-    def pattern(self, key: ItemKey, module: Module,
-                patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None) -> tuple[int, ...]:
+    def pattern(
+        self, key: ItemKey, module: Module, patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None
+    ) -> tuple[int, ...]:
         """How the item's batch is cut: as asked, else whole, else the largest pieces that some degree can hold."""
         if patterns and (key, module) in patterns:
             return patterns[key, module]
@@ -186,23 +198,43 @@ class Problem:
         for decision in placed:
             job = jobs[decision.job]
             name = f"{job.item[1]}/{job.module}/{serial[job.item, job.module, job.first]}"
-            order.append(Cascade(id=name, module=job.module, step=job.step, degree=len(decision.workers),
-                                 parts=(Part(item=job.item[1], first=job.first, count=job.count),),
-                                 workers=decision.workers, start_s=0.0, end_s=0.0))
-        return simulate(order, self.steps, self.profile, self.cluster, first_step=self.first_step, done=self.done,
-                        topology=self.topology)
+            order.append(
+                Cascade(
+                    id=name,
+                    module=job.module,
+                    step=job.step,
+                    degree=len(decision.workers),
+                    parts=(Part(item=job.item[1], first=job.first, count=job.count),),
+                    workers=decision.workers,
+                    start_s=0.0,
+                    end_s=0.0,
+                )
+            )
+        return simulate(
+            order,
+            self.steps,
+            self.profile,
+            self.cluster,
+            first_step=self.first_step,
+            done=self.done,
+            topology=self.topology,
+        )
 
     def why_not(self, key: ItemKey, module: Module, count: int) -> str:
         """One sentence: why no degree can run it, and the smallest change that would help."""
         item = self.items[key]
-        what = (f"step {key[0]}, item {key[1]!r} ({item.frames}f {item.height}x{item.width}, batch {count}): no legal "
-                f"degree for {module}")
+        what = (
+            f"step {key[0]}, item {key[1]!r} ({item.frames}f {item.height}x{item.width}, batch {count}): no legal "
+            f"degree for {module}"
+        )
         priced = self.profile.modes(module, count, item.frames, item.height, item.width, item.text_tokens)
         if priced:
             smallest = priced[0][0]
             if self.cluster.num_workers < smallest:
-                return (f"{what} on {self.cluster.num_workers} workers: the smallest is {smallest}. "
-                        f"Add {smallest - self.cluster.num_workers} workers.")
+                return (
+                    f"{what} on {self.cluster.num_workers} workers: the smallest is {smallest}. "
+                    f"Add {smallest - self.cluster.num_workers} workers."
+                )
             legal = [k for k, _ in priced if k <= self.cluster.num_workers]
             return f"{what} among the allowed {list(self.options.degrees)}. Allow degree {legal[0]} in planner.degrees."
         for smaller in range(count - 1, 0, -1):
@@ -214,22 +246,31 @@ class Problem:
         profile = self.profile
         shape = (1, item.frames, item.height, item.width)
         for degree in range(1, 4 * self.cluster.num_workers + 1):
-            if degree not in profile.degrees.get(module, ()) and profile.num_heads is not None \
-                    and profile.num_heads % degree:
+            if (
+                degree not in profile.degrees.get(module, ())
+                and profile.num_heads is not None
+                and profile.num_heads % degree
+            ):
                 continue
-            if profile.price(module, *shape, degree, item.text_tokens) is not None and \
-                    profile.fits(module, *shape, degree, item.text_tokens):
+            if profile.price(module, *shape, degree, item.text_tokens) is not None and profile.fits(
+                module, *shape, degree, item.text_tokens
+            ):
                 return f"It fits at degree {degree}: allow it in the profile's degrees."
-        known = sorted({key[2] for key in profile.measured if key[0] == module and key[3:5] == (item.height, item.width)
-                        and key[1] == item.batch})
+        known = sorted(
+            {
+                key[2]
+                for key in profile.measured
+                if key[0] == module and key[3:5] == (item.height, item.width) and key[1] == item.batch
+            }
+        )
         if profile.extrapolate:
             peak = profile.memory_gib(module, *shape, max(profile.degrees.get(module, (1,))), item.text_tokens)
             need = f" (it needs {peak:.0f} GiB)" if peak else ""
             return f"The device's {profile.gpu_memory_gib} GiB cannot hold one sample{need}: use fewer frames."
         if known:
             nearest = min(known, key=lambda frames: abs(frames - item.frames))
-            return f"The profile lists this batch at {nearest} frames: use that bucket, or set \"extrapolate\": true."
-        return "The profile lists no such shape: measure it, or set \"extrapolate\": true."
+            return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'
+        return 'The profile lists no such shape: measure it, or set "extrapolate": true.'
 
     def _refuse_illegal_degrees(self) -> None:
         heads = self.profile.num_heads

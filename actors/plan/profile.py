@@ -23,8 +23,15 @@ log = logging.getLogger(__name__)
 Key = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
 # Attention heads of published models: a degree that does not divide them cannot run (Ulysses splits heads).
-MODEL_HEADS = {"wan2.1-1.3b": 12, "wan2.1-14b": 40, "hunyuan-video-13b": 24, "flux.1": 24, "open-sora-v2": 24,
-               "cogvideox-2b": 30, "cogvideox-5b": 48}
+MODEL_HEADS = {
+    "wan2.1-1.3b": 12,
+    "wan2.1-14b": 40,
+    "hunyuan-video-13b": 24,
+    "flux.1": 24,
+    "open-sora-v2": 24,
+    "cogvideox-2b": 30,
+    "cogvideox-5b": 48,
+}
 OBSERVE_WEIGHT = 0.3  # share of a live measurement in the running mean of its point
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 RESIDUAL_POINTS = 24  # a file's VAE points from which the residual is tried; live refits stay linear
@@ -87,11 +94,23 @@ class Profile:
         return parse_profile(source)
 
     @classmethod
-    def from_flops(cls, dit: DiTConfig, vae: VAEConfig | None = None, text: TextConfig | None = None,
-                   geometry: Geometry | None = None, *, tflops: float = 0.03, gpu_memory_gib: float | None = None,
-                   vae_flops_per_pixel: float | None = None, text_flops_per_token: float | None = None,
-                   launch_s: float = 2e-4, exchange_gbps: float = 1.0, degrees: Sequence[int] = (),
-                   max_degree: int = 64, device: str = "cpu") -> Profile:
+    def from_flops(
+        cls,
+        dit: DiTConfig,
+        vae: VAEConfig | None = None,
+        text: TextConfig | None = None,
+        geometry: Geometry | None = None,
+        *,
+        tflops: float = 0.03,
+        gpu_memory_gib: float | None = None,
+        vae_flops_per_pixel: float | None = None,
+        text_flops_per_token: float | None = None,
+        launch_s: float = 2e-4,
+        exchange_gbps: float = 1.0,
+        degrees: Sequence[int] = (),
+        max_degree: int = 64,
+        device: str = "cpu",
+    ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
         The defaults fit a CPU core with small models. Legal DiT degrees are the divisors of the heads.
@@ -103,12 +122,24 @@ class Profile:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
         allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
         _refuse_degrees(degrees, dit.num_heads)
-        fits = costs.flop_coefficients(dit, tflops, vae_flops_per_pixel=vae_flops_per_pixel,
-                                       text_flops_per_token=text_flops_per_token, launch_s=launch_s,
-                                       exchange_gbps=exchange_gbps)
-        return cls(model=dit.architecture, device=device, source="FLOP model", models=fits, num_heads=dit.num_heads,
-                   degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or allowed},
-                   geometry=geometry or Geometry(patch=dit.patch), gpu_memory_gib=gpu_memory_gib)
+        fits = costs.flop_coefficients(
+            dit,
+            tflops,
+            vae_flops_per_pixel=vae_flops_per_pixel,
+            text_flops_per_token=text_flops_per_token,
+            launch_s=launch_s,
+            exchange_gbps=exchange_gbps,
+        )
+        return cls(
+            model=dit.architecture,
+            device=device,
+            source="FLOP model",
+            models=fits,
+            num_heads=dit.num_heads,
+            degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or allowed},
+            geometry=geometry or Geometry(patch=dit.patch),
+            gpu_memory_gib=gpu_memory_gib,
+        )
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -116,14 +147,23 @@ class Profile:
         """Whether the module is scheduled at all: it has points or a model."""
         return module in self.models or any(key[0] == module for key in self.measured)
 
-    def load_of(self, module: Module, batch: int, frames: int, height: int, width: int, degree: int,
-                text_tokens: int) -> Load:
+    def load_of(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
+    ) -> Load:
         tokens = costs.token_count(self.geometry, frames, height, width)
-        return Load(batch=batch, frames=frames, height=height, width=width, text_tokens=text_tokens, tokens=tokens,
-                    degree=degree)
+        return Load(
+            batch=batch,
+            frames=frames,
+            height=height,
+            width=width,
+            text_tokens=text_tokens,
+            tokens=tokens,
+            degree=degree,
+        )
 
-    def price(self, module: Module, batch: int, frames: int, height: int, width: int, degree: int,
-              text_tokens: int = 0) -> float | None:
+    def price(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float | None:
         """Seconds on one node at normal speed, or None where the profile cannot say."""
         key = (module, batch, frames, height, width, degree)
         seconds = self.measured.get(key)
@@ -144,33 +184,42 @@ class Profile:
         load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
         return max(model.predict(load), 1e-9)
 
-    def seconds(self, module: Module, batch: int, frames: int, height: int, width: int, degree: int,
-                text_tokens: int = 0) -> float:
+    def seconds(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
         """Like `price`, but an unknown point is a PlanError."""
         seconds = self.price(module, batch, frames, height, width, degree, text_tokens)
         if seconds is None:
-            raise PlanError(f"the profile has no latency of {module} for batch {batch}, {frames}f {height}x{width} at "
-                            f"degree {degree}. Measure it, or set \"extrapolate\": true.")
+            raise PlanError(
+                f"the profile has no latency of {module} for batch {batch}, {frames}f {height}x{width} at "
+                f'degree {degree}. Measure it, or set "extrapolate": true.'
+            )
         return seconds
 
-    def modes(self, module: Module, batch: int, frames: int, height: int, width: int,
-              text_tokens: int = 0) -> tuple[tuple[int, float], ...]:
+    def modes(
+        self, module: Module, batch: int, frames: int, height: int, width: int, text_tokens: int = 0
+    ) -> tuple[tuple[int, float], ...]:
         """(degree, seconds) of every legal degree, ascending."""
         cache_key = (module, batch, frames, height, width, text_tokens)
         found = self._cache.get(cache_key)
         if found is None:
-            found = tuple((k, s) for k in self._candidate_degrees(module)
-                          if (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
-                          and self.fits(module, batch, frames, height, width, k, text_tokens))
+            found = tuple(
+                (k, s)
+                for k in self._candidate_degrees(module)
+                if (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
+                and self.fits(module, batch, frames, height, width, k, text_tokens)
+            )
             self._cache[cache_key] = found
         return found
 
-    def legal_degrees(self, module: Module, batch: int, frames: int, height: int, width: int,
-                      text_tokens: int = 0) -> tuple[int, ...]:
+    def legal_degrees(
+        self, module: Module, batch: int, frames: int, height: int, width: int, text_tokens: int = 0
+    ) -> tuple[int, ...]:
         return tuple(k for k, _ in self.modes(module, batch, frames, height, width, text_tokens))
 
-    def memory_gib(self, module: Module, batch: int, frames: int, height: int, width: int, degree: int,
-                   text_tokens: int = 0) -> float | None:
+    def memory_gib(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float | None:
         """Peak GiB on one worker: measured, or Mem_states + B S Mem_token / k for the DiT (Arachne Eq. 8)."""
         peak = self.peak_gib.get((module, batch, frames, height, width, degree))
         if peak is None and module == "dit" and self.memory is not None:
@@ -178,12 +227,18 @@ class Profile:
             peak = self.memory[0] + batch * tokens * self.memory[1] / degree
         return peak
 
-    def fits(self, module: Module, batch: int, frames: int, height: int, width: int, degree: int,
-             text_tokens: int = 0) -> bool:
+    def fits(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> bool:
         """Whether the cascade stays within the device's memory and the measured frame limits."""
         for limit in self.max_frames:
-            if (limit.module == module and limit.degree >= degree and height * width >= limit.height * limit.width
-                    and batch >= limit.batch and frames > limit.frames):
+            if (
+                limit.module == module
+                and limit.degree >= degree
+                and height * width >= limit.height * limit.width
+                and batch >= limit.batch
+                and frames > limit.frames
+            ):
                 return False
         if self.gpu_memory_gib is None:
             return True
@@ -209,8 +264,17 @@ class Profile:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def observe(self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, seconds: float,
-                text_tokens: int = 0) -> None:
+    def observe(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        degree: int,
+        seconds: float,
+        text_tokens: int = 0,
+    ) -> None:
         """Learn from an executed cascade (closed loop): its point follows the measurements, its model is refitted.
 
         Raises ValueError for a duration that is not a positive number.
@@ -232,8 +296,10 @@ class Profile:
     def observe_handoff(self, num_bytes: int, seconds: float) -> None:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
         self._handoffs.add(num_bytes, seconds)
-        cascades = sorted([mean for key, (mean, _, _) in self.live.items() if key[0] == "dit"]
-                          or [s for key, s in self.measured.items() if key[0] == "dit"])
+        cascades = sorted(
+            [mean for key, (mean, _, _) in self.live.items() if key[0] == "dit"]
+            or [s for key, s in self.measured.items() if key[0] == "dit"]
+        )
         cost = self._handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
         if cost is not None:
             self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
@@ -275,15 +341,19 @@ class Profile:
                 fitted = self._with_residual(fitted, loads, seconds)
             if not fitted.poor:
                 return fitted
-            self._note(f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
-                       f"{fitted.worst:.0%}); missing points use the scaled FLOP model.")
+            self._note(
+                f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
+                f"{fitted.worst:.0%}); missing points use the scaled FLOP model."
+            )
         return _scaled(module, prior or _default_prior(module), loads, seconds)
 
     def _with_residual(self, fitted: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
         if len(loads) >= RESIDUAL_POINTS:
             return costs.with_residual(fitted, loads, seconds)
-        self._note(f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
-                   f"the plain fit is used.")
+        self._note(
+            f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
+            f"the plain fit is used."
+        )
         return fitted
 
     def _note(self, note: str) -> None:
@@ -296,16 +366,21 @@ def _scaled(module: Module, prior: Fit, loads: Sequence[Load], seconds: Sequence
     """The prior times the median ratio of measured to predicted seconds."""
     ratios = sorted(s / max(prior.predict(load), 1e-12) for load, s in zip(loads, seconds))
     ratio = ratios[len(ratios) // 2]
-    return replace(prior, source=f"{prior.source} x {ratio:.3g} from {len(loads)} points",
-                   coefficients=tuple(c * ratio for c in prior.coefficients),
-                   worst=max(abs(ratio / r - 1) for r in ratios), points=len(loads))
+    return replace(
+        prior,
+        source=f"{prior.source} x {ratio:.3g} from {len(loads)} points",
+        coefficients=tuple(c * ratio for c in prior.coefficients),
+        worst=max(abs(ratio / r - 1) for r in ratios),
+        points=len(loads),
+    )
 
 
 def _default_prior(module: Module) -> Fit:
     """A 13B-sized transformer on an H100; only its proportions matter, `_scaled` sets the level."""
     large = DiTConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True)
-    fits = costs.flop_coefficients(large, 400.0, vae_flops_per_pixel=2e6, text_flops_per_token=1e10, launch_s=2e-5,
-                                   exchange_gbps=100.0)
+    fits = costs.flop_coefficients(
+        large, 400.0, vae_flops_per_pixel=2e6, text_flops_per_token=1e10, launch_s=2e-5, exchange_gbps=100.0
+    )
     return fits[module]
 
 

@@ -21,8 +21,16 @@ SHARE, PLACE_S = 0.1, 3e-5  # this share of the budget; calibration: placing one
 SAME = 1e-6  # seconds
 
 
-def realise(problem: Problem, jobs: Sequence[Job], found: Found, free: Sequence[float], barrier: float,
-            release: Sequence[float], own: Sequence[bool], budget_s: float) -> Lister:
+def realise(
+    problem: Problem,
+    jobs: Sequence[Job],
+    found: Found,
+    free: Sequence[float],
+    barrier: float,
+    release: Sequence[float],
+    own: Sequence[bool],
+    budget_s: float,
+) -> Lister:
     """The found schedule with workers: the first way that keeps its makespan, or the best of all that are tried.
 
     `own` marks the jobs whose end counts.
@@ -61,7 +69,7 @@ def draw_bag(lister: Lister, index: int, found: Found, source: random.Random) ->
     for node in nodes:
         by_time = sorted(topology.workers[node], key=lambda worker: (lister.free[worker], worker))
         count = sum(lister.free[worker] <= found.start[index] + SAME for worker in by_time)
-        idle.append(by_time[:max(count, share)])
+        idle.append(by_time[: max(count, share)])
     rails = sorted({topology.rail[worker] for workers in idle for worker in workers})
     source.shuffle(rails)
     common = [r for r in rails if all(any(topology.rail[w] == r for w in workers) for workers in idle)]
@@ -75,6 +83,13 @@ def draw_bag(lister: Lister, index: int, found: Found, source: random.Random) ->
     for workers in idle:
         firsts = {topology.rail[w]: w for w in reversed(workers)}
         several = len(nodes) > 1  # then one worker of every chosen rail comes first: the overlap is of rails
-        bag += sorted(workers, key=lambda w: (topology.rail[w] not in rank, several and firsts[topology.rail[w]] != w,
-                                              rank.get(topology.rail[w], 0), w))[:share]
+        bag += sorted(
+            workers,
+            key=lambda w: (
+                topology.rail[w] not in rank,
+                several and firsts[topology.rail[w]] != w,
+                rank.get(topology.rail[w], 0),
+                w,
+            ),
+        )[:share]
     return tuple(sorted(bag))

@@ -49,8 +49,15 @@ def rounds_for(space: Space, budget_s: float, population: int) -> int:
     return max(1, int(budget_s / (space.num_jobs * placing)))
 
 
-def anneal(space: Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget_s: float, seed: int, bound: float,
-           deadline: float, population: int = 0) -> Found:
+def anneal(
+    space: Space,
+    starts: Sequence[tuple[np.ndarray, np.ndarray]],
+    budget_s: float,
+    seed: int,
+    bound: float,
+    deadline: float,
+    population: int = 0,
+) -> Found:
     """Improve from starting candidates (keys [J], modes [J]) until the budget's rounds are spent or `bound` is met."""
     random = np.random.default_rng(seed)
     if not population:
@@ -59,8 +66,11 @@ def anneal(space: Space, starts: Sequence[tuple[np.ndarray, np.ndarray]], budget
             population //= 2
     rounds = rounds_for(space, budget_s, population)
     num_jobs = space.num_jobs
-    genes = (np.empty((population, num_jobs)), np.empty((population, num_jobs), dtype=np.intp),
-             np.zeros((population, num_jobs), dtype=np.intp))  # keys, modes, ranks
+    genes = (
+        np.empty((population, num_jobs)),
+        np.empty((population, num_jobs), dtype=np.intp),
+        np.zeros((population, num_jobs), dtype=np.intp),
+    )  # keys, modes, ranks
     for number in range(population):
         genes[0][number], genes[1][number] = starts[number % len(starts)]
     _mutate(random, space, genes, np.arange(population) >= len(starts), strength=3)
@@ -129,9 +139,9 @@ def _resample(genes: tuple[np.ndarray, ...], cost: np.ndarray) -> None:
     """On every island the worst quarter becomes a copy of the best."""
     size = min(ISLAND, len(cost))
     for base in range(0, len(cost), size):
-        ranked = base + np.argsort(cost[base:base + size], kind="stable")
+        ranked = base + np.argsort(cost[base : base + size], kind="stable")
         for array in (*genes, cost):
-            array[ranked[-size // 4:]] = array[ranked[:size // 4]]
+            array[ranked[-size // 4 :]] = array[ranked[: size // 4]]
 
 
 def _cross(random: np.random.Generator, space: Space, genes: tuple[np.ndarray, ...]) -> None:
@@ -152,13 +162,20 @@ def _best(state: Decoded, cost: np.ndarray, modes: np.ndarray, space: Space, rou
     end = state.makespan[row] - 1e-9
     kept = [int(j) for j in state.order[row] if space.counts[j] or not space.worth[j] or state.start[row, j] < end]
     degrees = [int(space.degree[j, modes[row, j]]) for j in jobs]
-    return Found(float(state.makespan[row]), float(cost[row]), kept, degrees,
-                 [tuple(int(n) for n in state.node[row, j] if n >= 0) for j in jobs],
-                 [float(state.start[row, j]) for j in jobs], rounds)
+    return Found(
+        float(state.makespan[row]),
+        float(cost[row]),
+        kept,
+        degrees,
+        [tuple(int(n) for n in state.node[row, j] if n >= 0) for j in jobs],
+        [float(state.start[row, j]) for j in jobs],
+        rounds,
+    )
 
 
-def _mutate(random: np.random.Generator, space: Space, genes: tuple[np.ndarray, ...], rows: np.ndarray,
-            strength: int) -> None:
+def _mutate(
+    random: np.random.Generator, space: Space, genes: tuple[np.ndarray, ...], rows: np.ndarray, strength: int
+) -> None:
     """Move a job in the order, change its mode, or send it to another node, `strength` times, in the given rows."""
     keys, modes, ranks = genes
     index = np.flatnonzero(rows)
@@ -178,16 +195,17 @@ def _mutate(random: np.random.Generator, space: Space, genes: tuple[np.ndarray, 
         ranks[turned, jobs] = np.where(random.random(len(turned)) < 0.5, 0, other)
 
 
-def start_from(space: Space, jobs: Sequence[Job], order: Sequence[int],
-               degrees: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def start_from(
+    space: Space, jobs: Sequence[Job], order: Sequence[int], degrees: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """A candidate (keys, modes) that repeats a constructive plan."""
     keys = np.empty(len(jobs))
     for position, index in enumerate(order):
         keys[index] = (position + 0.5) / len(jobs)
     modes = np.zeros(len(jobs), dtype=np.intp)
     for index, degree in enumerate(degrees):
-        fitting = np.flatnonzero(space.degree[index, :space.num_modes[index]] <= degree)
+        fitting = np.flatnonzero(space.degree[index, : space.num_modes[index]] <= degree)
         modes[index] = fitting[-1] if len(fitting) else 0
-        same = np.flatnonzero(space.degree[index, :space.num_modes[index]] == space.degree[index, modes[index]])
+        same = np.flatnonzero(space.degree[index, : space.num_modes[index]] == space.degree[index, modes[index]])
         modes[index] = same[0]
     return keys, modes

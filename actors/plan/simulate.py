@@ -47,13 +47,23 @@ def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Pr
         item = items[cascade.step, part.item]
         count, text = shapes.get((item.frames, item.height, item.width), (0, 0.0))
         shapes[item.frames, item.height, item.width] = (count + part.count, text + part.count * item.text_tokens)
-    seconds = sum(profile.seconds(cascade.module, count, *shape, cascade.degree, round(text / count))
-                  for shape, (count, text) in shapes.items())
+    seconds = sum(
+        profile.seconds(cascade.module, count, *shape, cascade.degree, round(text / count))
+        for shape, (count, text) in shapes.items()
+    )
     return seconds * topology.factor(cascade.workers)
 
 
-def simulate(order: Iterable[Cascade], steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, *,
-             first_step: int = 0, done: Sequence[Done] = (), topology: Topology | None = None) -> list[Cascade]:
+def simulate(
+    order: Iterable[Cascade],
+    steps: Sequence[Sequence[Item]],
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    first_step: int = 0,
+    done: Sequence[Done] = (),
+    topology: Topology | None = None,
+) -> list[Cascade]:
     """Time cascades in list order; their own start_s and end_s are ignored. Starts are as early as the rules allow."""
     topology = topology or Topology(cluster, profile.cross_node)
     items = index_items(steps, first_step)

@@ -44,14 +44,20 @@ def _groups(problem: Problem, degree: int) -> list[tuple[int, ...]]:
     nodes: Sequence[Sequence[int]] = problem.topology.workers
     if degree > max(len(workers) for workers in nodes):
         nodes = [list(range(problem.topology.num_workers))]
-    return [tuple(workers[i:i + degree]) for workers in nodes for i in range(0, len(workers) - degree + 1, degree)]
+    return [tuple(workers[i : i + degree]) for workers in nodes for i in range(0, len(workers) - degree + 1, degree)]
 
 
 def static_plan(problem: Problem, steps: Sequence[int]) -> tuple[int, list[list[Cascade]]]:
     """(degree, cascades of each step). Degree 0 in the options means the one with the shortest total time."""
     wanted = problem.options.static_degree
-    legal = sorted({k for key in problem.items if problem.needs(key, "dit")
-                    for k, _ in problem.modes("dit", problem.items[key], problem.items[key].batch)})
+    legal = sorted(
+        {
+            k
+            for key in problem.items
+            if problem.needs(key, "dit")
+            for k, _ in problem.modes("dit", problem.items[key], problem.items[key].batch)
+        }
+    )
     best: tuple[float, int, list[list[Cascade]]] | None = None
     for degree in [wanted] if wanted else legal:
         plans = [static_step(problem, step, degree) for step in steps]
@@ -61,6 +67,8 @@ def static_plan(problem: Problem, steps: Sequence[int]) -> tuple[int, list[list[
         if best is None or total < best[0]:
             best = (total, degree, [plan for plan in plans if plan is not None])
     if best is None:
-        raise PlanError(f"static: no single degree can run every item{f' (asked: {wanted})' if wanted else ''}. "
-                        f"Use strategy cascade, which gives each item its own degree.")
+        raise PlanError(
+            f"static: no single degree can run every item{f' (asked: {wanted})' if wanted else ''}. "
+            f"Use strategy cascade, which gives each item its own degree."
+        )
     return best[1], best[2]

@@ -35,8 +35,13 @@ class Strips:
         self.count, self.size = count, size
         self.modes = [[(k, s) for k, s in job.modes if k <= size] for job in jobs]
         self.quickest = [min((s, k) for k, s in modes) for modes in self.modes]
-        self.about = [sum(self.quickest[i][0] if jobs[i].module == "dit"
-                          else min(k * s for k, s in self.modes[i]) / size for i in group) for group in groups]
+        self.about = [
+            sum(
+                self.quickest[i][0] if jobs[i].module == "dit" else min(k * s for k, s in self.modes[i]) / size
+                for i in group
+            )
+            for group in groups
+        ]
         self._known: dict[tuple[int, ...], Strip] = {}
 
     def balanced(self, deadline: float) -> list[Strip]:

@@ -42,8 +42,9 @@ def waves(space: Space, count: int, random: np.random.Generator) -> tuple[np.nda
     return keys, _modes(space, cost, dit, wave, count, random)
 
 
-def _modes(space: Space, cost: np.ndarray, dit: np.ndarray, wave: np.ndarray, count: int,
-           random: np.random.Generator) -> np.ndarray:
+def _modes(
+    space: Space, cost: np.ndarray, dit: np.ndarray, wave: np.ndarray, count: int, random: np.random.Generator
+) -> np.ndarray:
     """Per wave one degree for all dits and one haste for all encodes; a few modes are drawn freely."""
     suits = (cost <= (1 + WASTE) * cost.min(axis=1, keepdims=True)) & dit[:, None]
     degrees, votes = np.unique(space.degree[suits], return_counts=True)
@@ -76,9 +77,12 @@ def _spread(space: Space, dit: np.ndarray, wave: np.ndarray, modes: np.ndarray, 
     for job in random.permutation(np.flatnonzero(dit)):
         turn = seen[rows, wave[:, job]]
         seen[rows, wave[:, job]] += 1
-        spans = space.span[job, :space.num_modes[job]]
+        spans = space.span[job, : space.num_modes[job]]
         if (spans > 1).any():
             degree = space.degree[job, modes[:, job]]
-            far = (10 * np.abs(space.degree[job, :len(spans)] - degree[:, None]) + np.abs(spans - nodes[:, None])
-                   + 100 * (spans == 1))
+            far = (
+                10 * np.abs(space.degree[job, : len(spans)] - degree[:, None])
+                + np.abs(spans - nodes[:, None])
+                + 100 * (spans == 1)
+            )
             modes[:, job] = np.where(active & (turn >= num_nodes - 1), far.argmin(axis=1), modes[:, job])

@@ -30,8 +30,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = "plain PyAV loop"
-DECODERS = (PLAIN, "decode everything", "webdataset loader", "torch DataLoader, same plan", "Heddle, process pool",
-            "Heddle, Ray Data")
+DECODERS = (
+    PLAIN,
+    "decode everything",
+    "webdataset loader",
+    "torch DataLoader, same plan",
+    "Heddle, process pool",
+    "Heddle, Ray Data",
+)
 INDEXERS = ("index, headers only", "av.open probe")
 FIRST = ("first batch, Heddle on Ray", "first batch, ray.data.read_webdataset")
 MEMORY = "memory over many clips"
@@ -55,9 +61,21 @@ class Cost:
         return self.clips / max(self.cpu_s, 1e-9)
 
 
-def run(clips: int = 48, rounds: int = 3, height: int = 720, width: int = 1280, frames: int = 144,
-        bucket: str = "81x480x832", batch: int = 2, first_mib: int = 1024, first_bucket: str = "33x480x832",
-        long: int = 10_000, folder: str = "", out: str = "", decoding: bool = True) -> None:
+def run(
+    clips: int = 48,
+    rounds: int = 3,
+    height: int = 720,
+    width: int = 1280,
+    frames: int = 144,
+    bucket: str = "81x480x832",
+    batch: int = 2,
+    first_mib: int = 1024,
+    first_bucket: str = "33x480x832",
+    long: int = 10_000,
+    folder: str = "",
+    out: str = "",
+    decoding: bool = True,
+) -> None:
     """Measure, print Markdown and write it to `out` when given. `folder` keeps the sets for the next time; 0 for
     --first-mib or --long and --no-decoding leave a part out."""
     from app.bench.data_set import make_set
@@ -69,13 +87,17 @@ def run(clips: int = 48, rounds: int = 3, height: int = 720, width: int = 1280, 
         costs = [_measure(way, root / "clips", bucket, batch) for _ in range(rounds) for way in turns]
         if first_mib:
             make_set(root / "large", 0, height, width, frames, shards=1, mib=first_mib)
-            costs += [_measure(way, root / "large", first_bucket, batch) for _ in range(rounds)
-                      for way in (*INDEXERS, *FIRST)]
+            costs += [
+                _measure(way, root / "large", first_bucket, batch) for _ in range(rounds) for way in (*INDEXERS, *FIRST)
+            ]
         if long:
             make_set(root / "small", min(long, 1000), *SMALL)
             costs.append(_measure(MEMORY, root / "small", "9x64x96", 16, long))
-    text = table(costs, f"{clips} clips of {height}x{width}, {frames} frames, H.264; bucket {bucket}, batch {batch}; "
-                        f"{rounds} rounds; index and first batch ({first_bucket}) of a shard of {first_mib} MiB")
+    text = table(
+        costs,
+        f"{clips} clips of {height}x{width}, {frames} frames, H.264; bucket {bucket}, batch {batch}; "
+        f"{rounds} rounds; index and first batch ({first_bucket}) of a shard of {first_mib} MiB",
+    )
     print(text)
     if out:
         Path(out).write_text(text + "\n", encoding="utf-8")
@@ -97,32 +119,44 @@ def _decoding(costs: list[Cost]) -> list[str]:
         lines.append(f"| {way} | {statistics.median(m.rate for m in mine):.2f} | {wall:.2f} | {beside} |")
     ours, everything = _of(costs, DECODERS[-1]), _of(costs, DECODERS[1])
     bare = _beside_plain(costs, DECODERS[-1], lambda cost: cost.clips / (cost.cpu_s - cost.services_s))
-    return [*lines, "", f"{DECODERS[-1]}: {_median_ratio(ours, everything, lambda cost: cost.rate):.1f} x decoding "
-                        f"everything; {bare:.2f} x the plain loop without GCS, agents and log monitor, which take CPU "
-                        f"by the second"]
+    return [
+        *lines,
+        "",
+        f"{DECODERS[-1]}: {_median_ratio(ours, everything, lambda cost: cost.rate):.1f} x decoding "
+        f"everything; {bare:.2f} x the plain loop without GCS, agents and log monitor, which take CPU "
+        f"by the second",
+    ]
 
 
 def _indexing(costs: list[Cost]) -> list[str]:
     ours, peer = (_of(costs, way) for way in INDEXERS)
     if not ours:
         return []
-    return ["", f"index: {statistics.median(c.rate for c in ours):.0f} clips per CPU-s, "
-                f"{_median_ratio(ours, peer, lambda cost: cost.rate):.0f} x an av.open probe"]
+    return [
+        "",
+        f"index: {statistics.median(c.rate for c in ours):.0f} clips per CPU-s, "
+        f"{_median_ratio(ours, peer, lambda cost: cost.rate):.0f} x an av.open probe",
+    ]
 
 
 def _first(costs: list[Cost]) -> list[str]:
     ours, peer = (_of(costs, way) for way in FIRST)
     if not ours:
         return []
-    return [f"first batch: {statistics.median(c.wall_s for c in ours):.2f} s, "
-            f"{_median_ratio(ours, peer, lambda cost: cost.wall_s):.2f} of read_webdataset's; memory "
-            f"{statistics.median(c.memory_mib for c in ours):.0f} MiB, "
-            f"{_median_ratio(ours, peer, lambda cost: cost.memory_mib):.2f} of its"]
+    return [
+        f"first batch: {statistics.median(c.wall_s for c in ours):.2f} s, "
+        f"{_median_ratio(ours, peer, lambda cost: cost.wall_s):.2f} of read_webdataset's; memory "
+        f"{statistics.median(c.memory_mib for c in ours):.0f} MiB, "
+        f"{_median_ratio(ours, peer, lambda cost: cost.memory_mib):.2f} of its"
+    ]
 
 
 def _memory(costs: list[Cost]) -> list[str]:
-    return [f"memory of the largest process over {cost.clips} clips: "
-            f"{', '.join(f'{mib:.0f}' for mib in cost.course_mib)} MiB" for cost in _of(costs, MEMORY)]
+    return [
+        f"memory of the largest process over {cost.clips} clips: "
+        f"{', '.join(f'{mib:.0f}' for mib in cost.course_mib)} MiB"
+        for cost in _of(costs, MEMORY)
+    ]
 
 
 def _of(costs: list[Cost], way: str) -> list[Cost]:
@@ -147,13 +181,22 @@ def _measure(way: str, root: Path, bucket: str, batch: int, clips: int = 0) -> C
     """Run one way in a fresh process. What it prints last is its cost."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
     arguments = [way, str(root), bucket, str(batch), str(clips)]
-    done = subprocess.run([sys.executable, "-m", "app.bench.data_ways", *arguments], env=environment,
-                          capture_output=True, text=True, timeout=3600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "app.bench.data_ways", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"bench data: {way!r} failed with code {done.returncode}:\n{done.stderr[-2000:]}")
     cost = Cost(**json.loads(done.stdout.strip().splitlines()[-1]))
-    print(f"{way}: {cost.clips} clips, {cost.cpu_s:.2f} CPU-s, {cost.wall_s:.2f} s, {cost.memory_mib:.0f} MiB",
-          file=sys.stderr, flush=True)
+    print(
+        f"{way}: {cost.clips} clips, {cost.cpu_s:.2f} CPU-s, {cost.wall_s:.2f} s, {cost.memory_mib:.0f} MiB",
+        file=sys.stderr,
+        flush=True,
+    )
     return cost
 
 
@@ -166,5 +209,11 @@ def timed(work: Callable[[], int], way: str = "", look_s: float = 0.25) -> Cost:
     start = time.perf_counter()
     with tree:
         clips = work()
-    return Cost(way=way, clips=clips, wall_s=time.perf_counter() - start, cpu_s=tree.cpu_s,
-                services_s=tree.services_s, memory_mib=tree.memory_mib)
+    return Cost(
+        way=way,
+        clips=clips,
+        wall_s=time.perf_counter() - start,
+        cpu_s=tree.cpu_s,
+        services_s=tree.services_s,
+        memory_mib=tree.memory_mib,
+    )

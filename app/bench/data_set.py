@@ -32,8 +32,11 @@ def make_set(folder: Path, clips: int, height: int, width: int, frames: int, sha
         with tarfile.open(target / f"{shard:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             for number in range(shard, clips, shards):
                 about = {"width": width, "height": height, "fps": FPS, "num_frames": frames}
-                for suffix, content in (("mp4", media[number % len(media)]), ("txt", f"texture {number}".encode()),
-                                        ("json", json.dumps(about).encode())):
+                for suffix, content in (
+                    ("mp4", media[number % len(media)]),
+                    ("txt", f"texture {number}".encode()),
+                    ("json", json.dumps(about).encode()),
+                ):
                     info = tarfile.TarInfo(f"{number:09d}.{suffix}")
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
@@ -53,9 +56,9 @@ def encode(height: int, width: int, frames: int, seed: int) -> bytes:
         stream.thread_count = 1
         for number in range(frames):
             top, left = (int(32 + 30 * np.sin(number * step / 30)) for step in drift)
-            luma = texture[top:top + height, left:left + width].astype(np.int16)
+            luma = texture[top : top + height, left : left + width].astype(np.int16)
             luma += random.integers(-GRAIN, GRAIN + 1, luma.shape, dtype=np.int16)
-            chroma = texture[top:top + height:2, left:left + width:2] // 4 + 96
+            chroma = texture[top : top + height : 2, left : left + width : 2] // 4 + 96
             planes = np.concatenate([luma.clip(16, 235).astype(np.uint8).ravel(), chroma.ravel(), 255 - chroma.ravel()])
             frame = av.VideoFrame.from_ndarray(planes.reshape(height * 3 // 2, width), format="yuv420p")
             out.mux(stream.encode(frame))

@@ -49,9 +49,16 @@ class Setting:
 def config(setting: Setting) -> DataConfig:
     source = SourceConfig(path=str(setting.root / "shards"), index=str(setting.root / "index"))
     engine = EngineConfig(decode_workers=WORKERS, decode_cpus=0.5, object_store_mb=512)
-    return DataConfig(sources=(source,), buckets=BucketsConfig(table=(setting.bucket,)), items_per_step=ITEMS,
-                      engine=engine, batch=BatchConfig(memory_tokens=1e9, max_batch=setting.batch),
-                      caption_dropout=0.0, fps=16.0, start_frame="fixed")
+    return DataConfig(
+        sources=(source,),
+        buckets=BucketsConfig(table=(setting.bucket,)),
+        items_per_step=ITEMS,
+        engine=engine,
+        batch=BatchConfig(memory_tokens=1e9, max_batch=setting.batch),
+        caption_dropout=0.0,
+        fps=16.0,
+        start_frame="fixed",
+    )
 
 
 def dataset(setting: Setting) -> Dataset:
@@ -76,7 +83,7 @@ def plain(setting: Setting) -> Cost:
 def everything(setting: Setting) -> Cost:
     """Every frame at full size as RGB, then the wanted ones resized: how Open-Sora reads a video."""
     work = list(jobs(dataset(setting)))
-    return _spread(work[:max(len(work) // 4, WORKERS)], decode_everything)
+    return _spread(work[: max(len(work) // 4, WORKERS)], decode_everything)
 
 
 def _spread(work: list[Job], decode: Callable[[list[Job]], int]) -> Cost:
@@ -120,7 +127,7 @@ def _scaled(frame: Any, job: Job, scaler: VideoReformatter) -> np.ndarray:
     height, width = covering(frame.height, frame.width, job.bucket.height, job.bucket.width, crop=False)
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation=SCALING, threads=1)
     top, left = (height - job.bucket.height) // 2, (width - job.bucket.width) // 2
-    return scaled.to_ndarray()[top:top + job.bucket.height, left:left + job.bucket.width]
+    return scaled.to_ndarray()[top : top + job.bucket.height, left : left + job.bucket.width]
 
 
 def decode_everything(work: list[Job]) -> int:
@@ -228,8 +235,9 @@ def _engine(engine: Any, data: Dataset) -> Cost:
     cost = timed(lambda: drain(ENGINE_EPOCHS * epoch), look_s=2.0)  # its processes stay
     engine.stop()
     idle = settled[-1]  # the second in which nothing was decoded any more
-    return replace(cost, wall_s=cost.wall_s - 1.0, cpu_s=cost.cpu_s - idle.cpu_s,
-                   services_s=cost.services_s - idle.services_s)
+    return replace(
+        cost, wall_s=cost.wall_s - 1.0, cpu_s=cost.cpu_s - idle.cpu_s, services_s=cost.services_s - idle.services_s
+    )
 
 
 def _settle() -> Tree:
@@ -246,8 +254,14 @@ def _init_ray(warm: bool = False) -> None:
     import ray
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.init(address="local", num_cpus=WORKERS, include_dashboard=False, object_store_memory=2 << 30,
-             logging_level=logging.ERROR, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=WORKERS,
+        include_dashboard=False,
+        object_store_memory=2 << 30,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
     if warm:
         ray.data.range(WORKERS, override_num_blocks=WORKERS).map_batches(import_decoder).take_all()
 
@@ -359,15 +373,29 @@ def memory(setting: Setting) -> Cost:
         course.append(tree.memory_mib)
     engine.stop()
     ray.shutdown()
-    return Cost(way="", clips=clips, wall_s=time.perf_counter() - start, cpu_s=0.0, memory_mib=max(course),
-                course_mib=tuple(course))
+    return Cost(
+        way="",
+        clips=clips,
+        wall_s=time.perf_counter() - start,
+        cpu_s=0.0,
+        memory_mib=max(course),
+        course_mib=tuple(course),
+    )
 
 
 WAYS: dict[str, Callable[[Setting], Cost]] = {
-    "plain PyAV loop": plain, "decode everything": everything, "webdataset loader": webdataset_loader,
-    "torch DataLoader, same plan": torch_loader, "Heddle, process pool": pool, "Heddle, Ray Data": ray_data,
-    "index, headers only": index, "av.open probe": probe, "first batch, Heddle on Ray": first_batch,
-    "first batch, ray.data.read_webdataset": first_batch_of_read_webdataset, "memory over many clips": memory}
+    "plain PyAV loop": plain,
+    "decode everything": everything,
+    "webdataset loader": webdataset_loader,
+    "torch DataLoader, same plan": torch_loader,
+    "Heddle, process pool": pool,
+    "Heddle, Ray Data": ray_data,
+    "index, headers only": index,
+    "av.open probe": probe,
+    "first batch, Heddle on Ray": first_batch,
+    "first batch, ray.data.read_webdataset": first_batch_of_read_webdataset,
+    "memory over many clips": memory,
+}
 
 
 def main() -> None:

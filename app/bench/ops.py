@@ -36,7 +36,8 @@ NO_GPU = (
     "No CUDA device here. These are figures of the library path on a small grid: processor time of one thread, caches "
     "warm. Left out, because they need a GPU: the Triton kernels and with them the D-tile and atomic ablations; "
     "Liger's modulated RMSNorm (the package imports, its kernels do not run); torch.compile; N of 8k to 64k. The "
-    "targets for an H200 (forward >= 92 %, backward >= 85 % of copy at N >= 32k) stay open until this runs on one.")
+    "targets for an H200 (forward >= 92 %, backward >= 85 % of copy at N >= 32k) stay open until this runs on one."
+)
 NO_LIGER = "Left out: Liger's modulated RMSNorm, because liger-kernel is not installed (pip install liger-kernel)."
 
 
@@ -50,8 +51,9 @@ class Grid:
     repeats: int
 
 
-CUDA_GRID = Grid(widths=(3072, 5120, 1536), tokens=(32768, 8192, 65536, 16384), compile_tokens=(32768, 8192),
-                 repeats=50)
+CUDA_GRID = Grid(
+    widths=(3072, 5120, 1536), tokens=(32768, 8192, 65536, 16384), compile_tokens=(32768, 8192), repeats=50
+)
 CPU_GRID = Grid(widths=(512, 1536), tokens=(1008,), compile_tokens=(), repeats=9)
 
 
@@ -68,8 +70,10 @@ class Case:
 
 def run(
     compile: Annotated[bool, typer.Option(help="Include torch.compile of the eager chains (CUDA only).")] = True,
-    liger: Annotated[bool | None, typer.Option(
-        help="Liger's modulated RMSNorm (CUDA only). By default if liger-kernel is installed.")] = None,
+    liger: Annotated[
+        bool | None,
+        typer.Option(help="Liger's modulated RMSNorm (CUDA only). By default if liger-kernel is installed."),
+    ] = None,
     blocks: Annotated[bool, typer.Option(help="Measure whole transformer blocks too.")] = True,
     budget_s: Annotated[float, typer.Option(help="Stop the op grid after this long and count the rest.")] = 480.0,
     out: Annotated[Path | None, typer.Option(help="Write the report here as well.")] = None,
@@ -127,8 +131,9 @@ def _cases(grid: Grid, liger: bool, compile: bool, ablations: bool) -> Iterator[
                 variants.pop("one-line eager", None)
             if not layout.uniform:
                 variants.pop("Liger RMS", None)  # takes equal runs only
-            yield Case(op=op, layout=layout, width=width, variants=variants,
-                       ablations=ablations and op.name == "ln_modulate")
+            yield Case(
+                op=op, layout=layout, width=width, variants=variants, ablations=ablations and op.name == "ln_modulate"
+            )
     for tokens, width in shapes:
         if compile and tokens in grid.compile_tokens:
             for op, layout in _ops_and_layouts(liger, tokens):
@@ -154,10 +159,22 @@ def _measure_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
 
     def add(direction: str, variant: str, make: Callable[[int], Closure], units: int, peak: int | None) -> None:
         timing = measure(make, units * unit, device, repeats)
-        found.append(Row(op=op.name, layout=layout.name, width=width, tokens=layout.tokens, direction=direction,
-                         variant=variant, timing=timing, useful_bytes=units * unit, peak=peak))
+        found.append(
+            Row(
+                op=op.name,
+                layout=layout.name,
+                width=width,
+                tokens=layout.tokens,
+                direction=direction,
+                variant=variant,
+                timing=timing,
+                useful_bytes=units * unit,
+                peak=peak,
+            )
+        )
 
     for name, function in case.variants.items():
+
         def forward(_: int, function: Variant = function) -> Closure:
             tensors = inputs_of(op, layout, width, device, torch.bfloat16)
             return lambda: function(tensors, layout, segments, rows)

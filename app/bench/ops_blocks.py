@@ -40,7 +40,9 @@ def wan_block(width: int, ffn: int, tokens: int, device: torch.device) -> tuple[
     return block, {
         "hidden_states": torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16),
         "encoder_hidden_states": torch.randn(1, 512, width, device=device, dtype=torch.bfloat16),
-        "temb": torch.randn(1, 6, width, device=device), "rotary_emb": (angles.cos(), angles.sin())}
+        "temb": torch.randn(1, 6, width, device=device),
+        "rotary_emb": (angles.cos(), angles.sin()),
+    }
 
 
 def mmdit_block(width: int, tokens: int, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
@@ -53,7 +55,8 @@ def mmdit_block(width: int, tokens: int, device: torch.device) -> tuple[nn.Modul
         "hidden_states": torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16),
         "encoder_hidden_states": torch.randn(1, 256, width, device=device, dtype=torch.bfloat16),
         "temb": torch.randn(1, width, device=device, dtype=torch.bfloat16),
-        "freqs_cis": (angles.cos(), angles.sin())}
+        "freqs_cis": (angles.cos(), angles.sin()),
+    }
 
 
 def compare_block(
@@ -68,8 +71,16 @@ def compare_block(
             call = _training_call(module, inputs, checkpointing)
             peak = peak_bytes(call, device)
             timing = measure(_always(call), 2**30, device, repeats)  # one buffer set: a block's tensors pass the L2
-            results.append(BlockResult(block=name, tokens=inputs["hidden_states"].shape[1], variant=variant,
-                                       checkpointing=checkpointing, timing=timing, peak_bytes=peak))
+            results.append(
+                BlockResult(
+                    block=name,
+                    tokens=inputs["hidden_states"].shape[1],
+                    variant=variant,
+                    checkpointing=checkpointing,
+                    timing=timing,
+                    peak_bytes=peak,
+                )
+            )
     return results
 
 

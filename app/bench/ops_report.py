@@ -10,8 +10,10 @@ from app.bench.timing import Timing
 
 LONG, SHORT = 32768, 8192  # tokens: where the shares of the ceiling are asked for, and where launches weigh most
 SHARES = {"forward": 0.92, "backward": 0.85}
-PAPER = ("AdaptiveLoad, Table 1, whole steps of its own model, all its kernels: 62 -> 56 s (-10.7 %), and 3 GB less or "
-         "10 % more tokens.")
+PAPER = (
+    "AdaptiveLoad, Table 1, whole steps of its own model, all its kernels: 62 -> 56 s (-10.7 %), and 3 GB less or "
+    "10 % more tokens."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +62,13 @@ def tables(results: Results) -> list[str]:
     """One Markdown table per op; a line has both directions of one variant."""
     lines: list[str] = []
     for op in dict.fromkeys(row.op for row in results.rows.values()):
-        lines += ["", f"## {op}", "",
-                  "| layout | D | N | variant | forward ms | of copy | x eager | backward ms | of copy | x eager "
-                  "| peak MB |", "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|"]
+        lines += [
+            "",
+            f"## {op}",
+            "",
+            "| layout | D | N | variant | forward ms | of copy | x eager | backward ms | of copy | x eager | peak MB |",
+            "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+        ]
         cases = dict.fromkeys(row.case for row in results.rows.values() if row.op == op)
         for case in cases:
             for variant in dict.fromkeys(row.variant for row in results.rows.values() if row.case == case):
@@ -77,8 +83,11 @@ def _cells(results: Results, row: Row | None) -> list[str]:
     if row is None:
         return ["-", "-", "-"]
     gain = results.gain(row, "eager")
-    return [f"{1e3 * row.timing.seconds:.3f} ({row.timing.spread:.0%})", f"{results.share(row):.0%}",
-            "-" if gain is None else f"{gain:.2f}"]
+    return [
+        f"{1e3 * row.timing.seconds:.3f} ({row.timing.spread:.0%})",
+        f"{results.share(row):.0%}",
+        "-" if gain is None else f"{gain:.2f}",
+    ]
 
 
 def targets(results: Results) -> list[str]:
@@ -96,33 +105,59 @@ def targets(results: Results) -> list[str]:
 
     for direction, goal in SHARES.items():
         rows = results.fused(direction)
-        add(f"{direction} >= {goal:.0%} of copy at N >= 32k", goal, [row for row in rows if row.tokens >= 0.99 * LONG],
-            results.share, ".0%")
-        add(f"{direction} >= 3x eager at N >= 32k", 3.0, [row for row in rows if row.tokens >= 0.99 * LONG],
-            lambda row: results.gain(row, "eager"), ".2f")
-        add(f"{direction} never slower than eager at 8k", 1.0,
-            [row for row in rows if row.tokens <= SHORT], lambda row: results.gain(row, "eager"), ".2f")
+        add(
+            f"{direction} >= {goal:.0%} of copy at N >= 32k",
+            goal,
+            [row for row in rows if row.tokens >= 0.99 * LONG],
+            results.share,
+            ".0%",
+        )
+        add(
+            f"{direction} >= 3x eager at N >= 32k",
+            3.0,
+            [row for row in rows if row.tokens >= 0.99 * LONG],
+            lambda row: results.gain(row, "eager"),
+            ".2f",
+        )
+        add(
+            f"{direction} never slower than eager at 8k",
+            1.0,
+            [row for row in rows if row.tokens <= SHORT],
+            lambda row: results.gain(row, "eager"),
+            ".2f",
+        )
     backward = results.fused("backward")
     for text, goal, single in (("B=1", 1.2, True), ("B>=4, per frame, packed", 1.7, False)):
-        add(f"backward >= {goal}x torch.compile, {text}", goal, [r for r in backward if (r.layout == "B=1") == single],
-            lambda row: results.gain(row, "torch.compile"), ".2f")
+        add(
+            f"backward >= {goal}x torch.compile, {text}",
+            goal,
+            [r for r in backward if (r.layout == "B=1") == single],
+            lambda row: results.gain(row, "torch.compile"),
+            ".2f",
+        )
     return lines
 
 
 def block_table(results: list[BlockResult]) -> list[str]:
     """Whole blocks, forward and backward, each beside eager, and the paper's system figures."""
-    lines = ["", "## Transformer blocks, forward and backward", "",
-             "| block | tokens | checkpointing | variant | ms | time | peak MB | peak |",
-             "|---|---:|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "",
+        "## Transformer blocks, forward and backward",
+        "",
+        "| block | tokens | checkpointing | variant | ms | time | peak MB | peak |",
+        "|---|---:|---|---|---:|---:|---:|---:|",
+    ]
     for r in results:
         eager = next(e for e in results if (e.block, e.checkpointing, e.variant) == (r.block, r.checkpointing, "eager"))
         time = f"{r.timing.seconds / eager.timing.seconds - 1:+.1%}" if r is not eager else ""
         peak = ""
         if r is not eager and eager.peak_bytes:
             peak = f"{r.peak_bytes / eager.peak_bytes - 1:+.1%}"
-        lines.append(f"| {r.block} | {r.tokens} | {'yes' if r.checkpointing else 'no'} | {r.variant} "
-                     f"| {1e3 * r.timing.seconds:.2f} ({r.timing.spread:.0%}) | {time} | {_megabytes(r.peak_bytes)} "
-                     f"| {peak} |")
+        lines.append(
+            f"| {r.block} | {r.tokens} | {'yes' if r.checkpointing else 'no'} | {r.variant} "
+            f"| {1e3 * r.timing.seconds:.2f} ({r.timing.spread:.0%}) | {time} | {_megabytes(r.peak_bytes)} "
+            f"| {peak} |"
+        )
     return [*lines, "", PAPER]
 
 

@@ -118,8 +118,10 @@ def eager_gate_ln(t: Tensors, layout: Layout, segments: Segments, rows: Tensor) 
 
 def eager_qk(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
     """RMSNorm and RoPE of Diffusers' Wan."""
-    return tuple(_eager_rope(F.rms_norm(t[x].float(), t[x].shape[-1:], t[w], EPS).type_as(t[x]), t["cos"], t["sin"])
-                 for x, w in (("q", "wq"), ("k", "wk")))
+    return tuple(
+        _eager_rope(F.rms_norm(t[x].float(), t[x].shape[-1:], t[w], EPS).type_as(t[x]), t["cos"], t["sin"])
+        for x, w in (("q", "wq"), ("k", "wk"))
+    )
 
 
 def _eager_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -168,13 +170,33 @@ def ops(liger: bool) -> list[Op]:
     if liger:
         rms["Liger RMS"] = liger_rms()
     return [
-        Op(name="ln_modulate", forward_T=2, backward_T=3, inputs=("x", "scale", "shift"),
-           variants={"fused": fused_ln, "eager": eager_ln, "one-line eager": one_line_ln}),
-        Op(name="gate_residual_ln_modulate", forward_T=4, backward_T=6, inputs=("x", "y", "gate", "scale", "shift"),
-           variants={"fused": fused_gate_ln, "eager": eager_gate_ln}),
-        Op(name="gate_residual", forward_T=3, backward_T=3, inputs=("x", "y", "gate"),
-           variants={"fused": fused_gate, "eager": eager_gate}),
-        Op(name="qk_norm_rope", forward_T=4, backward_T=6, inputs=("q", "k", "wq", "wk"),
-           variants={"fused": fused_qk, "eager": eager_qk}),
+        Op(
+            name="ln_modulate",
+            forward_T=2,
+            backward_T=3,
+            inputs=("x", "scale", "shift"),
+            variants={"fused": fused_ln, "eager": eager_ln, "one-line eager": one_line_ln},
+        ),
+        Op(
+            name="gate_residual_ln_modulate",
+            forward_T=4,
+            backward_T=6,
+            inputs=("x", "y", "gate", "scale", "shift"),
+            variants={"fused": fused_gate_ln, "eager": eager_gate_ln},
+        ),
+        Op(
+            name="gate_residual",
+            forward_T=3,
+            backward_T=3,
+            inputs=("x", "y", "gate"),
+            variants={"fused": fused_gate, "eager": eager_gate},
+        ),
+        Op(
+            name="qk_norm_rope",
+            forward_T=4,
+            backward_T=6,
+            inputs=("q", "k", "wq", "wk"),
+            variants={"fused": fused_qk, "eager": eager_qk},
+        ),
         Op(name="ln_modulate, RMS", forward_T=2, backward_T=3, inputs=("x", "scale", "shift"), variants=rms),
     ]

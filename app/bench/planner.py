@@ -1,7 +1,7 @@
 """`heddle bench planner`: plans against the published planners, as a Markdown table of figures and targets.
 
-    heddle bench planner                 # all figures, about three minutes
-    heddle bench planner --quick         # half of the steps, small budgets
+heddle bench planner                 # all figures, about three minutes
+heddle bench planner --quick         # half of the steps, small budgets
 """
 
 from __future__ import annotations
@@ -68,9 +68,14 @@ class Targets:
     rolling_aim: float = math.nan
 
 
-SETS = {"A-16gpu": Targets(0.2, 1.01 * 26.86, 26.86, 26.0, 25.4), "B-16gpu": Targets(0.2), "B-32gpu": Targets(1.0),
-        "C-32gpu": Targets(1.0, 43.7, 42.5), "B-64gpu": Targets(1.0),
-        "C-64gpu": Targets(1.0, 0.88 * 27.5, rolling_must=0.88 * 27.5)}
+SETS = {
+    "A-16gpu": Targets(0.2, 1.01 * 26.86, 26.86, 26.0, 25.4),
+    "B-16gpu": Targets(0.2),
+    "B-32gpu": Targets(1.0),
+    "C-32gpu": Targets(1.0, 43.7, 42.5),
+    "B-64gpu": Targets(1.0),
+    "C-64gpu": Targets(1.0, 0.88 * 27.5, rolling_must=0.88 * 27.5),
+}
 NEAR_BOUND = 1.05  # aim of the 64-GPU sets, relative to the area or path bound
 
 
@@ -86,17 +91,33 @@ def _arachne(profile: Profile, quick: bool) -> list[Row]:
         published = data["published"][:: 3 if quick else 1]
         cluster = Cluster.parse(data["cluster"])
         singles = [_plan([step], profile, cluster, PlanOptions(budget_s=targets.budget_s)).steps[0] for step in steps]
-        reference = statistics.fmean(next(entry[planner] for planner in ("genetic", "flex_sp", "megatron-lm")
-                                          if planner in entry)["makespan_s"] for entry in published)
+        reference = statistics.fmean(
+            next(entry[planner] for planner in ("genetic", "flex_sp", "megatron-lm") if planner in entry)["makespan_s"]
+            for entry in published
+        )
         bound = statistics.fmean(step.lower_bound_s for step in singles)
         aim = NEAR_BOUND * bound if name.endswith("64gpu") else targets.aim
-        rows.append(Row(f"{name} single steps, mean s (lower bound {bound:.2f})", reference, targets.must, aim,
-                        statistics.fmean(step.makespan_s for step in singles),
-                        statistics.median(step.plan_s for step in singles)))
+        rows.append(
+            Row(
+                f"{name} single steps, mean s (lower bound {bound:.2f})",
+                reference,
+                targets.must,
+                aim,
+                statistics.fmean(step.makespan_s for step in singles),
+                statistics.median(step.plan_s for step in singles),
+            )
+        )
         rolling = _plan(steps, profile, cluster, PlanOptions(budget_s=1.0, lookahead=2))
-        rows.append(Row(f"{name} rolling, mean s", reference, targets.rolling_must, targets.rolling_aim,
-                        statistics.fmean(step.makespan_s for step in rolling.steps),
-                        statistics.median(step.plan_s for step in rolling.steps)))
+        rows.append(
+            Row(
+                f"{name} rolling, mean s",
+                reference,
+                targets.rolling_must,
+                targets.rolling_aim,
+                statistics.fmean(step.makespan_s for step in rolling.steps),
+                statistics.median(step.plan_s for step in rolling.steps),
+            )
+        )
     return rows
 
 
@@ -110,24 +131,41 @@ def _scale(profile: Profile, count: int) -> Row:
     """Items drawn from the profile's shapes on 2 GPUs per item."""
     source = random.Random(0)
     shapes = sorted({key[1:5] for key in profile.measured if key[0] == "dit"})
-    items = [Item(id=f"i{number}", batch=b, frames=f, height=h, width=w, text_tokens=226)
-             for number, (b, f, h, w) in enumerate(source.choice(shapes) for _ in range(count))]
+    items = [
+        Item(id=f"i{number}", batch=b, frames=f, height=h, width=w, text_tokens=226)
+        for number, (b, f, h, w) in enumerate(source.choice(shapes) for _ in range(count))
+    ]
     cluster = Cluster.parse(f"{count // 4}x8")
     started = time.perf_counter()
     plan = make_plan([items], profile, cluster, PlanOptions(budget_s=2.0))
     took = time.perf_counter() - started  # from items to the timed plan
     check(plan, [items], profile, cluster)
     step = plan.steps[0]
-    return Row(f"{2 * count} GPUs, {count} items, makespan / lower bound", math.nan, 1.08, 1.03,
-               step.makespan_s / step.lower_bound_s, took)
+    return Row(
+        f"{2 * count} GPUs, {count} items, makespan / lower bound",
+        math.nan,
+        1.08,
+        1.03,
+        step.makespan_s / step.lower_bound_s,
+        took,
+    )
 
 
 # KnapFormer's data codes (ranks, batch, visual tokens of a sample) of its three scenarios, for 32 ranks.
 SCENARIOS = {
     "low-res": ((32, 32, 256),),
     "mixed-res": ((16, 4, 256), (4, 5, 1024), (4, 5, 4096), (8, 1, 16384)),
-    "video": ((8, 4, 256), (2, 5, 1024), (2, 5, 4096), (4, 1, 16384), (1, 10, 1024), (3, 1, 4096), (8, 2, 6400),
-              (4, 1, 25600))}
+    "video": (
+        (8, 4, 256),
+        (2, 5, 1024),
+        (2, 5, 4096),
+        (4, 1, 16384),
+        (1, 10, 1024),
+        (3, 1, 4096),
+        (8, 2, 6400),
+        (4, 1, 25600),
+    ),
+}
 HOMOGENEOUS = ("g1n32", "g2n16", "g4n8", "g8n4")
 # Scenario, topology, max/mean of the published rule, best known.
 MIXED = (("mixed-res", "g1n16+g2n4+g8n1", 2.211, 1.119), ("video", "g1n24+g8n1", 2.140, 1.573))
@@ -153,20 +191,44 @@ def _knapformer(quick: bool) -> list[Row]:
             sizes = parse_topology(spec, 32, 24)
             ours, theirs, took = _compare(scenario, sizes, steps)
             wir = statistics.fmean(a.wir for a in theirs)
-            rows.append(Row(f"KnapFormer {scenario} {spec}, WIR (published: their rule, same draws)", wir, wir,
-                            math.nan, statistics.fmean(a.wir for a in ours), took))
+            rows.append(
+                Row(
+                    f"KnapFormer {scenario} {spec}, WIR (published: their rule, same draws)",
+                    wir,
+                    wir,
+                    math.nan,
+                    statistics.fmean(a.wir for a in ours),
+                    took,
+                )
+            )
     for scenario, spec, published, best in MIXED:
         ours, _, took = _compare(scenario, parse_topology(spec, 32, 24), steps)
-        rows.append(Row(f"KnapFormer {scenario} {spec}, max/mean", published, 1.02 * best, best,
-                        statistics.fmean(a.max_over_mean for a in ours), took))
+        rows.append(
+            Row(
+                f"KnapFormer {scenario} {spec}, max/mean",
+                published,
+                1.02 * best,
+                best,
+                statistics.fmean(a.max_over_mean for a in ours),
+                took,
+            )
+        )
     ours = [balance(_equal_videos(seed), parse_topology("g1n24+g8n1", 32, 24)) for seed in range(2 * len(steps))]
-    rows.append(Row("KnapFormer equal videos g1n24+g8n1, max/mean", 2.43, 1.02 * 1.021, 1.021,
-                    statistics.fmean(a.max_over_mean for a in ours)))
+    rows.append(
+        Row(
+            "KnapFormer equal videos g1n24+g8n1, max/mean",
+            2.43,
+            1.02 * 1.021,
+            1.021,
+            statistics.fmean(a.max_over_mean for a in ours),
+        )
+    )
     return rows
 
 
-def _compare(scenario: str, sizes: Sequence[int],
-             steps: Sequence[int]) -> tuple[list[Assignment], list[Assignment], float]:
+def _compare(
+    scenario: str, sizes: Sequence[int], steps: Sequence[int]
+) -> tuple[list[Assignment], list[Assignment], float]:
     ours, theirs, took = [], [], []
     for seed in steps:
         lengths = draw_lengths(scenario, seed)
@@ -185,10 +247,22 @@ def _equal_videos(seed: int) -> list[int]:
 
 
 # Open-Sora v2 stage 2: frames -> batch size of the published table, by resolution.
-STAGE_2 = {256: ((1, 130), *((f, 14) for f in range(5, 34, 4)), *((f, 10) for f in range(37, 66, 4)),
-                 *((f, 7) for f in range(73, 98, 4)), *((f, 6) for f in range(101, 130, 4))),
-           768: ((1, 38), *((f, 6) for f in range(5, 34, 4)), *((f, 4) for f in range(37, 66, 4)),
-                 *((f, 3) for f in range(69, 98, 4)), *((f, 2) for f in range(101, 130, 4)))}
+STAGE_2 = {
+    256: (
+        (1, 130),
+        *((f, 14) for f in range(5, 34, 4)),
+        *((f, 10) for f in range(37, 66, 4)),
+        *((f, 7) for f in range(73, 98, 4)),
+        *((f, 6) for f in range(101, 130, 4)),
+    ),
+    768: (
+        (1, 38),
+        *((f, 6) for f in range(5, 34, 4)),
+        *((f, 4) for f in range(37, 66, 4)),
+        *((f, 3) for f in range(69, 98, 4)),
+        *((f, 2) for f in range(101, 130, 4)),
+    ),
+}
 
 
 def stage2_items(count: int, seed: int) -> list[Item]:
@@ -211,8 +285,17 @@ def stage2_items(count: int, seed: int) -> list[Item]:
         frames, height, width, _ = source.choice(shapes)
         tokens = length(frames, height, width)
         batch = max(1, min(memory // tokens, int(compute / work(tokens))))
-        items.append(Item(id=f"i{number}", batch=batch, frames=frames, height=height, width=width, text_tokens=512,
-                          cached=("text", "vae")))
+        items.append(
+            Item(
+                id=f"i{number}",
+                batch=batch,
+                frames=frames,
+                height=height,
+                width=width,
+                text_tokens=512,
+                cached=("text", "vae"),
+            )
+        )
     return items
 
 
@@ -225,5 +308,11 @@ def _open_sora(quick: bool) -> Row:
         plan = _plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
         idle.append(plan.steps[0].idle_ratio)
         took.append(plan.steps[0].plan_s)
-    return Row("Open-Sora v2 stage 2, 8 groups, idle share", 0.62, 0.02, math.nan, statistics.fmean(idle),
-               statistics.median(took))
+    return Row(
+        "Open-Sora v2 stage 2, 8 groups, idle share",
+        0.62,
+        0.02,
+        math.nan,
+        statistics.fmean(idle),
+        statistics.median(took),
+    )

@@ -53,7 +53,7 @@ class _CopyGroup:
     def all_to_all(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
         rows = min(len(output), len(input))
         output[:rows].copy_(input[:rows])
-        output[rows:].copy_(input[:len(output) - rows])
+        output[rows:].copy_(input[: len(output) - rows])
 
 
 class Layer:
@@ -64,10 +64,12 @@ class Layer:
         self.exchange: Exchange = self.layout.video_exchange
         shape = (self.layout.local_tokens, heads, head_dim)
         self.own = tuple(torch.randn(shape, device=device) for _ in range(3))
-        self.whole = tuple(torch.randn(sum(self.exchange.rows), heads // degree, head_dim, device=device)
-                           for _ in range(3))
-        arrival = [(index, rank, self.layout.chunk(index, rank))
-                   for rank in range(degree) for index in range(len(lengths))]
+        self.whole = tuple(
+            torch.randn(sum(self.exchange.rows), heads // degree, head_dim, device=device) for _ in range(3)
+        )
+        arrival = [
+            (index, rank, self.layout.chunk(index, rank)) for rank in range(degree) for index in range(len(lengths))
+        ]
         self.chunks = [(index, rank, rows.stop - rows.start) for index, rank, rows in arrival]
         self.group = _CopyGroup()
 
@@ -103,8 +105,9 @@ class Layer:
         return torch.cat(list(received.chunk(degree)), dim=1)
 
 
-def measure(sequences: int = 256, degree: int = 8, heads: int = 8, head_dim: int = 16, repeats: int = 7,
-            device: str = "cpu") -> UlyssesCost:
+def measure(
+    sequences: int = 256, degree: int = 8, heads: int = 8, head_dim: int = 16, repeats: int = 7, device: str = "cpu"
+) -> UlyssesCost:
     """Times one rank's share of a layer. Raises ValueError when degree does not divide heads."""
     if heads % degree:
         raise ValueError(f"{heads} heads over degree {degree}: use a multiple of {degree} heads.")
@@ -121,17 +124,34 @@ def measure(sequences: int = 256, degree: int = 8, heads: int = 8, head_dim: int
         return _median_ms(work, times, device)
 
     return UlyssesCost(
-        sequences=sequences, degree=degree, chunks=len(layer.chunks), tokens=sum(lengths), layout_ms=median(layout, 3),
-        index_ms=median(layer.index), lists_ms=median(layer.lists), index_host_ms=median(host.index),
-        lists_host_ms=median(host.lists), attention_ms=median(layer.attention, 3))
+        sequences=sequences,
+        degree=degree,
+        chunks=len(layer.chunks),
+        tokens=sum(lengths),
+        layout_ms=median(layout, 3),
+        index_ms=median(layer.index),
+        lists_ms=median(layer.lists),
+        index_host_ms=median(host.index),
+        lists_host_ms=median(host.lists),
+        attention_ms=median(layer.attention, 3),
+    )
 
 
-def run(sequences: int = 256, degree: int = 8, heads: int = 8, head_dim: int = 16, repeats: int = 7,
-        device: str = "cpu", out: Path | None = None) -> None:
+def run(
+    sequences: int = 256,
+    degree: int = 8,
+    heads: int = 8,
+    head_dim: int = 16,
+    repeats: int = 7,
+    device: str = "cpu",
+    out: Path | None = None,
+) -> None:
     """Ulysses bookkeeping per layer against per-chunk lists and a plain attention call."""
     cost = measure(sequences, degree, heads, head_dim, repeats, device)
-    print(f"{cost.sequences} sequences, {cost.tokens} tokens, degree {cost.degree}, {cost.chunks} chunks; one layer "
-          f"forward on one rank ({device}), without communication, ms:")
+    print(
+        f"{cost.sequences} sequences, {cost.tokens} tokens, degree {cost.degree}, {cost.chunks} chunks; one layer "
+        f"forward on one rank ({device}), without communication, ms:"
+    )
     print(f"{'':38}{'index':>9}{'lists':>9}")
     print(f"{'  bookkeeping, host part':38}{cost.index_host_ms:9.3f}{cost.lists_host_ms:9.3f}")
     print(f"{'  bookkeeping, bytes included':38}{cost.index_ms:9.2f}{cost.lists_ms:9.2f}")

@@ -18,8 +18,9 @@ from ops.packing import Lengths
 Backend = Literal["flash", "sdpa"]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths,
-              backend: Backend | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths, backend: Backend | None = None
+) -> Tensor:
     """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows."""
     if len(q_lengths.host) != len(k_lengths.host):
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")

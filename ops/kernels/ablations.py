@@ -27,9 +27,23 @@ ROWS = 256  # its n_tile
 
 @triton.jit
 def dx_kernel(
-    dh_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, run_ptr, run2mod_ptr, dx_ptr, dscale_ptr, dshift_ptr,
-    dh_stride8, x_stride8, scale_stride8,
-    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr, ATOMIC: tl.constexpr,
+    dh_ptr,
+    x_ptr,
+    scale_ptr,
+    mean_ptr,
+    rstd_ptr,
+    run_ptr,
+    run2mod_ptr,
+    dx_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dh_stride8,
+    x_stride8,
+    scale_stride8,
+    D: tl.constexpr,
+    CH: tl.constexpr,
+    NC: tl.constexpr,
+    ATOMIC: tl.constexpr,
 ):
     """dx of one row; ATOMIC also adds the row's products to the table gradients."""
     row = tl.program_id(0).to(tl.int64)
@@ -55,8 +69,20 @@ def dx_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def dtile_kernel(
-    dh_ptr, x_ptr, mean_ptr, rstd_ptr, run_ptr, cu_ptr, slots_ptr, num_rows, num_slots, dh_stride8, x_stride8,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    dh_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    run_ptr,
+    cu_ptr,
+    slots_ptr,
+    num_rows,
+    num_slots,
+    dh_stride8,
+    x_stride8,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Column sums of one (row tile, column tile); slots as in `norm_kernels`, with the row tile as the program."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -92,8 +118,22 @@ def dtile_bwd(
     num_slots = tiles + segments.num_runs
     slots = torch.empty(2, num_slots, width, dtype=torch.float32, device=x.device)
     dtile_kernel[(-(-width // COLUMNS), tiles)](
-        dy, x, mean, rstd, segments.run, segments.cu, slots, num_rows, num_slots, dy.stride(0) // 8, x.stride(0) // 8,
-        D=width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=COLUMNS // 32)
+        dy,
+        x,
+        mean,
+        rstd,
+        segments.run,
+        segments.cu,
+        slots,
+        num_rows,
+        num_slots,
+        dy.stride(0) // 8,
+        x.stride(0) // 8,
+        D=width,
+        COLUMNS=COLUMNS,
+        ROWS=ROWS,
+        num_warps=COLUMNS // 32,
+    )
     dscale, dshift = launch.sum_slots(slots, segments, ROWS, segments.num_mods)
     return dx, dscale, dshift
 
@@ -110,13 +150,35 @@ def atomic_bwd(
 
 
 def _launch_dx(
-    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, segments: Segments, dx: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    segments: Segments,
+    dx: Tensor,
     sums: Tensor | None,
 ) -> None:
     num_rows, width = x.shape
     config = tuning.configuration("forward", width)
     dscale, dshift = (dx, dx) if sums is None else sums.unbind()
     dx_kernel[(num_rows,)](
-        dy, x, scale, mean, rstd, segments.run, segments.run2mod, dx, dscale, dshift,
-        dy.stride(0) // 8, x.stride(0) // 8, scale.stride(0) // 8,
-        D=width, CH=config.chunk, NC=config.chunks(width), ATOMIC=sums is not None, num_warps=config.warps)
+        dy,
+        x,
+        scale,
+        mean,
+        rstd,
+        segments.run,
+        segments.run2mod,
+        dx,
+        dscale,
+        dshift,
+        dy.stride(0) // 8,
+        x.stride(0) // 8,
+        scale.stride(0) // 8,
+        D=width,
+        CH=config.chunk,
+        NC=config.chunks(width),
+        ATOMIC=sums is not None,
+        num_warps=config.warps,
+    )

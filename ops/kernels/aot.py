@@ -36,8 +36,20 @@ from ops.kernels import norm_kernels, qk_kernels, tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
 HEAD_DIM = 128
-FP32 = {"mean_ptr", "rstd_ptr", "slots_ptr", "first_ptr", "second_ptr", "third_ptr", "dscale_ptr", "dshift_ptr",
-        "cos_ptr", "sin_ptr", "rstd_q_ptr", "rstd_k_ptr"}
+FP32 = {
+    "mean_ptr",
+    "rstd_ptr",
+    "slots_ptr",
+    "first_ptr",
+    "second_ptr",
+    "third_ptr",
+    "dscale_ptr",
+    "dshift_ptr",
+    "cos_ptr",
+    "sin_ptr",
+    "rstd_q_ptr",
+    "rstd_k_ptr",
+}
 TABLES = frozenset(f"{name}_ptr" for name in ("gate", "weight", "bias", "scale", "shift", "wq", "wk"))
 INT32 = {"run_ptr", "cu_ptr", "run2mod_ptr", "mod_off_ptr", "mod_runs_ptr"}
 
@@ -90,13 +102,18 @@ class Report:
         return broken
 
     def _count(self, at_most: int, kind: str = "") -> int:
-        return sum(count for access, count in self.accesses.items()
-                   if access.startswith(kind) and int(access.split(".")[1]) <= at_most)
+        return sum(
+            count
+            for access, count in self.accesses.items()
+            if access.startswith(kind) and int(access.split(".")[1]) <= at_most
+        )
 
     def line(self) -> str:
         accesses = ", ".join(f"{kind} x{count}" for kind, count in sorted(self.accesses.items()))
-        return (f"{self.name:42} regs {self.registers:3} stack {self.stack} shared {self.shared_bytes:6} "
-                f"programs/SM {self.programs_per_sm:2} loop conversions {self.loop_conversions}  {accesses}")
+        return (
+            f"{self.name:42} regs {self.registers:3} stack {self.stack} shared {self.shared_bytes:6} "
+            f"programs/SM {self.programs_per_sm:2} loop conversions {self.loop_conversions}  {accesses}"
+        )
 
 
 def shipped(widths: Collection[int]) -> Iterator[Case]:
@@ -111,8 +128,12 @@ def shipped(widths: Collection[int]) -> Iterator[Case]:
                 yield case
             yield replace(case, name=f"{case.name}, fp32 tables", fp32=case.fp32 | TABLES)
     flags: dict[str, Any] = {"D": 3072, "BLOCK_SLOTS": tuning.SUM_SLOTS, "BLOCK_D": tuning.SUM_COLUMNS, "INDEX": "runs"}
-    yield Case(name="sum_slots", kernel=norm_kernels.sum_slots_kernel, constants=flags,
-               launch=tuning.Launch(chunk=tuning.SUM_COLUMNS, warps=tuning.SUM_WARPS))
+    yield Case(
+        name="sum_slots",
+        kernel=norm_kernels.sum_slots_kernel,
+        constants=flags,
+        launch=tuning.Launch(chunk=tuning.SUM_COLUMNS, warps=tuning.SUM_WARPS),
+    )
 
 
 def compile_case(case: Case) -> Report:
@@ -133,9 +154,15 @@ def compile_case(case: Case) -> Report:
     listing = disassemble(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None, f"cuobjdump printed no resource usage for {case.name}: {listing[:500]}"
-    return Report(name=case.name, registers=int(found[1]), stack=int(found[2]),
-                  shared_bytes=compiled.metadata.shared, accesses=access_widths(listing),
-                  loop_conversions=conversions_in_loops(compiled.asm["ttgir"]), warps=case.launch.warps)
+    return Report(
+        name=case.name,
+        registers=int(found[1]),
+        stack=int(found[2]),
+        shared_bytes=compiled.metadata.shared,
+        accesses=access_widths(listing),
+        loop_conversions=conversions_in_loops(compiled.asm["ttgir"]),
+        warps=case.launch.warps,
+    )
 
 
 def disassemble(cubin: bytes) -> str:
@@ -202,9 +229,13 @@ def _cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) 
         yield from _qk_cases(kernel, width, launch)
     elif kernel == "token_backward":
         tiles = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "RMS": False, "HAS_SCALE": True}
-        yield Case(name=f"{kernel} {width}{' fp32' if fp32_residual else ''}", constants=tiles, launch=launch,
-                   kernel=norm_kernels.token_backward_kernel,
-                   fp32=frozenset({"x_ptr", "dx_ptr"} if fp32_residual else ()))
+        yield Case(
+            name=f"{kernel} {width}{' fp32' if fp32_residual else ''}",
+            constants=tiles,
+            launch=launch,
+            kernel=norm_kernels.token_backward_kernel,
+            fp32=frozenset({"x_ptr", "dx_ptr"} if fp32_residual else ()),
+        )
     else:
         cases = _forward_cases if kernel.endswith("forward") else _backward_cases
         yield from cases(kernel, width, launch, fp32_residual)
@@ -212,53 +243,123 @@ def _cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) 
 
 def _forward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[Case]:
     has_y = kernel.startswith("gate")
-    flags = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "HAS_Y": has_y, "HAS_GATE": has_y,
-             "NORM": True, "RMS": False, "AFFINE": False, "HAS_BIAS": False, "HAS_SCALE": True, "HAS_SHIFT": True,
-             "INDEX": "runs"}
-    variants = {"": {}, " affine": {"AFFINE": True, "HAS_BIAS": True, "HAS_SCALE": False, "HAS_SHIFT": False,
-                                    "HAS_GATE": False, "INDEX": "one"}}
+    flags = {
+        "D": width,
+        "CH": launch.chunk,
+        "NC": launch.chunks(width),
+        "HAS_Y": has_y,
+        "HAS_GATE": has_y,
+        "NORM": True,
+        "RMS": False,
+        "AFFINE": False,
+        "HAS_BIAS": False,
+        "HAS_SCALE": True,
+        "HAS_SHIFT": True,
+        "INDEX": "runs",
+    }
+    variants = {
+        "": {},
+        " affine": {
+            "AFFINE": True,
+            "HAS_BIAS": True,
+            "HAS_SCALE": False,
+            "HAS_SHIFT": False,
+            "HAS_GATE": False,
+            "INDEX": "one",
+        },
+    }
     if not has_y:
         variants[" rms"] = {"RMS": True}
     if has_y:
         variants[" without norm"] = {"NORM": False, "HAS_SCALE": False, "HAS_SHIFT": False}
-    yield from _variants(kernel, width, launch, norm_kernels.forward_kernel, flags, variants,
-                         {"x_ptr", "residual_ptr"} if fp32_residual else set())
+    yield from _variants(
+        kernel,
+        width,
+        launch,
+        norm_kernels.forward_kernel,
+        flags,
+        variants,
+        {"x_ptr", "residual_ptr"} if fp32_residual else set(),
+    )
 
 
 def _backward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[Case]:
     has_y = kernel.startswith("gate")
-    flags = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "STAGES": launch.stages, "NORM": True,
-             "RMS": False, "AFFINE": False, "HAS_SCALE": True, "SUMS": True, "HAS_DXO": has_y, "HAS_Y": has_y,
-             "HAS_GATE": has_y, "GATE_SUM": has_y, "INDEX": "runs"}
+    flags = {
+        "D": width,
+        "CH": launch.chunk,
+        "NC": launch.chunks(width),
+        "STAGES": launch.stages,
+        "NORM": True,
+        "RMS": False,
+        "AFFINE": False,
+        "HAS_SCALE": True,
+        "SUMS": True,
+        "HAS_DXO": has_y,
+        "HAS_Y": has_y,
+        "HAS_GATE": has_y,
+        "GATE_SUM": has_y,
+        "INDEX": "runs",
+    }
     variants: dict[str, dict[str, Any]] = {
-        "": {}, " frozen tables": {"SUMS": False, "GATE_SUM": False},
-        " affine": {"AFFINE": True, "HAS_SCALE": False, "HAS_GATE": False, "GATE_SUM": False, "INDEX": "one"}}
+        "": {},
+        " frozen tables": {"SUMS": False, "GATE_SUM": False},
+        " affine": {"AFFINE": True, "HAS_SCALE": False, "HAS_GATE": False, "GATE_SUM": False, "INDEX": "one"},
+    }
     if has_y:
         variants[" without norm"] = {"NORM": False, "SUMS": False, "HAS_SCALE": False}
-    yield from _variants(kernel, width, launch, norm_kernels.backward_kernel, flags, variants,
-                         {"x_ptr", "dxo_ptr", "dx_ptr"} if fp32_residual else set())
+    yield from _variants(
+        kernel,
+        width,
+        launch,
+        norm_kernels.backward_kernel,
+        flags,
+        variants,
+        {"x_ptr", "dxo_ptr", "dx_ptr"} if fp32_residual else set(),
+    )
 
 
 def _variants(
-    kernel: str, width: int, launch: tuning.Launch, function: Any, flags: dict[str, Any],
-    variants: dict[str, dict[str, Any]], fp32: set[str],
+    kernel: str,
+    width: int,
+    launch: tuning.Launch,
+    function: Any,
+    flags: dict[str, Any],
+    variants: dict[str, dict[str, Any]],
+    fp32: set[str],
 ) -> Iterator[Case]:
     for suffix, changes in variants.items():
         name = f"{kernel} {width}{' fp32' if fp32 else ''}{suffix}"
-        yield Case(name=name, kernel=function, constants=flags | changes, launch=launch, fp32=frozenset(fp32),
-                   variant=bool(changes))
+        yield Case(
+            name=name,
+            kernel=function,
+            constants=flags | changes,
+            launch=launch,
+            fp32=frozenset(fp32),
+            variant=bool(changes),
+        )
 
 
 def _qk_cases(kernel: str, width: int, launch: tuning.Launch) -> Iterator[Case]:
     heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
-    flags: dict[str, Any] = {"HEADS": heads, "HD": HEAD_DIM, "HC": per_tile, "NC": -(-heads // per_tile),
-                             "WEIGHT": True, "ROPE": True}
+    flags: dict[str, Any] = {
+        "HEADS": heads,
+        "HD": HEAD_DIM,
+        "HC": per_tile,
+        "NC": -(-heads // per_tile),
+        "WEIGHT": True,
+        "ROPE": True,
+    }
     function = qk_kernels.qk_forward_kernel
     if kernel == "qk_backward":
         function, flags["STAGES"] = qk_kernels.qk_backward_kernel, launch.stages
     for per_head in (False, True):
-        yield Case(name=f"{kernel} {width} {'per head' if per_head else 'full width'}", kernel=function,
-                   constants=flags | {"PER_HEAD": per_head}, launch=launch)
+        yield Case(
+            name=f"{kernel} {width} {'per head' if per_head else 'full width'}",
+            kernel=function,
+            constants=flags | {"PER_HEAD": per_head},
+            launch=launch,
+        )
 
 
 def _type(name: str, fp32: frozenset[str]) -> str:

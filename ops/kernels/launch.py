@@ -20,16 +20,32 @@ INTERPRETER_PROGRAMS = 3  # stands in for the multiprocessors of a GPU when the 
 
 
 def ln_modulate_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    segments: Segments | None, eps: float, rms: bool, out_dtype: torch.dtype,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    segments: Segments | None,
+    eps: float,
+    rms: bool,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, out, mean, rstd = _forward(x, None, None, weight, bias, scale, shift, segments, eps, rms, x.dtype, out_dtype)
     return out, mean, rstd
 
 
 def gate_ln_modulate_fwd(
-    x: Tensor, y: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, segments: Segments | None, eps: float, rms: bool, residual_dtype: torch.dtype,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    segments: Segments | None,
+    eps: float,
+    rms: bool,
+    residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _forward(x, y, gate, weight, bias, scale, shift, segments, eps, rms, residual_dtype, out_dtype)
@@ -43,16 +59,24 @@ def gate_residual_fwd(
 
 
 def ln_modulate_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, mean: Tensor,
-    rstd: Tensor, segments: Segments | None, per_token: bool, rms: bool, sums: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    segments: Segments | None,
+    per_token: bool,
+    rms: bool,
+    sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if per_token:
         dx, dscale, dshift = _token_backward(dy, x, scale, mean, rstd, rms)
         if not sums:
             return dx, *no_table_grads(x.shape[1], torch.float32, x.device)
         return dx, dscale, dshift, rstd.new_empty(0), rstd.new_empty(0)
-    dx, _, found = _backward(
-        dy, None, x, None, None, weight, scale, mean, rstd, segments, rms, x.dtype, sums, False)
+    dx, _, found = _backward(dy, None, x, None, None, weight, scale, mean, rstd, segments, rms, x.dtype, sums, False)
     return dx, *_norm_grads(found, sums, weight, bias, scale, x)
 
 
@@ -68,19 +92,38 @@ def gate_residual_bwd(
 
 
 def gate_ln_modulate_bwd(
-    dxo: Tensor | None, dh: Tensor, xo: Tensor, y: Tensor, gate: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, scale: Tensor | None, mean: Tensor, rstd: Tensor, segments: Segments | None, rms: bool,
-    x_dtype: torch.dtype, sums: bool, gate_sum: bool,
+    dxo: Tensor | None,
+    dh: Tensor,
+    xo: Tensor,
+    y: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    segments: Segments | None,
+    rms: bool,
+    x_dtype: torch.dtype,
+    sums: bool,
+    gate_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dy, found = _backward(
-        dh, dxo, xo, y, gate, weight, scale, mean, rstd, segments, rms, x_dtype, sums, gate_sum)
+    dx, dy, found = _backward(dh, dxo, xo, y, gate, weight, scale, mean, rstd, segments, rms, x_dtype, sums, gate_sum)
     dgate = found[-1] if gate_sum else _no_gate_grad(y)
     return dx, dy, dgate, *_norm_grads(found, sums, weight, bias, scale, xo)
 
 
 def qk_norm_rope_fwd(
-    q: Tensor, k: Tensor, wq: Tensor | None, wk: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    head_dim: int, per_head: bool, eps: float, out_dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor | None,
+    wk: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    head_dim: int,
+    per_head: bool,
+    eps: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     width = q.shape[1]
     groups = width // head_dim if per_head else 1
@@ -91,15 +134,44 @@ def qk_norm_rope_fwd(
         q, k = _rows(q), _rows(k)
         config, tiles = _head_tiles("qk_forward", q, head_dim, per_head, cos)
         qk_kernels.qk_forward_kernel[(2 * rows,)](
-            q, k, _or(wq, q), _or(wk, q), _or(cos, q), _or(sin, q), q_out, k_out, rstd_q, rstd_k,
-            q.shape[0], k.shape[0], 1 if cos is None else cos.shape[0], q.stride(0) // 8, k.stride(0) // 8, eps,
-            PER_HEAD=per_head, WEIGHT=wq is not None, ROPE=cos is not None, **tiles, **_options(config))
+            q,
+            k,
+            _or(wq, q),
+            _or(wk, q),
+            _or(cos, q),
+            _or(sin, q),
+            q_out,
+            k_out,
+            rstd_q,
+            rstd_k,
+            q.shape[0],
+            k.shape[0],
+            1 if cos is None else cos.shape[0],
+            q.stride(0) // 8,
+            k.stride(0) // 8,
+            eps,
+            PER_HEAD=per_head,
+            WEIGHT=wq is not None,
+            ROPE=cos is not None,
+            **tiles,
+            **_options(config),
+        )
     return q_out, k_out, rstd_q, rstd_k
 
 
 def qk_norm_rope_bwd(
-    dqo: Tensor, dko: Tensor, q: Tensor, k: Tensor, wq: Tensor | None, wk: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, rstd_q: Tensor, rstd_k: Tensor, head_dim: int, per_head: bool,
+    dqo: Tensor,
+    dko: Tensor,
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor | None,
+    wk: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rstd_q: Tensor,
+    rstd_k: Tensor,
+    head_dim: int,
+    per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     width = q.shape[1]
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
@@ -113,20 +185,53 @@ def qk_norm_rope_bwd(
     programs = _num_programs(rows, _num_sms(q.device) * config.per_sm // 2)  # for q, and as many for k
     slots = torch.empty(2, programs, size, dtype=torch.float32, device=q.device)
     qk_kernels.qk_backward_kernel[(2 * programs,)](
-        dqo, dko, q, k, _or(wq, q), _or(wk, q), _or(cos, q), _or(sin, q), rstd_q, rstd_k, dq, dk, slots,
-        q.shape[0], k.shape[0], 1 if cos is None else cos.shape[0], programs,
-        -(-q.shape[0] // programs), -(-k.shape[0] // programs),
-        dqo.stride(0) // 8, dko.stride(0) // 8, q.stride(0) // 8, k.stride(0) // 8,
-        STAGES=config.stages, PER_HEAD=per_head, WEIGHT=wq is not None, ROPE=cos is not None, **tiles,
-        **_options(config))
+        dqo,
+        dko,
+        q,
+        k,
+        _or(wq, q),
+        _or(wk, q),
+        _or(cos, q),
+        _or(sin, q),
+        rstd_q,
+        rstd_k,
+        dq,
+        dk,
+        slots,
+        q.shape[0],
+        k.shape[0],
+        1 if cos is None else cos.shape[0],
+        programs,
+        -(-q.shape[0] // programs),
+        -(-k.shape[0] // programs),
+        dqo.stride(0) // 8,
+        dko.stride(0) // 8,
+        q.stride(0) // 8,
+        k.stride(0) // 8,
+        STAGES=config.stages,
+        PER_HEAD=per_head,
+        WEIGHT=wq is not None,
+        ROPE=cos is not None,
+        **tiles,
+        **_options(config),
+    )
     dwq, dwk = sum_slots(slots, None, 1, 1)
     return dq, dk, dwq.view(-1), dwk.view(-1)
 
 
 def _forward(
-    x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    scale: Tensor | None, shift: Tensor | None, segments: Segments | None, eps: float, rms: bool,
-    residual_dtype: torch.dtype, out_dtype: torch.dtype | None,
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    segments: Segments | None,
+    eps: float,
+    rms: bool,
+    residual_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x' (x itself without y), out (empty without out_dtype), mean, rstd."""
     num_rows, width = x.shape
@@ -143,21 +248,56 @@ def _forward(
     config = tuning.configuration("forward" if y is None else "gate_forward", width, _name(x), _arch(x.device))
     index = _index(x, table, segments)
     norm_kernels.forward_kernel[(num_rows,)](
-        x, _or(y, x), _or(gate, x), _or(weight, x), _or(bias, x), _or(scale, x), _or(shift, x),
+        x,
+        _or(y, x),
+        _or(gate, x),
+        _or(weight, x),
+        _or(bias, x),
+        _or(scale, x),
+        _or(shift, x),
         *((segments.run, segments.run2mod) if segments is not None else (x, x)),
-        residual, out if norm else x, mean if mean.numel() else x, rstd if norm else x,
-        _stride8(x), _stride8(y), _stride8(gate), _stride8(scale), _stride8(shift), eps,
-        D=width, CH=config.chunk, NC=config.chunks(width),
-        HAS_Y=y is not None, HAS_GATE=gate is not None, NORM=norm, RMS=rms, AFFINE=weight is not None,
-        HAS_BIAS=bias is not None, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None, INDEX=index,
-        **_options(config))
+        residual,
+        out if norm else x,
+        mean if mean.numel() else x,
+        rstd if norm else x,
+        _stride8(x),
+        _stride8(y),
+        _stride8(gate),
+        _stride8(scale),
+        _stride8(shift),
+        eps,
+        D=width,
+        CH=config.chunk,
+        NC=config.chunks(width),
+        HAS_Y=y is not None,
+        HAS_GATE=gate is not None,
+        NORM=norm,
+        RMS=rms,
+        AFFINE=weight is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+        HAS_SHIFT=shift is not None,
+        INDEX=index,
+        **_options(config),
+    )
     return residual, out, mean, rstd
 
 
 def _backward(
-    dh: Tensor | None, dxo: Tensor | None, x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor | None,
-    scale: Tensor | None, mean: Tensor | None, rstd: Tensor | None, segments: Segments | None, rms: bool,
-    dx_dtype: torch.dtype, sums: bool, gate_sum: bool,
+    dh: Tensor | None,
+    dxo: Tensor | None,
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    segments: Segments | None,
+    rms: bool,
+    dx_dtype: torch.dtype,
+    sums: bool,
+    gate_sum: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """dx (empty without dh), dy (empty without y), and column sums [S, D] per table row.
 
@@ -180,16 +320,44 @@ def _backward(
     num_slots = programs + (0 if segments is None else segments.num_runs)
     slots = torch.empty(planes, num_slots, width, dtype=torch.float32, device=x.device)
     norm_kernels.backward_kernel[(programs,)](
-        _or(dh, x), _or(dxo, x), x, _or(y, x), _or(gate, x), _or(weight, x), _or(scale, x),
-        mean if mean is not None and mean.numel() else x, _or(rstd, x),
+        _or(dh, x),
+        _or(dxo, x),
+        x,
+        _or(y, x),
+        _or(gate, x),
+        _or(weight, x),
+        _or(scale, x),
+        mean if mean is not None and mean.numel() else x,
+        _or(rstd, x),
         *((segments.run, segments.cu, segments.run2mod) if segments is not None else (x, x, x)),
-        dx if norm else x, dy if y is not None else x, slots if planes else x,
-        num_rows, rows_per_program, num_slots,
-        _stride8(dh), _stride8(dxo), _stride8(x), _stride8(y), _stride8(gate), _stride8(scale),
-        D=width, CH=config.chunk, NC=config.chunks(width), STAGES=config.stages,
-        NORM=norm, RMS=rms, AFFINE=weight is not None, HAS_SCALE=scale is not None, SUMS=sums,
-        HAS_DXO=dxo is not None, HAS_Y=y is not None, HAS_GATE=gate is not None, GATE_SUM=gate_sum,
-        INDEX="one" if segments is None else "runs", **_options(config))
+        dx if norm else x,
+        dy if y is not None else x,
+        slots if planes else x,
+        num_rows,
+        rows_per_program,
+        num_slots,
+        _stride8(dh),
+        _stride8(dxo),
+        _stride8(x),
+        _stride8(y),
+        _stride8(gate),
+        _stride8(scale),
+        D=width,
+        CH=config.chunk,
+        NC=config.chunks(width),
+        STAGES=config.stages,
+        NORM=norm,
+        RMS=rms,
+        AFFINE=weight is not None,
+        HAS_SCALE=scale is not None,
+        SUMS=sums,
+        HAS_DXO=dxo is not None,
+        HAS_Y=y is not None,
+        HAS_GATE=gate is not None,
+        GATE_SUM=gate_sum,
+        INDEX="one" if segments is None else "runs",
+        **_options(config),
+    )
     return dx, dy, sum_slots(slots, segments, rows_per_program, num_mods)
 
 
@@ -205,9 +373,17 @@ def sum_slots(slots: Tensor, segments: Segments | None, rows_per_program: int, n
     block = tuning.SUM_COLUMNS if slots.is_cuda else 1024
     index = (slots,) * 3 if segments is None else (segments.cu, segments.mod_off, segments.mod_runs)
     norm_kernels.sum_slots_kernel[(num_mods, -(-width // block), planes)](
-        slots, *index, *(sums + sums[:1] * 2)[:3], num_slots, rows_per_program,
-        D=width, BLOCK_SLOTS=tuning.SUM_SLOTS, BLOCK_D=block, INDEX="one" if segments is None else "runs",
-        num_warps=tuning.SUM_WARPS)
+        slots,
+        *index,
+        *(sums + sums[:1] * 2)[:3],
+        num_slots,
+        rows_per_program,
+        D=width,
+        BLOCK_SLOTS=tuning.SUM_SLOTS,
+        BLOCK_D=block,
+        INDEX="one" if segments is None else "runs",
+        num_warps=tuning.SUM_WARPS,
+    )
     return sums
 
 
@@ -221,9 +397,24 @@ def _token_backward(
         x, dh, scale = _rows(x), _rows(dh), _table(scale)
         config = tuning.configuration("token_backward", width, _name(x), _arch(x.device))
         norm_kernels.token_backward_kernel[(num_rows,)](
-            dh, x, _or(scale, x), mean if mean.numel() else x, rstd, dx, dscale, dshift,
-            _stride8(dh), _stride8(x), _stride8(scale), D=width, CH=config.chunk, NC=config.chunks(width), RMS=rms,
-            HAS_SCALE=scale is not None, **_options(config))
+            dh,
+            x,
+            _or(scale, x),
+            mean if mean.numel() else x,
+            rstd,
+            dx,
+            dscale,
+            dshift,
+            _stride8(dh),
+            _stride8(x),
+            _stride8(scale),
+            D=width,
+            CH=config.chunk,
+            NC=config.chunks(width),
+            RMS=rms,
+            HAS_SCALE=scale is not None,
+            **_options(config),
+        )
     return dx, dscale, dshift
 
 

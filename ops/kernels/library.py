@@ -84,8 +84,9 @@ def ln_modulate_bwd(
     num_mods = segments.num_mods if segments is not None else 1
     sum_P = torch.zeros(num_mods, width, dtype=dtype, device=x.device)
     sum_Q = torch.zeros(num_mods, width, dtype=dtype, device=x.device)
-    dscale, dshift = (torch.empty(num_rows if per_token and sums else 0, width, dtype=dtype, device=x.device)
-                      for _ in range(2))
+    dscale, dshift = (
+        torch.empty(num_rows if per_token and sums else 0, width, dtype=dtype, device=x.device) for _ in range(2)
+    )
     mul, _ = effective_tables(weight, bias, None if per_token else scale, None, dtype)
     for lo, hi, s in _blocks(num_rows, width, segments):
         block, dy_block = x[lo:hi].to(dtype), dy[lo:hi].to(dtype)
@@ -95,8 +96,7 @@ def ln_modulate_bwd(
                 dscale[lo:hi] = dy_block * _affine(xhat, weight, bias)
                 dshift[lo:hi] = dy_block
             dy_block = dy_block if scale is None else dy_block * (1 + scale[lo:hi].to(dtype))
-        dx_block, block_P, block_Q = _norm_block_bwd(
-            dy_block, block, mean[lo:hi], rstd[lo:hi], _row(mul, s), rms, sums)
+        dx_block, block_P, block_Q = _norm_block_bwd(dy_block, block, mean[lo:hi], rstd[lo:hi], _row(mul, s), rms, sums)
         dx[lo:hi] = dx_block
         if sums:
             sum_P[s] += block_P
@@ -105,8 +105,13 @@ def ln_modulate_bwd(
         return dx, *no_table_grads(width, dtype, x.device)
     if per_token:
         empty = dx.new_empty(0, dtype=dtype)
-        return (dx, dscale, dshift, empty if weight is None else sum_P.view(-1),
-                torch.empty_like(empty) if bias is None else sum_Q.view(-1))
+        return (
+            dx,
+            dscale,
+            dshift,
+            empty if weight is None else sum_P.view(-1),
+            torch.empty_like(empty) if bias is None else sum_Q.view(-1),
+        )
     return dx, *table_grads(sum_P, sum_Q, weight, bias, scale)
 
 
@@ -190,7 +195,8 @@ def gate_ln_modulate_bwd(
     mul, _ = effective_tables(weight, bias, scale, None, dtype)
     for lo, hi, s in _blocks(num_rows, width, segments):
         total, block_P, block_Q = _norm_block_bwd(
-            dh[lo:hi].to(dtype), xo[lo:hi].to(dtype), mean[lo:hi], rstd[lo:hi], _row(mul, s), rms, sums)
+            dh[lo:hi].to(dtype), xo[lo:hi].to(dtype), mean[lo:hi], rstd[lo:hi], _row(mul, s), rms, sums
+        )
         if sums:
             sum_P[s] += block_P
             sum_Q[s] += block_Q
@@ -204,8 +210,16 @@ def gate_ln_modulate_bwd(
 
 
 def qk_norm_rope_fwd(
-    q: Tensor, k: Tensor, wq: Tensor | None, wk: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    head_dim: int, per_head: bool, eps: float, out_dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor | None,
+    wk: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    head_dim: int,
+    per_head: bool,
+    eps: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised and rotated q and k [N, D]; rstd of each [N, groups], groups = heads if per_head else 1."""
     q_out, rstd_q = _qk_fwd(q, wq, cos, sin, head_dim, per_head, eps, out_dtype)
@@ -214,8 +228,18 @@ def qk_norm_rope_fwd(
 
 
 def qk_norm_rope_bwd(
-    dqo: Tensor, dko: Tensor, q: Tensor, k: Tensor, wq: Tensor | None, wk: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, rstd_q: Tensor, rstd_k: Tensor, head_dim: int, per_head: bool,
+    dqo: Tensor,
+    dko: Tensor,
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor | None,
+    wk: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rstd_q: Tensor,
+    rstd_k: Tensor,
+    head_dim: int,
+    per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk in the inputs' dtypes; dwq, dwk in the compute dtype."""
     dq, dwq = _qk_bwd(dqo, q, wq, cos, sin, rstd_q, head_dim, per_head)
@@ -224,8 +248,14 @@ def qk_norm_rope_bwd(
 
 
 def _qk_fwd(
-    x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    head_dim: int, per_head: bool, eps: float, out_dtype: torch.dtype,
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    head_dim: int,
+    per_head: bool,
+    eps: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(x)
     num_rows, width = x.shape
@@ -244,8 +274,14 @@ def _qk_fwd(
 
 
 def _qk_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, rstd: Tensor,
-    head_dim: int, per_head: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rstd: Tensor,
+    head_dim: int,
+    per_head: bool,
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(x)
     num_rows, width = x.shape
@@ -336,7 +372,8 @@ def _layer_norm(
         return aten.native_layer_norm(block.to(dtype), width, gain, offset, eps)
     ones, zeros = block.new_ones(width, dtype=dtype), block.new_zeros(width, dtype=dtype)
     return aten.native_layer_norm(
-        block, width, ones if gain is None else gain, zeros if offset is None else offset, eps)
+        block, width, ones if gain is None else gain, zeros if offset is None else offset, eps
+    )
 
 
 def _norm_block_bwd(
@@ -347,16 +384,15 @@ def _norm_block_bwd(
     if not rms:
         weight = torch.ones(width, dtype=x.dtype, device=x.device) if gain is None else gain
         return aten.native_layer_norm_backward(
-            dy, x, (width,), mean[:, None], rstd[:, None], weight, weight, (True, sums, sums))
+            dy, x, (width,), mean[:, None], rstd[:, None], weight, weight, (True, sums, sums)
+        )
     xhat = x * rstd[:, None]
     grad = dy if gain is None else dy * gain
     dx = (grad - xhat * (grad * xhat).mean(-1, keepdim=True)) * rstd[:, None]
     return (dx, (dy * xhat).sum(0), dy.sum(0)) if sums else (dx, dx, dx)
 
 
-def _gate_rows(
-    gate: Tensor | None, s: int, lo: int, hi: int, x: Tensor, segments: Segments | None
-) -> Tensor | None:
+def _gate_rows(gate: Tensor | None, s: int, lo: int, hi: int, x: Tensor, segments: Segments | None) -> Tensor | None:
     if gate is None:
         return None
     return gate[lo:hi] if is_per_token(x, gate, None, segments) else gate[s]
@@ -368,8 +404,15 @@ def _gate_grad(gate: Tensor | None, y: Tensor, dtype: torch.dtype, gate_sum: boo
 
 
 def _gate_block_bwd(
-    total: Tensor, y: Tensor, gate: Tensor | None, segments: Segments | None, lo: int, hi: int, s: int,
-    dy: Tensor, dgate: Tensor,
+    total: Tensor,
+    y: Tensor,
+    gate: Tensor | None,
+    segments: Segments | None,
+    lo: int,
+    hi: int,
+    s: int,
+    dy: Tensor,
+    dgate: Tensor,
 ) -> None:
     """Write dy of one block and add its part of dgate; `total` is the gradient of x + gate * y."""
     gain = _gate_rows(gate, s, lo, hi, y, segments)

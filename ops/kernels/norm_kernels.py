@@ -42,12 +42,37 @@ SIZES = ["num_rows", "rows_per_program", "num_slots"]
 
 @triton.jit
 def forward_kernel(
-    x_ptr, y_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, run_ptr, run2mod_ptr,
-    residual_ptr, out_ptr, mean_ptr, rstd_ptr,
-    x_stride8, y_stride8, gate_stride8, scale_stride8, shift_stride8, eps,
-    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr,
-    HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr, RMS: tl.constexpr, AFFINE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, INDEX: tl.constexpr,
+    x_ptr,
+    y_ptr,
+    gate_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    run_ptr,
+    run2mod_ptr,
+    residual_ptr,
+    out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride8,
+    y_stride8,
+    gate_stride8,
+    scale_stride8,
+    shift_stride8,
+    eps,
+    D: tl.constexpr,
+    CH: tl.constexpr,
+    NC: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    NORM: tl.constexpr,
+    RMS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    INDEX: tl.constexpr,
 ):
     """One row: residual = x + gate * y (HAS_Y), then out = norm(residual) * (1 + scale) + shift (NORM).
 
@@ -91,13 +116,44 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    dh_ptr, dxo_ptr, x_ptr, y_ptr, gate_ptr, weight_ptr, scale_ptr, mean_ptr, rstd_ptr, run_ptr, cu_ptr, run2mod_ptr,
-    dx_ptr, dy_ptr, slots_ptr,
-    num_rows, rows_per_program, num_slots,
-    dh_stride8, dxo_stride8, x_stride8, y_stride8, gate_stride8, scale_stride8,
-    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, RMS: tl.constexpr, AFFINE: tl.constexpr, HAS_SCALE: tl.constexpr, SUMS: tl.constexpr,
-    HAS_DXO: tl.constexpr, HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, GATE_SUM: tl.constexpr, INDEX: tl.constexpr,
+    dh_ptr,
+    dxo_ptr,
+    x_ptr,
+    y_ptr,
+    gate_ptr,
+    weight_ptr,
+    scale_ptr,
+    mean_ptr,
+    rstd_ptr,
+    run_ptr,
+    cu_ptr,
+    run2mod_ptr,
+    dx_ptr,
+    dy_ptr,
+    slots_ptr,
+    num_rows,
+    rows_per_program,
+    num_slots,
+    dh_stride8,
+    dxo_stride8,
+    x_stride8,
+    y_stride8,
+    gate_stride8,
+    scale_stride8,
+    D: tl.constexpr,
+    CH: tl.constexpr,
+    NC: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    RMS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SUMS: tl.constexpr,
+    HAS_DXO: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATE_SUM: tl.constexpr,
+    INDEX: tl.constexpr,
 ):
     """total = dxo + norm'(dh); dx = total (NORM); dy = gate * total (HAS_Y); column sums to the slots.
 
@@ -148,8 +204,8 @@ def backward_kernel(
                     value = (x[c].to(tl.float32) - mean) * rstd
                     grad = dh[c].to(tl.float32)
                     if SUMS:
-                        sum_P = sum_P[:c] + (sum_P[c] + grad * value,) + sum_P[c + 1:]
-                        sum_Q = sum_Q[:c] + (sum_Q[c] + grad,) + sum_Q[c + 1:]
+                        sum_P = sum_P[:c] + (sum_P[c] + grad * value,) + sum_P[c + 1 :]
+                        sum_Q = sum_Q[:c] + (sum_Q[c] + grad,) + sum_Q[c + 1 :]
                     xhat = xhat + (value,)
                     wdy = wdy + (grad,)
                 if AFFINE:
@@ -192,9 +248,19 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=SIZES[1:])
 def sum_slots_kernel(
-    slots_ptr, cu_ptr, mod_off_ptr, mod_runs_ptr, first_ptr, second_ptr, third_ptr,
-    num_slots, rows_per_program,
-    D: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
+    slots_ptr,
+    cu_ptr,
+    mod_off_ptr,
+    mod_runs_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    num_slots,
+    rows_per_program,
+    D: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INDEX: tl.constexpr,
 ):
     """One [num_mods, D] sum per plane of the slots of each table row, in ascending order of run and slot.
 
@@ -218,8 +284,11 @@ def sum_slots_kernel(
             end_slot = tl.where(end_row > first_row, (end_row - 1) // rows_per_program + run + 1, first_slot)
         for lo in tl.range(first_slot, end_slot, BLOCK_SLOTS):
             slots = lo + tl.arange(0, BLOCK_SLOTS)
-            total += tl.load(base + slots[:, None].to(tl.int64) * D + columns[None, :],
-                             mask=(slots < end_slot)[:, None] & inside, other=0.0)
+            total += tl.load(
+                base + slots[:, None].to(tl.int64) * D + columns[None, :],
+                mask=(slots < end_slot)[:, None] & inside,
+                other=0.0,
+            )
     offsets = mod.to(tl.int64) * D + columns
     sums = tl.sum(total, axis=0)
     if plane == 0:
@@ -232,8 +301,22 @@ def sum_slots_kernel(
 
 @triton.jit
 def token_backward_kernel(
-    dh_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dshift_ptr, dh_stride8, x_stride8, scale_stride8,
-    D: tl.constexpr, CH: tl.constexpr, NC: tl.constexpr, RMS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    dh_ptr,
+    x_ptr,
+    scale_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dh_stride8,
+    x_stride8,
+    scale_stride8,
+    D: tl.constexpr,
+    CH: tl.constexpr,
+    NC: tl.constexpr,
+    RMS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):
     """Backward with one table row per token: nothing to reduce, 3T plus the table gradients."""
     row = tl.program_id(0).to(tl.int64)

@@ -39,18 +39,33 @@ def per_token_with_weight(per_token: bool, weight: Tensor | None) -> str | None:
 def fake_ln_modulate(x, weight, bias, scale, shift, run, cu, run2mod, mod_off, mod_runs, eps, rms, out_dtype):
     num_rows, width = x.shape
     dtype = compute_dtype(x)
-    return (x.new_empty(num_rows, width, dtype=out_dtype), x.new_empty(0 if rms else num_rows, dtype=dtype),
-            x.new_empty(num_rows, dtype=dtype))
+    return (
+        x.new_empty(num_rows, width, dtype=out_dtype),
+        x.new_empty(0 if rms else num_rows, dtype=dtype),
+        x.new_empty(num_rows, dtype=dtype),
+    )
 
 
 @custom_op(
     "ln_modulate",
     f"(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, {INDEX_SCHEMA}, "
-    "float eps, bool rms, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)", fake_ln_modulate)
+    "float eps, bool rms, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    fake_ln_modulate,
+)
 def ln_modulate(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    run: Tensor | None, cu: Tensor | None, run2mod: Tensor | None, mod_off: Tensor | None, mod_runs: Tensor | None,
-    eps: float, rms: bool, out_dtype: torch.dtype,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    run: Tensor | None,
+    cu: Tensor | None,
+    run2mod: Tensor | None,
+    mod_off: Tensor | None,
+    mod_runs: Tensor | None,
+    eps: float,
+    rms: bool,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     segments = as_segments((run, cu, run2mod, mod_off, mod_runs))
     lacking = per_token_with_weight(is_per_token(x, scale, shift, segments), weight)
@@ -65,21 +80,37 @@ def fake_ln_modulate_bwd(
     dtype = compute_dtype(x)
     num_mods = num_rows if per_token else 1 if mod_off is None else mod_off.shape[0] - 1
     table = x.new_empty(num_mods if sums else 0, width, dtype=dtype)
-    return (x.new_empty(num_rows, width), table, torch.empty_like(table),
-            x.new_empty(width if sums and weight is not None else 0, dtype=dtype),
-            x.new_empty(width if sums and bias is not None else 0, dtype=dtype))
+    return (
+        x.new_empty(num_rows, width),
+        table,
+        torch.empty_like(table),
+        x.new_empty(width if sums and weight is not None else 0, dtype=dtype),
+        x.new_empty(width if sums and bias is not None else 0, dtype=dtype),
+    )
 
 
 @custom_op(
     "ln_modulate_bwd",
     f"(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor mean, Tensor rstd, {INDEX_SCHEMA}, "
     "bool per_token, bool rms, bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake_ln_modulate_bwd)
+    fake_ln_modulate_bwd,
+)
 def ln_modulate_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    mean: Tensor, rstd: Tensor,
-    run: Tensor | None, cu: Tensor | None, run2mod: Tensor | None, mod_off: Tensor | None, mod_runs: Tensor | None,
-    per_token: bool, rms: bool, sums: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    run: Tensor | None,
+    cu: Tensor | None,
+    run2mod: Tensor | None,
+    mod_off: Tensor | None,
+    mod_runs: Tensor | None,
+    per_token: bool,
+    rms: bool,
+    sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Without `sums` (no table needs a gradient) dx alone; the other outputs are empty."""
     segments = as_segments((run, cu, run2mod, mod_off, mod_runs))
@@ -104,8 +135,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_stats: None) -> tuple[Tensor | None
     x, weight, bias, scale, mean, rstd, *index = ctx.saved_tensors
     _, weight_wanted, bias_wanted, scale_wanted, shift_wanted, *_ = ctx.needs_input_grad
     wanted = (scale_wanted, shift_wanted, weight_wanted, bias_wanted)
-    dx, *grads = ln_modulate_bwd(
-        dy, x, weight, bias, scale, mean, rstd, *index, ctx.per_token, ctx.rms, any(wanted))
+    dx, *grads = ln_modulate_bwd(dy, x, weight, bias, scale, mean, rstd, *index, ctx.per_token, ctx.rms, any(wanted))
     dscale, dshift, dweight, dbias = cast_wanted(grads, wanted, ctx.dtypes)
     return dx, dweight, dbias, dscale, dshift, *(None,) * 8
 

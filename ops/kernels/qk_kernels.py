@@ -55,27 +55,97 @@ def rotate(tile, cos, sin, HC: tl.constexpr, HD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_q", "num_k", "num_angles"])
 def qk_forward_kernel(
-    q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, qo_ptr, ko_ptr, rstd_q_ptr, rstd_k_ptr,
-    num_q, num_k, num_angles, q_stride8, k_stride8, eps,
-    HEADS: tl.constexpr, HD: tl.constexpr, HC: tl.constexpr, NC: tl.constexpr,
-    PER_HEAD: tl.constexpr, WEIGHT: tl.constexpr, ROPE: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    wq_ptr,
+    wk_ptr,
+    cos_ptr,
+    sin_ptr,
+    qo_ptr,
+    ko_ptr,
+    rstd_q_ptr,
+    rstd_k_ptr,
+    num_q,
+    num_k,
+    num_angles,
+    q_stride8,
+    k_stride8,
+    eps,
+    HEADS: tl.constexpr,
+    HD: tl.constexpr,
+    HC: tl.constexpr,
+    NC: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     """One row of q (even programs) or k (odd programs): RMSNorm, weight, rotation; rstd [N] or [N, HEADS]."""
     row = tl.program_id(0) // 2
     is_q = tl.program_id(0) % 2 == 0
     if is_q:
-        qk_forward_row(q_ptr, wq_ptr, cos_ptr, sin_ptr, qo_ptr, rstd_q_ptr, row, num_q, num_angles, q_stride8, eps,
-                       HEADS, HD, HC, NC, PER_HEAD, WEIGHT, ROPE)
+        qk_forward_row(
+            q_ptr,
+            wq_ptr,
+            cos_ptr,
+            sin_ptr,
+            qo_ptr,
+            rstd_q_ptr,
+            row,
+            num_q,
+            num_angles,
+            q_stride8,
+            eps,
+            HEADS,
+            HD,
+            HC,
+            NC,
+            PER_HEAD,
+            WEIGHT,
+            ROPE,
+        )
     else:
-        qk_forward_row(k_ptr, wk_ptr, cos_ptr, sin_ptr, ko_ptr, rstd_k_ptr, row, num_k, num_angles, k_stride8, eps,
-                       HEADS, HD, HC, NC, PER_HEAD, WEIGHT, ROPE)
+        qk_forward_row(
+            k_ptr,
+            wk_ptr,
+            cos_ptr,
+            sin_ptr,
+            ko_ptr,
+            rstd_k_ptr,
+            row,
+            num_k,
+            num_angles,
+            k_stride8,
+            eps,
+            HEADS,
+            HD,
+            HC,
+            NC,
+            PER_HEAD,
+            WEIGHT,
+            ROPE,
+        )
 
 
 @triton.jit
 def qk_forward_row(
-    x_ptr, w_ptr, cos_ptr, sin_ptr, out_ptr, rstd_ptr, row, num_rows, num_angles, stride8, eps,
-    HEADS: tl.constexpr, HD: tl.constexpr, HC: tl.constexpr, NC: tl.constexpr,
-    PER_HEAD: tl.constexpr, WEIGHT: tl.constexpr, ROPE: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    rstd_ptr,
+    row,
+    num_rows,
+    num_angles,
+    stride8,
+    eps,
+    HEADS: tl.constexpr,
+    HD: tl.constexpr,
+    HC: tl.constexpr,
+    NC: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     if row < num_rows:
         base = row.to(tl.int64)
@@ -121,31 +191,114 @@ def load_weight(w_ptr, HC: tl.constexpr, HD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_q", "num_k", "num_angles", "num_slots", "rows_q", "rows_k"])
 def qk_backward_kernel(
-    dqo_ptr, dko_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, rstd_q_ptr, rstd_k_ptr,
-    dq_ptr, dk_ptr, slots_ptr, num_q, num_k, num_angles, num_slots, rows_q, rows_k,
-    dqo_stride8, dko_stride8, q_stride8, k_stride8,
-    HEADS: tl.constexpr, HD: tl.constexpr, HC: tl.constexpr, NC: tl.constexpr, STAGES: tl.constexpr,
-    PER_HEAD: tl.constexpr, WEIGHT: tl.constexpr, ROPE: tl.constexpr,
+    dqo_ptr,
+    dko_ptr,
+    q_ptr,
+    k_ptr,
+    wq_ptr,
+    wk_ptr,
+    cos_ptr,
+    sin_ptr,
+    rstd_q_ptr,
+    rstd_k_ptr,
+    dq_ptr,
+    dk_ptr,
+    slots_ptr,
+    num_q,
+    num_k,
+    num_angles,
+    num_slots,
+    rows_q,
+    rows_k,
+    dqo_stride8,
+    dko_stride8,
+    q_stride8,
+    k_stride8,
+    HEADS: tl.constexpr,
+    HD: tl.constexpr,
+    HC: tl.constexpr,
+    NC: tl.constexpr,
+    STAGES: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     """rows_q (rows_k) consecutive rows of q (k); slots [2, num_slots, HD if PER_HEAD else D] get sum dz * xhat."""
     program = tl.program_id(0) // 2
     width = HD if PER_HEAD else HEADS * HD
     if tl.program_id(0) % 2 == 0:
-        qk_backward_rows(dqo_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, rstd_q_ptr, dq_ptr, slots_ptr + program * width,
-                         program * rows_q, tl.minimum((program + 1) * rows_q, num_q), num_angles,
-                         dqo_stride8, q_stride8, HEADS, HD, HC, NC, STAGES, PER_HEAD, WEIGHT, ROPE)
+        qk_backward_rows(
+            dqo_ptr,
+            q_ptr,
+            wq_ptr,
+            cos_ptr,
+            sin_ptr,
+            rstd_q_ptr,
+            dq_ptr,
+            slots_ptr + program * width,
+            program * rows_q,
+            tl.minimum((program + 1) * rows_q, num_q),
+            num_angles,
+            dqo_stride8,
+            q_stride8,
+            HEADS,
+            HD,
+            HC,
+            NC,
+            STAGES,
+            PER_HEAD,
+            WEIGHT,
+            ROPE,
+        )
     else:
-        qk_backward_rows(dko_ptr, k_ptr, wk_ptr, cos_ptr, sin_ptr, rstd_k_ptr, dk_ptr,
-                         slots_ptr + (num_slots + program) * width,
-                         program * rows_k, tl.minimum((program + 1) * rows_k, num_k), num_angles,
-                         dko_stride8, k_stride8, HEADS, HD, HC, NC, STAGES, PER_HEAD, WEIGHT, ROPE)
+        qk_backward_rows(
+            dko_ptr,
+            k_ptr,
+            wk_ptr,
+            cos_ptr,
+            sin_ptr,
+            rstd_k_ptr,
+            dk_ptr,
+            slots_ptr + (num_slots + program) * width,
+            program * rows_k,
+            tl.minimum((program + 1) * rows_k, num_k),
+            num_angles,
+            dko_stride8,
+            k_stride8,
+            HEADS,
+            HD,
+            HC,
+            NC,
+            STAGES,
+            PER_HEAD,
+            WEIGHT,
+            ROPE,
+        )
 
 
 @triton.jit
 def qk_backward_rows(
-    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, slot_ptr, first, last, num_angles, dy_stride8, x_stride8,
-    HEADS: tl.constexpr, HD: tl.constexpr, HC: tl.constexpr, NC: tl.constexpr, STAGES: tl.constexpr,
-    PER_HEAD: tl.constexpr, WEIGHT: tl.constexpr, ROPE: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    rstd_ptr,
+    dx_ptr,
+    slot_ptr,
+    first,
+    last,
+    num_angles,
+    dy_stride8,
+    x_stride8,
+    HEADS: tl.constexpr,
+    HD: tl.constexpr,
+    HC: tl.constexpr,
+    NC: tl.constexpr,
+    STAGES: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     base = first.to(tl.int64)
     x_base, dy_base = x_ptr + base * (x_stride8 * 8), dy_ptr + base * (dy_stride8 * 8)
@@ -188,7 +341,7 @@ def qk_backward_rows(
                 store_heads(dx_base + i * (HEADS * HD), (grad - xhat * mean) * head_rstd, c, HEADS, HC, HD)
             else:
                 xhat = x[c].to(tl.float32) * rstd
-                sums = sums[:c] + (sums[c] + grad * xhat,) + sums[c + 1:]
+                sums = sums[:c] + (sums[c] + grad * xhat,) + sums[c + 1 :]
                 if WEIGHT:
                     grad = grad * weights[c].to(tl.float32)
                 products += grad * xhat

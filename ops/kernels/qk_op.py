@@ -27,18 +27,31 @@ def unsupported_head(head_dim: int, cos: Tensor | None, per_head: bool) -> str |
 
 def fake_qk_norm_rope(q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype):
     groups = q.shape[1] // head_dim if per_head else 1
-    return (q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype),
-            q.new_empty(q.shape[0], groups, dtype=compute_dtype(q)),
-            k.new_empty(k.shape[0], groups, dtype=compute_dtype(k)))
+    return (
+        q.new_empty(q.shape, dtype=out_dtype),
+        k.new_empty(k.shape, dtype=out_dtype),
+        q.new_empty(q.shape[0], groups, dtype=compute_dtype(q)),
+        k.new_empty(k.shape[0], groups, dtype=compute_dtype(k)),
+    )
 
 
 @custom_op(
     "qk_norm_rope",
     f"(Tensor q, Tensor k, Tensor? wq, Tensor? wk, Tensor? cos, Tensor? sin, {SETTINGS_SCHEMA}, float eps, "
-    "ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor)", fake_qk_norm_rope)
+    "ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake_qk_norm_rope,
+)
 def qk_norm_rope(
-    q: Tensor, k: Tensor, wq: Tensor | None, wk: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    head_dim: int, per_head: bool, eps: float, out_dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor | None,
+    wk: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    head_dim: int,
+    per_head: bool,
+    eps: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     path = backend.implementation(q, k, wq, wk, unsupported=unsupported_head(head_dim, cos, per_head))
     return path.qk_norm_rope_fwd(q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype)
@@ -46,18 +59,33 @@ def qk_norm_rope(
 
 def fake_qk_norm_rope_bwd(dqo, dko, q, k, wq, wk, cos, sin, rstd_q, rstd_k, head_dim, per_head):
     size = head_dim if per_head else q.shape[1]
-    return (q.new_empty(q.shape), k.new_empty(k.shape),
-            q.new_empty(size, dtype=compute_dtype(q)), k.new_empty(size, dtype=compute_dtype(k)))
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        q.new_empty(size, dtype=compute_dtype(q)),
+        k.new_empty(size, dtype=compute_dtype(k)),
+    )
 
 
 @custom_op(
     "qk_norm_rope_bwd",
     "(Tensor dqo, Tensor dko, Tensor q, Tensor k, Tensor? wq, Tensor? wk, Tensor? cos, Tensor? sin, "
     f"Tensor rstd_q, Tensor rstd_k, {SETTINGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake_qk_norm_rope_bwd)
+    fake_qk_norm_rope_bwd,
+)
 def qk_norm_rope_bwd(
-    dqo: Tensor, dko: Tensor, q: Tensor, k: Tensor, wq: Tensor | None, wk: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, rstd_q: Tensor, rstd_k: Tensor, head_dim: int, per_head: bool,
+    dqo: Tensor,
+    dko: Tensor,
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor | None,
+    wk: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rstd_q: Tensor,
+    rstd_k: Tensor,
+    head_dim: int,
+    per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     path = backend.implementation(q, k, dqo, dko, wq, wk, unsupported=unsupported_head(head_dim, cos, per_head))
     return path.qk_norm_rope_bwd(dqo, dko, q, k, wq, wk, cos, sin, rstd_q, rstd_k, head_dim, per_head)
@@ -77,8 +105,19 @@ def _backward(ctx: Any, dqo: Tensor | None, dko: Tensor | None, *_stats: None) -
     if dqo is None and dko is None:
         return (None,) * 10
     dq, dk, dwq, dwk = qk_norm_rope_bwd(
-        torch.zeros_like(q) if dqo is None else dqo, torch.zeros_like(k) if dko is None else dko,
-        q, k, wq, wk, cos, sin, rstd_q, rstd_k, ctx.head_dim, ctx.per_head)
+        torch.zeros_like(q) if dqo is None else dqo,
+        torch.zeros_like(k) if dko is None else dko,
+        q,
+        k,
+        wq,
+        wk,
+        cos,
+        sin,
+        rstd_q,
+        rstd_k,
+        ctx.head_dim,
+        ctx.per_head,
+    )
     return (dq, dk, None if wq is None else dwq.to(wq.dtype), None if wk is None else dwk.to(wk.dtype), *(None,) * 6)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 LIBRARY = torch.library.Library("heddle", "FRAGMENT")  # owns the registrations; they end with it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 NO_DOUBLE_BACKWARD = (
-    "{}: the fused backward has no derivative of its own; use ops.kernels.reference for create_graph=True.")
+    "{}: the fused backward has no derivative of its own; use ops.kernels.reference for create_graph=True."
+)
 
 Function = Callable[..., Any]
 

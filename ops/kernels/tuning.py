@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kernel = Literal[
-    "forward", "gate_forward", "backward", "token_backward", "gate_backward", "qk_forward", "qk_backward"]
+Kernel = Literal["forward", "gate_forward", "backward", "token_backward", "gate_backward", "qk_forward", "qk_backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,11 +114,20 @@ class Attention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
         self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
 
-    def project(self, x: Tensor, context: Tensor, cos: Tensor | None = None,
-                sin: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, context: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised, rotated q [n, H, d] of x; k, v [m, H, d] of the context."""
-        q, k = qk_norm_rope(self.to_q(x), self.to_k(context), self.norm_q.weight, self.norm_k.weight, cos, sin,
-                            head_dim=self.head_dim, eps=self.eps)
+        q, k = qk_norm_rope(
+            self.to_q(x),
+            self.to_k(context),
+            self.norm_q.weight,
+            self.norm_k.weight,
+            cos,
+            sin,
+            head_dim=self.head_dim,
+            eps=self.eps,
+        )
         v = self.to_v(context)
         return self._heads(q), self._heads(k), self._heads(v)
 
@@ -154,8 +163,9 @@ class WanBlock(nn.Module):
         if self.norm2 is None:
             x = h = gate_residual(x, y, gate, segments)
         else:
-            x, h = gate_residual_ln_modulate(x, y, gate, None, None, segments, weight=self.norm2.weight,
-                                             bias=self.norm2.bias, eps=self.eps)
+            x, h = gate_residual_ln_modulate(
+                x, y, gate, None, None, segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=self.eps
+            )
         q, k, v = self.attn2.project(h, shared.text)
         y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text))
 

@@ -57,8 +57,13 @@ class HaarVAE:
         self.channels = config.channels
         self.vae_stride = (r, s, s)
         time, space = haar_matrix(r), haar_matrix(s)
-        variance = np.einsum("c,t,h,w->cthw", np.square(_COLOUR_STD), _variances(time, _RHO_TIME),
-                             _variances(space, _RHO_SPACE), _variances(space, _RHO_SPACE)).reshape(-1)
+        variance = np.einsum(
+            "c,t,h,w->cthw",
+            np.square(_COLOUR_STD),
+            _variances(time, _RHO_TIME),
+            _variances(space, _RHO_SPACE),
+            _variances(space, _RHO_SPACE),
+        ).reshape(-1)
         # A stable sort over the natural index: equal energies (width and height are symmetric) keep one fixed order.
         kept = np.argsort(-variance, kind="stable")[: config.channels]
         basis = np.einsum("ca,tb,hi,wj->cthwabij", _COLOUR_BASIS, time, space, space).reshape(len(variance), -1)
@@ -76,8 +81,10 @@ class HaarVAE:
         r, s, _ = self.vae_stride
         batch, frames, height, width, _ = video.shape
         if (frames - 1) % r or height % s or width % s:
-            raise ValueError(f"{frames}x{height}x{width} cannot be cut into blocks of {r}x{s}x{s}: frames must be "
-                             f"{r}*k + 1, height and width multiples of {s}.")
+            raise ValueError(
+                f"{frames}x{height}x{width} cannot be cut into blocks of {r}x{s}x{s}: frames must be "
+                f"{r}*k + 1, height and width multiples of {s}."
+            )
         pixels = video.to(self.device).float().div_(127.5).sub_(1.0)
         first = pixels[:, :1].expand(-1, r, -1, -1, -1)
         blocks = torch.cat([first, pixels[:, 1:]], dim=1)
@@ -108,5 +115,5 @@ class HaarVAE:
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
         """Latents of the clip of `shape` (frames, height, width) from its tiles."""
         del shape
-        (_, latents), = parts
+        ((_, latents),) = parts
         return latents

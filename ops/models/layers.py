@@ -81,13 +81,17 @@ def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype) -> Ten
 
 def check_inputs(tokens: Tensor, features: int, timesteps: Tensor, text: Tensor, layout: Layout) -> None:
     """Raises ValueError where the tensors of a forward do not fit its layout."""
-    wanted = {"tokens": (tokens, (layout.local_tokens, features)),
-              "timesteps": (timesteps, (len(layout),)),
-              "text": (text, (sum(layout.text_lengths), text.shape[-1]))}
+    wanted = {
+        "tokens": (tokens, (layout.local_tokens, features)),
+        "timesteps": (timesteps, (len(layout),)),
+        "text": (text, (sum(layout.text_lengths), text.shape[-1])),
+    }
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} do not fit the layout of {len(layout)} sequences on rank "
-                             f"{layout.rank} of {layout.degree}: expected {shape}.")
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} do not fit the layout of {len(layout)} sequences on rank "
+                f"{layout.rank} of {layout.degree}: expected {shape}."
+            )
 
 
 def maybe_checkpoint(enabled: bool, block: nn.Module, *inputs: Any) -> Any:

@@ -14,8 +14,19 @@ from torch import Tensor, nn
 from ops.config import DiTConfig
 
 BLOCKS = ("blocks.", "transformer_blocks.", "single_transformer_blocks.")
-PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-               "net.0.proj", "net.2", "proj_mlp")
+PROJECTIONS = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "net.0.proj",
+    "net.2",
+    "proj_mlp",
+)
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -62,5 +73,8 @@ def merged(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The factors as `pytorch_lora_weights.safetensors` holds them. The scale goes into B: readers of files without
     an alpha take it as equal to the rank."""
-    return {f"transformer.{name}": (scale * tensor if name.endswith(B) else tensor).to(torch.float32).contiguous()
-            for name, tensor in state.items() if name.endswith((A, B))}
+    return {
+        f"transformer.{name}": (scale * tensor if name.endswith(B) else tensor).to(torch.float32).contiguous()
+        for name, tensor in state.items()
+        if name.endswith((A, B))
+    }

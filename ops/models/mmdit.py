@@ -57,17 +57,27 @@ class HunyuanDiT(nn.Module):
         self.in_features = config.in_channels * patch_size
         self.x_embedder = _PatchEmbed(config)
         self.context_embedder = TokenRefiner(config)
-        self.time_text_embed = ConditionEmbedding(config.pooled_dim or config.text_dim, config.dim,
-                                                  config.guidance_embeds)
+        self.time_text_embed = ConditionEmbedding(
+            config.pooled_dim or config.text_dim, config.dim, config.guidance_embeds
+        )
         self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_layers))
         self.single_transformer_blocks = nn.ModuleList(
-            SingleStreamBlock(config) for _ in range(config.num_single_layers))
+            SingleStreamBlock(config) for _ in range(config.num_single_layers)
+        )
         self.norm_out = Modulation(config.dim, 2)
         self.proj_out = nn.Linear(config.dim, config.out_channels * patch_size)
         init_linear(self, head=self.proj_out)
 
-    def forward(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout, group: Group,
-                pooled: Tensor | None = None, guidance: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        layout: Layout,
+        group: Group,
+        pooled: Tensor | None = None,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
         """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
 
         pooled [S, pooled_dim] is the second text encoder's vector; without one it is the mean of the text where the
@@ -91,7 +101,7 @@ class HunyuanDiT(nn.Module):
         for block in self.single_transformer_blocks:
             x = maybe_checkpoint(keep, block, x, shared)
         scale, shift = self.norm_out(condition)
-        return self.proj_out(ln_modulate(x[:layout.local_tokens], scale, shift, layout.segments, eps=_EPS))
+        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=_EPS))
 
     def _rope(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, dtype)
@@ -174,11 +184,14 @@ class RefinerBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor, layout: Layout) -> Tensor:
         gate, mlp_gate = self.norm_out(condition)
         h = ln_modulate(x, weight=self.norm1.weight, bias=self.norm1.bias, eps=_EPS)
-        q, k, v = (linear(h).unflatten(-1, (-1, self.attn.head_dim))
-                   for linear in (self.attn.to_q, self.attn.to_k, self.attn.to_v))
+        q, k, v = (
+            linear(h).unflatten(-1, (-1, self.attn.head_dim))
+            for linear in (self.attn.to_q, self.attn.to_k, self.attn.to_v)
+        )
         y = self.attn.to_out[0](attention(q, k, v, layout.text, layout.text).flatten(1))
-        x, h = gate_residual_ln_modulate(x, y, gate, None, None, layout.text_segments, weight=self.norm2.weight,
-                                         bias=self.norm2.bias, eps=_EPS)
+        x, h = gate_residual_ln_modulate(
+            x, y, gate, None, None, layout.text_segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=_EPS
+        )
         return gate_residual(x, self.ff(h), mlp_gate, layout.text_segments)
 
 
@@ -200,14 +213,30 @@ class JointAttention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[n, D] -> normalised and rotated q, k and plain v, each [n, H, d]."""
-        q, k = qk_norm_rope(self.to_q(x), self.to_k(x), self.norm_q.weight, self.norm_k.weight, cos, sin,
-                            head_dim=self.head_dim, per_head=True, eps=_EPS)
+        q, k = qk_norm_rope(
+            self.to_q(x),
+            self.to_k(x),
+            self.norm_q.weight,
+            self.norm_k.weight,
+            cos,
+            sin,
+            head_dim=self.head_dim,
+            per_head=True,
+            eps=_EPS,
+        )
         return self._heads(q), self._heads(k), self._heads(self.to_v(x))
 
     def project_text(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same for the text stream, which is not rotated."""
-        q, k = qk_norm_rope(self.add_q_proj(context), self.add_k_proj(context), self.norm_added_q.weight,
-                            self.norm_added_k.weight, head_dim=self.head_dim, per_head=True, eps=_EPS)
+        q, k = qk_norm_rope(
+            self.add_q_proj(context),
+            self.add_k_proj(context),
+            self.norm_added_q.weight,
+            self.norm_added_k.weight,
+            head_dim=self.head_dim,
+            per_head=True,
+            eps=_EPS,
+        )
         return self._heads(q), self._heads(k), self._heads(self.add_v_proj(context))
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -42,8 +42,9 @@ def clean(caption: str) -> str:
 class T5Text:
     """A T5 or UMT5 encoder with its tokenizer. Deterministic; a caption's states do not depend on its batch."""
 
-    def __init__(self, encoder: torch.nn.Module, tokenizer: Any, config: TextConfig,
-                 device: torch.device | str) -> None:
+    def __init__(
+        self, encoder: torch.nn.Module, tokenizer: Any, config: TextConfig, device: torch.device | str
+    ) -> None:
         self.device = torch.device(device)
         self.encoder = encoder.to(self.device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -95,9 +96,15 @@ def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
 
     if config.d_model % config.num_heads:
         raise ValueError(f"model.text.d_model {config.d_model} is not a multiple of num_heads {config.num_heads}.")
-    shape = T5Config(vocab_size=384, d_model=config.d_model, d_kv=config.d_model // config.num_heads,
-                     d_ff=4 * config.d_model, num_layers=config.num_layers, num_heads=config.num_heads,
-                     dropout_rate=0.0)
+    shape = T5Config(
+        vocab_size=384,
+        d_model=config.d_model,
+        d_kv=config.d_model // config.num_heads,
+        d_ff=4 * config.d_model,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        dropout_rate=0.0,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = T5EncoderModel(shape)

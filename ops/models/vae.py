@@ -88,8 +88,10 @@ class DiffusersVAE:
         model = self.model
         if getattr(model, "use_framewise_encoding", False) and frames > model.tile_sample_min_num_frames:
             # HunyuanVideo: segments share their first frame with the one before.
-            starts = [(start, min(start + model.tile_sample_min_num_frames + 1, frames))
-                      for start in range(0, frames, model.tile_sample_stride_num_frames)]
+            starts = [
+                (start, min(start + model.tile_sample_min_num_frames + 1, frames))
+                for start in range(0, frames, model.tile_sample_stride_num_frames)
+            ]
         rows, columns = [(0, height)], [(0, width)]
         if self.config.tiling and (height > model.tile_sample_min_height or width > model.tile_sample_min_width):
             # With a patch (Wan 2.2) Diffusers counts tiles in patched pixels.
@@ -97,8 +99,10 @@ class DiffusersVAE:
             rows = _cuts(height, self._stride_of("height"), model.tile_sample_min_height, scale)
             columns = _cuts(width, self._stride_of("width"), model.tile_sample_min_width, scale)
         grid = product(enumerate(starts), enumerate(rows), enumerate(columns))
-        tiles = [Tile(index=index, segment=k, row=i, column=j, frames=span, rows=row, columns=column)
-                 for index, ((k, span), (i, row), (j, column)) in enumerate(grid)]
+        tiles = [
+            Tile(index=index, segment=k, row=i, column=j, frames=span, rows=row, columns=column)
+            for index, ((k, span), (i, row), (j, column)) in enumerate(grid)
+        ]
         return tiles if len(tiles) > 1 else whole(frames, height, width)
 
     @torch.no_grad()
@@ -115,10 +119,14 @@ class DiffusersVAE:
         ordered = sorted(parts, key=lambda part: part[0].index)
         expected = len(self.plan_tiles(frames, height, width))
         if [tile.index for tile, _ in ordered] != list(range(expected)):
-            raise ValueError(f"blend of a {frames}x{height}x{width} clip got tiles {[t.index for t, _ in ordered]}; "
-                             f"it needs each of 0..{expected - 1} once.")
-        segments = [self._blend_plane([(tile, part.clone()) for tile, part in group], height, width)
-                    for _, group in groupby(ordered, key=lambda part: part[0].segment)]
+            raise ValueError(
+                f"blend of a {frames}x{height}x{width} clip got tiles {[t.index for t, _ in ordered]}; "
+                f"it needs each of 0..{expected - 1} once."
+            )
+        segments = [
+            self._blend_plane([(tile, part.clone()) for tile, part in group], height, width)
+            for _, group in groupby(ordered, key=lambda part: part[0].segment)
+        ]
         latents = self._blend_segments(segments)[:, :, :latent_frames] if len(segments) > 1 else segments[0]
         return (latents.float() - self._mean) / self._std
 
@@ -156,15 +164,21 @@ class DiffusersVAE:
         (min_h, min_w), (stride_h, stride_w) = config.tile_sample_min, config.tile_sample_stride
         for size in (min_h, min_w, stride_h, stride_w):
             if size % self.vae_stride[1]:
-                raise ValueError(f"model.vae.tile_sample_min {config.tile_sample_min} and tile_sample_stride "
-                                 f"{config.tile_sample_stride} must be multiples of {self.vae_stride[1]}, the stride "
-                                 f"of the VAE.")
+                raise ValueError(
+                    f"model.vae.tile_sample_min {config.tile_sample_min} and tile_sample_stride "
+                    f"{config.tile_sample_stride} must be multiples of {self.vae_stride[1]}, the stride "
+                    f"of the VAE."
+                )
         if self._cog:  # CogVideoX names overlaps instead of strides
             ratio = self.vae_stride[1]
             self.model.enable_tiling(min_h, min_w, _overlap(min_h, stride_h, ratio), _overlap(min_w, stride_w, ratio))
         else:
-            self.model.enable_tiling(tile_sample_min_height=min_h, tile_sample_min_width=min_w,
-                                     tile_sample_stride_height=stride_h, tile_sample_stride_width=stride_w)
+            self.model.enable_tiling(
+                tile_sample_min_height=min_h,
+                tile_sample_min_width=min_w,
+                tile_sample_stride_height=stride_h,
+                tile_sample_stride_width=stride_w,
+            )
 
     def _stride_of(self, side: str) -> int:
         if not self._cog:
@@ -208,8 +222,10 @@ def _overlap(length: int, stride: int, ratio: int) -> float:
     for factor in (exact, math.nextafter(exact, 1.0), math.nextafter(exact, 0.0)):
         if int(length * (1 - factor)) == stride and int(length / ratio * factor) == (length - stride) // ratio:
             return factor
-    raise ValueError(f"CogVideoX cannot express tiles of {length} pixels every {stride}: its overlap factor is "
-                     f"rounded. Use a stride of {length * 3 // 4} or {length // 2} in model.vae.tile_sample_stride.")
+    raise ValueError(
+        f"CogVideoX cannot express tiles of {length} pixels every {stride}: its overlap factor is "
+        f"rounded. Use a stride of {length * 3 // 4} or {length // 2} in model.vae.tile_sample_stride."
+    )
 
 
 def _normalisation(fields: dict[str, Any], channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -219,8 +235,10 @@ def _normalisation(fields: dict[str, Any], channels: int, device: torch.device) 
         scale = float(fields["scaling_factor"])
         mean, std = [fields.get("shift_factor") or 0.0] * channels, [1.0 / scale] * channels
     if len(mean) != channels or len(std) != channels:
-        raise ValueError(f"{fields['_class_name']} has {channels} latent channels but {len(mean)} latents_mean and "
-                         f"{len(std)} latents_std values in its config.json. Give one of each per channel.")
+        raise ValueError(
+            f"{fields['_class_name']} has {channels} latent channels but {len(mean)} latents_mean and "
+            f"{len(std)} latents_std values in its config.json. Give one of each per channel."
+        )
     view = (1, channels, 1, 1, 1)
     return torch.tensor(mean, device=device).view(view), torch.tensor(std, device=device).view(view)
 
@@ -235,6 +253,7 @@ def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE
     if name not in VAE_CLASSES:
         raise ValueError(f"{folder} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
     check_safetensors(folder)
-    model = getattr(diffusers, name).from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True,
-                                                     use_safetensors=True)
+    model = getattr(diffusers, name).from_pretrained(
+        folder, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
     return DiffusersVAE(model, config, device)

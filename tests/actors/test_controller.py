@@ -40,9 +40,15 @@ def source(feeder: Any) -> StepSource:
     return made
 
 
-@pytest.mark.parametrize("error", [ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("killed"),
-                                   ray.exceptions.NodeDiedError("gone"),
-                                   ray.exceptions.ActorUnschedulableError("its node is gone")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.OutOfMemoryError("killed"),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.ActorUnschedulableError("its node is gone"),
+    ],
+)
 def test_a_feeder_that_is_gone_is_lost_data_whatever_ray_calls_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -86,10 +92,21 @@ def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_k
     assert found == ({"step": 8} if open_ else ANOTHER_POSITION)
 
 
-@pytest.mark.parametrize(("keepers", "disk", "expected"), [
-    (7, None, "keepers"), (7, 7, "keepers"), (7, 5, "keepers"), (3, 7, "disk"), (3, 5, "disk"), (None, 5, "disk"),
-    (8, 5, "disk"), (3, 8, "keepers"), (8, None, None), (None, None, None),
-])
+@pytest.mark.parametrize(
+    ("keepers", "disk", "expected"),
+    [
+        (7, None, "keepers"),
+        (7, 7, "keepers"),
+        (7, 5, "keepers"),
+        (3, 7, "disk"),
+        (3, 5, "disk"),
+        (None, 5, "disk"),
+        (8, 5, "disk"),
+        (3, 8, "keepers"),
+        (8, None, None),
+        (None, None, None),
+    ],
+)
 def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
     monkeypatch: pytest.MonkeyPatch, keepers: int | None, disk: int | None, expected: str | None
 ) -> None:

@@ -92,9 +92,7 @@ class Call:
         return self._method.remote(step) if step < self._until else reject.remote()
 
 
-def test_rejected_data_ends_with_the_last_committed_step_on_disk(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_data_ends_with_the_last_committed_step_on_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lab.config("rejected", train={"steps": OPEN_END}, workers={"max": 1})
 
     def feeder() -> Any:
@@ -175,14 +173,17 @@ def ending(error: Exception) -> tuple[Controller, type[Exception]]:
     return made, type(error)
 
 
-@pytest.mark.parametrize(("error", "kept"), [
-    (ZeroDivisionError("a defect"), True),
-    (OSError(errno.EROFS, "Read-only file system"), True),
-    (RuntimeError("the planner died three times"), True),
-    (ray.exceptions.RayTaskError("plan", "traceback", KeyError("lost")), True),
-    (ray.exceptions.OutOfMemoryError("killed"), False),
-    (Superseded("taken over"), False),
-])
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (ZeroDivisionError("a defect"), True),
+        (OSError(errno.EROFS, "Read-only file system"), True),
+        (RuntimeError("the planner died three times"), True),
+        (ray.exceptions.RayTaskError("plan", "traceback", KeyError("lost")), True),
+        (ray.exceptions.OutOfMemoryError("killed"), False),
+        (Superseded("taken over"), False),
+    ],
+)
 def test_every_error_but_those_that_another_controller_answers_keeps_the_last_step(
     error: Exception, kept: bool
 ) -> None:

@@ -44,9 +44,15 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(clips: Path, cache: Path | None = None) -> DataConfig:
     source = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"))
     return DataConfig(
-        sources=(source,), buckets=BucketsConfig(table=("1x64x96", "9x64x96")), items_per_step=2, caption_dropout=0.0,
-        start_frame="fixed", batch=BatchConfig(memory_tokens=400, text_tokens=48), max_wait=8,
-        engine=EngineConfig(kind="pool", decode_workers=1, lookahead=1), limits=LimitsConfig(max_bad_fraction=1.0),
+        sources=(source,),
+        buckets=BucketsConfig(table=("1x64x96", "9x64x96")),
+        items_per_step=2,
+        caption_dropout=0.0,
+        start_frame="fixed",
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
+        max_wait=8,
+        engine=EngineConfig(kind="pool", decode_workers=1, lookahead=1),
+        limits=LimitsConfig(max_bad_fraction=1.0),
         cache=CacheConfig(path=str(cache) if cache else "", min_free_gib=0.0),
     )
 
@@ -128,8 +134,11 @@ def test_a_text_that_is_damaged_is_encoded_again(make: Callable[[], Feeder]) -> 
 
 def folder(path: Path) -> Path:
     for name, content in {
-        "vae/config.json": '{"_class_name": "AutoencoderKLWan"}', "vae/model.bin": "w", "text_encoder/config.json":
-        '{"model_type": "t5", "d_model": 8}', "text_encoder/model.safetensors": "w", "tokenizer/spiece.model": "t",
+        "vae/config.json": '{"_class_name": "AutoencoderKLWan"}',
+        "vae/model.bin": "w",
+        "text_encoder/config.json": '{"model_type": "t5", "d_model": 8}',
+        "text_encoder/model.safetensors": "w",
+        "tokenizer/spiece.model": "t",
         "transformer/model.safetensors": "not an encoder's",
     }.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -142,11 +151,18 @@ def encoders(path: Path, dtype: str = "float32") -> Encoders:
     return Encoders.of(model, dtype)
 
 
-@pytest.mark.parametrize(("file", "changes"), [
-    ("vae/config.json", "vae"), ("vae/model.bin", "vae"), ("text_encoder/config.json", "text"),
-    ("text_encoder/model.safetensors", "text"), ("tokenizer/spiece.model", "text"), ("tokenizer/added.json", "text"),
-    ("transformer/model.safetensors", ""),
-])
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("vae/config.json", "vae"),
+        ("vae/model.bin", "vae"),
+        ("text_encoder/config.json", "text"),
+        ("text_encoder/model.safetensors", "text"),
+        ("tokenizer/spiece.model", "text"),
+        ("tokenizer/added.json", "text"),
+        ("transformer/model.safetensors", ""),
+    ],
+)
 def test_the_names_of_encoders_cover_every_file_of_their_folders(tmp_path: Path, file: str, changes: str) -> None:
     before = encoders(folder(tmp_path))
     (tmp_path / file).write_text("x")
@@ -183,7 +199,8 @@ class Engine:
 
 def faults(step: int) -> list[Fault]:
     return [Fault(reason=Reason.DECODE_ERROR if step % 3 else Reason.DECODE_TIMEOUT, shard="s", key=str(step))] * (
-        step % 5 == 2)
+        step % 5 == 2
+    )
 
 
 class Actor:
@@ -202,8 +219,9 @@ def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
     monkeypatch.setattr("actors.feeder.make_engine", lambda dataset, config: Engine(dataset))
     plain = replace(config(clips), limits=LimitsConfig(max_bad_fraction=1.0))
-    return StepSource(lambda: Actor(Feeder(plain, Geometry(), 0, Encoders.of(MODEL), "")), Geometry(), "sample", 10**6,
-                      60.0)
+    return StepSource(
+        lambda: Actor(Feeder(plain, Geometry(), 0, Encoders.of(MODEL), "")), Geometry(), "sample", 10**6, 60.0
+    )
 
 
 def total(metrics: dict[int, tuple[int, int]]) -> dict[str, int]:

@@ -41,12 +41,19 @@ def cluster() -> Iterator[None]:
 def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, tmp_path: Path) -> None:
     synthesize(tmp_path, SynthConfig(clips=12, images=4, shards=1, koala=False))
     config = DataConfig(
-        sources=(SourceConfig(path=str(tmp_path / "shards")),), items_per_step=2,
-        buckets=BucketsConfig(table=("1x64x96", "9x64x96")), batch=BatchConfig(memory_tokens=400, text_tokens=48),
+        sources=(SourceConfig(path=str(tmp_path / "shards")),),
+        items_per_step=2,
+        buckets=BucketsConfig(table=("1x64x96", "9x64x96")),
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
         engine=EngineConfig(decode_workers=1, decode_cpus=0.2, lookahead=1),
     )
-    named = {"config": config, "geometry": Geometry(), "seed": 0, "encoders": Encoders.of(ModelConfig()),
-             "run_dir": str(tmp_path)}
+    named = {
+        "config": config,
+        "geometry": Geometry(),
+        "seed": 0,
+        "encoders": Encoders.of(ModelConfig()),
+        "run_dir": str(tmp_path),
+    }
     feeder = actor_factory(KnownFeeder, **named)()
     ray.get(feeder.start.remote(0), timeout=120)
     ray.get(feeder.batches.remote(0), timeout=120)  # what comes after it is decoded ahead, then decoding waits

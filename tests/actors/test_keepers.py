@@ -183,21 +183,21 @@ def test_when_all_workers_stand_on_one_node_of_two_its_death_takes_no_shard(
     keepers, _, _ = keepers_of({})
     monkeypatch.setattr("actors.keepers.spawn", lambda name, node, namespace: f"on {node}")
     monkeypatch.setattr(
-        ray, "nodes", lambda: [{"NodeID": n, "Alive": n != "dead", "Resources": {"memory": 1.0}} for n in
-                               ("away", "dead", "here")]
+        ray,
+        "nodes",
+        lambda: [{"NodeID": n, "Alive": n != "dead", "Resources": {"memory": 1.0}} for n in ("away", "dead", "here")],
     )
     keepers.prepare(["here", "here"])
     assert [keepers.of(rank) for rank in range(2)] == [("on away",), ("on away",)]
     assert list(keepers.in_use().values()) == ["on away"]
 
 
-def test_a_node_without_workers_that_is_too_small_gets_no_keeper(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head node of a few GB beside the one with all GPUs."""
     sizes, told = {"big": 800.0, "gpus": 900.0, "head": 8.0}, []
-    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": n, "Alive": True, "Resources": {"memory": m}}
-                                               for n, m in sizes.items()])
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [{"NodeID": n, "Alive": True, "Resources": {"memory": m}} for n, m in sizes.items()]
+    )
     monkeypatch.setattr("actors.keepers.spawn", lambda name, node, namespace: Actor(clock, (0.0, (node, 10))))
     keepers = Keepers("run", SnapshotConfig(), told.append, needs=lambda: 600)
     keepers.find = lambda: dict(keepers._handles)  # type: ignore[method-assign]

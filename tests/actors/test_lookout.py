@@ -20,8 +20,9 @@ from actors.weights import weights_bytes
 from ops.config import DiTConfig, ModelConfig, VAEConfig
 
 
-@pytest.mark.parametrize(("activity", "age_s", "given_up"), [(LOADING, 700, True), (LOADING, 500, False),
-                                                             ("", 700, False)])
+@pytest.mark.parametrize(
+    ("activity", "age_s", "given_up"), [(LOADING, 700, True), (LOADING, 500, False), ("", 700, False)]
+)
 def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_is_not(
     monkeypatch: pytest.MonkeyPatch, activity: str, age_s: float, given_up: bool
 ) -> None:
@@ -29,8 +30,19 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
     monitor, now = Monitor(), time.monotonic()
     if activity:
         monkeypatch.setattr(time, "monotonic", lambda: now - age_s)
-        monitor.beat(Progress(worker="w3", generation=-1, step=-1, activity=activity, phase="", since=time.time() - 660,
-                              predicted_s=0.0, collectives=0, waiting_in=""))
+        monitor.beat(
+            Progress(
+                worker="w3",
+                generation=-1,
+                step=-1,
+                activity=activity,
+                phase="",
+                since=time.time() - 660,
+                predicted_s=0.0,
+                collectives=0,
+                waiting_in="",
+            )
+        )
         monkeypatch.setattr(time, "monotonic", lambda: now)
     handle, pool, told = Mock(), Mock(pending=["w3"], names=["w3"]), Mock()
     pool.poll.return_value = PoolNews()
@@ -61,8 +73,19 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
 def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor, handle, pool = Monitor(), Mock(), Mock(pending=[], names=["w1", "w2"])
     for name, waiting_in in (("w1", ""), ("w2", "sum")):
-        monitor.beat(Progress(worker=name, generation=1, step=7, activity="dit 9f 64x96 b2 sp1 s7", phase="backward",
-                              since=0.0, predicted_s=1.0, collectives=3, waiting_in=waiting_in))
+        monitor.beat(
+            Progress(
+                worker=name,
+                generation=1,
+                step=7,
+                activity="dit 9f 64x96 b2 sp1 s7",
+                phase="backward",
+                since=0.0,
+                predicted_s=1.0,
+                collectives=3,
+                waiting_in=waiting_in,
+            )
+        )
     pool.poll.return_value = PoolNews()
     handle.collect.remote.return_value = monitor.collect()
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)

@@ -374,8 +374,18 @@ class Model:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=80), st.integers(1, 3))
 def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], least: int) -> None:
-    limits = Limits(min=least, max=4, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
-                    max_breaks=10**6, max_losses=10**6)
+    limits = Limits(
+        min=least,
+        max=4,
+        wait_s=1e6,
+        gather_s=5,
+        recover_s=10,
+        first_step_s=10,
+        confirm_s=3,
+        start_s=60,
+        max_breaks=10**6,
+        max_losses=10**6,
+    )
     pool, model = Pool(limits), Model()
     for event, after in storm:
         running = set(pool.view.workers)
@@ -395,8 +405,18 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 4.0])), max_size=60))
 def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event, float]]) -> None:
-    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
-                    max_breaks=10**6, max_losses=10**6)
+    limits = Limits(
+        min=2,
+        max=3,
+        wait_s=1e6,
+        gather_s=5,
+        recover_s=10,
+        first_step_s=10,
+        confirm_s=3,
+        start_s=60,
+        max_breaks=10**6,
+        max_losses=10**6,
+    )
     pool = Pool(limits)
     for event, after in storm:
         pool.see(event, after=after)

@@ -150,8 +150,12 @@ def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_me
 
 @pytest.mark.parametrize(
     ("device", "age_s", "activity", "cancelled"),
-    [("cuda", 50, "finish s3", True), ("cuda", 10, "finish s3", False), ("cuda", 50, "idle", False),
-     ("cpu", 50, "finish s3", False)],
+    [
+        ("cuda", 50, "finish s3", True),
+        ("cuda", 10, "finish s3", False),
+        ("cuda", 50, "idle", False),
+        ("cpu", 50, "finish s3", False),
+    ],
 )
 def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_out(
     monkeypatch: pytest.MonkeyPatch, device: str, age_s: float, activity: str, cancelled: bool

@@ -23,17 +23,49 @@ def spans_of_step(step: int, start: float, workers: list[str]) -> list[dict[str,
         late = 1.5 if step == SLOW_STEP and worker == "w1" else 0.0
         times = {"text": (0.0, 0.1, 0.1), "vae": (0.1, 0.3, 0.3), "dit": (0.3, 1.0, 1.0 + late)}
         for module, (begin, planned_end, measured_end) in times.items():
-            spans.append({
-                "step": step, "worker": worker, "node": "n0", "module": module, "item": f"s{step}.{index}",
-                "name": f"{module} {bucket[0]}f 64x96 b{batch} sp1 s{step}", "cascade": f"s{step}.{index}/{module}/0",
-                "bucket": bucket, "batch": batch, "degree": 1, "start": start + begin, "end": start + measured_end,
-                "planned_start_s": begin, "planned_end_s": planned_end, "step_start": start, "generation": 0,
-                "phases": {"forward": 0.2, "backward": 0.4} if module == "dit" else {}})
+            spans.append(
+                {
+                    "step": step,
+                    "worker": worker,
+                    "node": "n0",
+                    "module": module,
+                    "item": f"s{step}.{index}",
+                    "name": f"{module} {bucket[0]}f 64x96 b{batch} sp1 s{step}",
+                    "cascade": f"s{step}.{index}/{module}/0",
+                    "bucket": bucket,
+                    "batch": batch,
+                    "degree": 1,
+                    "start": start + begin,
+                    "end": start + measured_end,
+                    "planned_start_s": begin,
+                    "planned_end_s": planned_end,
+                    "step_start": start,
+                    "generation": 0,
+                    "phases": {"forward": 0.2, "backward": 0.4} if module == "dit" else {},
+                }
+            )
         begin = 1.0 + (1.5 if step == SLOW_STEP else 0.0)
-        spans.append({"step": step, "worker": worker, "node": "n0", "module": "finish", "item": "", "bucket": None,
-                      "name": f"finish s{step}", "cascade": "", "batch": 0, "degree": len(workers),
-                      "start": start + begin, "end": start + begin + 0.1, "planned_start_s": 0.0, "planned_end_s": 0.0,
-                      "step_start": start, "generation": 0, "phases": {"reduce": 0.05}})
+        spans.append(
+            {
+                "step": step,
+                "worker": worker,
+                "node": "n0",
+                "module": "finish",
+                "item": "",
+                "bucket": None,
+                "name": f"finish s{step}",
+                "cascade": "",
+                "batch": 0,
+                "degree": len(workers),
+                "start": start + begin,
+                "end": start + begin + 0.1,
+                "planned_start_s": 0.0,
+                "planned_end_s": 0.0,
+                "step_start": start,
+                "generation": 0,
+                "phases": {"reduce": 0.05},
+            }
+        )
     return spans
 
 
@@ -50,16 +82,33 @@ def run_folder(tmp_path: Path) -> Path:
         if step == LOSS_STEP:
             events.append({"time": now + 0.5, "event": "dead", "generation": 0, "worker": "w1"})
             events.append({"time": now + 0.6, "event": "end", "generation": 0, "why": "w1 died", "clean": False})
-            events.append({"time": now + 0.9, "event": "generation", "generation": 1, "workers": ["w0", "w2"],
-                           "why": "w1 died"})
+            events.append(
+                {"time": now + 0.9, "event": "generation", "generation": 1, "workers": ["w0", "w2"], "why": "w1 died"}
+            )
             events.append({"time": now + seconds, "event": "recovered", "generation": 1, "step": 20, "seconds": 1.5})
         spans += spans_of_step(step, now, workers)
         now += seconds
-        lines.append({"step": step, "time": now, "loss": 1.0 / (1 + step / 10), "grad_norm": 1.0, "lr": 1e-3,
-                      "workers": len(workers), "generation": int(step >= LOSS_STEP), "step_s": seconds,
-                      "data_wait_s": 0.01, "idle_ratio": 0.05, "cv_step": 0.1, "cv_compute": 0.2, "wir": 1.05,
-                      "tokens_per_s": 4000.0, "planned_s": 1.05, "plan_s": 0.02,
-                      "loss_by_bucket": {"17x64x96": 0.9, "1x64x96": 0.7}})
+        lines.append(
+            {
+                "step": step,
+                "time": now,
+                "loss": 1.0 / (1 + step / 10),
+                "grad_norm": 1.0,
+                "lr": 1e-3,
+                "workers": len(workers),
+                "generation": int(step >= LOSS_STEP),
+                "step_s": seconds,
+                "data_wait_s": 0.01,
+                "idle_ratio": 0.05,
+                "cv_step": 0.1,
+                "cv_compute": 0.2,
+                "wir": 1.05,
+                "tokens_per_s": 4000.0,
+                "planned_s": 1.05,
+                "plan_s": 0.02,
+                "loss_by_bucket": {"17x64x96": 0.9, "1x64x96": 0.7},
+            }
+        )
     for name, records in [("metrics", lines), ("timeline", spans), ("events", events)]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder

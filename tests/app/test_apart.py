@@ -36,8 +36,9 @@ OUTER = "import sys; from app.apart import run_apart; sys.exit(run_apart(['-c', 
 @pytest.fixture
 def outer() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A run and the number of its innermost process."""
-    process = subprocess.Popen([sys.executable, "-c", OUTER, INNER], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OUTER, INNER], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdout is not None
     ready, child = process.stdout.readline().split()
     assert ready == "ready"
@@ -86,8 +87,10 @@ def test_the_exit_code_is_the_runs(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
-    code = ("import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
-            "from app.apart import run_apart; run_apart(['-c', sys.argv[1]])")
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+        "from app.apart import run_apart; run_apart(['-c', sys.argv[1]])"
+    )
     inner = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", code, inner], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "True"

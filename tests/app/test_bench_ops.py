@@ -46,8 +46,17 @@ def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(mon
 
 
 def row(variant: str, seconds: float, direction: str = "forward", tokens: int = 8192, layout: str = "B=1") -> Row:
-    return Row(op="op", layout=layout, width=8, tokens=tokens, direction=direction, variant=variant,
-               timing=Timing(seconds=seconds, spread=0.0), useful_bytes=1000, peak=None)
+    return Row(
+        op="op",
+        layout=layout,
+        width=8,
+        tokens=tokens,
+        direction=direction,
+        variant=variant,
+        timing=Timing(seconds=seconds, spread=0.0),
+        useful_bytes=1000,
+        peak=None,
+    )
 
 
 def test_share_and_gain_come_from_the_medians() -> None:
@@ -56,19 +65,32 @@ def test_share_and_gain_come_from_the_medians() -> None:
 
 
 def test_targets_name_the_worst_case_and_what_was_not_measured() -> None:
-    rows = [row("fused", 1e-6, "backward"), row("eager", 0.9e-6, "backward"), row("torch.compile", 1.3e-6, "backward"),
-            row("fused", 1e-6, "backward", layout="packed"), row("eager", 2e-6, "backward", layout="packed")]
+    rows = [
+        row("fused", 1e-6, "backward"),
+        row("eager", 0.9e-6, "backward"),
+        row("torch.compile", 1.3e-6, "backward"),
+        row("fused", 1e-6, "backward", layout="packed"),
+        row("eager", 2e-6, "backward", layout="packed"),
+    ]
     lines = {line.split("|")[1].strip(): line for line in targets(Results(rows, copy_speed=2e9))[4:]}
     assert "0.90 (op, B=1, D=8, N=8192) | no" in lines["backward never slower than eager at 8k"]
-    assert "1.30" in lines["backward >= 1.2x torch.compile, B=1"] and "| yes |" in lines[
-        "backward >= 1.2x torch.compile, B=1"]
+    assert (
+        "1.30" in lines["backward >= 1.2x torch.compile, B=1"]
+        and "| yes |" in lines["backward >= 1.2x torch.compile, B=1"]
+    )
     assert "not measured | open" in lines["forward >= 92% of copy at N >= 32k"]
 
 
 def test_blocks_stand_beside_eager_and_the_paper() -> None:
     def result(variant: str, seconds: float, peak: int) -> BlockResult:
-        return BlockResult(block="Wan", tokens=8, checkpointing=False, variant=variant, peak_bytes=peak,
-                           timing=Timing(seconds=seconds, spread=0.0))
+        return BlockResult(
+            block="Wan",
+            tokens=8,
+            checkpointing=False,
+            variant=variant,
+            peak_bytes=peak,
+            timing=Timing(seconds=seconds, spread=0.0),
+        )
 
     *_, fused, _, paper = block_table([result("eager", 1.0, 2 * 10**9), result("fused", 0.9, 10**9)])
     assert "-10.0%" in fused and "-50.0%" in fused and "-10.7 %" in paper

@@ -21,8 +21,9 @@ ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "configs" / "runs" / "demo.yaml"
 
 
-def heddle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-           *arguments: str) -> tuple[int, str, str]:
+def heddle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of one command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["heddle", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -32,12 +33,14 @@ def heddle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
-    code = ("import sys, time; sys.argv = ['heddle', '--help']\n"
-            "from app.cli import main\n"
-            "try: main()\n"
-            "except SystemExit:\n"
-            "    print(time.process_time())\n"
-            "    print([m for m in ('torch', 'ray', 'diffusers', 'numpy', 'av') if m in sys.modules])")
+    code = (
+        "import sys, time; sys.argv = ['heddle', '--help']\n"
+        "from app.cli import main\n"
+        "try: main()\n"
+        "except SystemExit:\n"
+        "    print(time.process_time())\n"
+        "    print([m for m in ('torch', 'ray', 'diffusers', 'numpy', 'av') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     *_, seconds, heavy = result.stdout.splitlines()
     for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers"):
@@ -47,12 +50,21 @@ def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
 
 
 MISTAKES = [
-    (("train", "--config", "nowhere.yaml"), 2, "error: config nowhere.yaml does not exist; the shipped ones are under "
-                                               "configs/runs/."),
-    (("train", "--config", str(DEMO), "--set", "train.max_train_steps=3"), 2,
-     "error: unknown key train.max_train_steps (--set); did you mean train.steps?"),
-    (("train", "--config", str(DEMO), "--set", "train.steps=many"), 2,
-     "error: train.steps is 'many' (--set); expected a whole number."),
+    (
+        ("train", "--config", "nowhere.yaml"),
+        2,
+        "error: config nowhere.yaml does not exist; the shipped ones are under configs/runs/.",
+    ),
+    (
+        ("train", "--config", str(DEMO), "--set", "train.max_train_steps=3"),
+        2,
+        "error: unknown key train.max_train_steps (--set); did you mean train.steps?",
+    ),
+    (
+        ("train", "--config", str(DEMO), "--set", "train.steps=many"),
+        2,
+        "error: train.steps is 'many' (--set); expected a whole number.",
+    ),
     (("report", "runs/nowhere"), 2, "error: run directory runs/nowhere does not exist."),
     (("sample", "--checkpoint", "runs/nowhere"), 2, "error: checkpoint runs/nowhere does not exist."),
     (("workers", "list", "runs/nowhere"), 2, "error: runs/nowhere is not the folder of a run that was started."),
@@ -61,9 +73,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "sentence"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_a_mistake_ends_with_one_sentence_and_its_code(arguments: tuple[str, ...], code: int, sentence: str,
-                                                       monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_ends_with_one_sentence_and_its_code(
+    arguments: tuple[str, ...],
+    code: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert heddle(monkeypatch, capsys, *arguments) == (code, "", sentence + "\n")
 
@@ -79,8 +96,9 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "Traceback" in err and "ConfigError" in err
 
 
-def test_an_existing_run_directory_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_run_directory_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("run: {name: demo}\n")
@@ -104,6 +122,7 @@ Dry = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def dry_run(small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
     """`heddle train --dry-run` on the small data, with overrides."""
+
     def run(*overrides: str) -> tuple[int, str, str]:
         sets = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={small_data}/runs", *overrides]
         options = [part for assignment in sets for part in ("--set", assignment)]
@@ -122,8 +141,9 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert not (small_data / "runs").exists()
 
 
-def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(dry_run: Dry, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(
+    dry_run: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, printed, err = dry_run("data.sources.0.path=made/shards/{00000..00003}.tar", "run.dir=runs")
     assert code == 0, err
@@ -132,7 +152,8 @@ def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(dry_run: Dry
 
 
 def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
-        dry_run: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from app import train
 
     def no_cluster(_: object) -> None:
@@ -162,8 +183,9 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_report_writes_page_and_timeline(run_folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_page_and_timeline(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["heddle", "report", str(run_folder)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -195,8 +217,14 @@ def test_exit_codes_follow_the_table() -> None:
     from actors.plan.types import PlanError
     from data.errors import DataError, DataIOError
 
-    codes = {ConfigError("x"): 2, PlanError("x"): 3, DataError("x"): 4, DataIOError("x"): 1, KeyError("x"): 1,
-             RuntimeError("x"): 1}
+    codes = {
+        ConfigError("x"): 2,
+        PlanError("x"): 3,
+        DataError("x"): 4,
+        DataIOError("x"): 1,
+        KeyError("x"): 1,
+        RuntimeError("x"): 1,
+    }
     for error, code in codes.items():
         assert exit_code(raised(error)) == code, type(error)
 

@@ -41,8 +41,11 @@ def test_there_are_shipped_runs() -> None:
     assert "demo" in [path.stem for path in RUNS]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.yaml"))
-                         + sorted((ROOT / "configs" / "data").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "configs" / "models").glob("*.yaml")) + sorted((ROOT / "configs" / "data").glob("*.yaml")),
+    ids=lambda path: path.stem,
+)
 def test_every_shipped_part_loads_as_a_base(path: Path, tmp_path: Path) -> None:
     base = f"base: [{path}]\nrun: {{name: t}}\n"
     RunConfig.load(write(tmp_path, base))
@@ -50,8 +53,9 @@ def test_every_shipped_part_loads_as_a_base(path: Path, tmp_path: Path) -> None:
 
 def test_overrides_win_over_the_file_which_wins_over_its_base(tmp_path: Path) -> None:
     write(tmp_path, "train: {steps: 1, seed: 1, optimizer: {weight_decay: 0.5}}", "base.yaml")
-    config = load(tmp_path, "base: base.yaml\ntrain: {steps: 2, seed: 2}", "train.steps=3",
-                  "train.optimizer.ema_decay=0")
+    config = load(
+        tmp_path, "base: base.yaml\ntrain: {steps: 2, seed: 2}", "train.steps=3", "train.optimizer.ema_decay=0"
+    )
     assert (config.train.steps, config.train.seed) == (3, 2)
     assert config.train.optimizer.weight_decay == 0.5
     assert config.train.optimizer.ema_decay == 0.0
@@ -159,15 +163,21 @@ def test_overwrite_refuses_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
 def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/weaver")
-    overrides = ["data.sources.0.path=a/shards/{00000..00003}.tar", "data.sources.0.media=~/videos",
-                 "data.cache.path=cache", "planner.profile=/profiles/h100.json", "run.dir=../runs"]
+    overrides = [
+        "data.sources.0.path=a/shards/{00000..00003}.tar",
+        "data.sources.0.media=~/videos",
+        "data.cache.path=cache",
+        "planner.profile=/profiles/h100.json",
+        "run.dir=../runs",
+    ]
     config = from_here(RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", overrides))
     source = config.data.sources[0]
     assert source.path == f"{tmp_path}/a/shards/{{00000..00003}}.tar" and source.media == "/home/weaver/videos"
     assert config.data.cache.path == f"{tmp_path}/cache" and config.run.dir == f"{tmp_path.parent}/runs"
     assert config.planner.profile == "/profiles/h100.json" and config.model.dit.path is None
-    bucket = RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml",
-                            ["data.sources.0.path=s3://bucket/shards/{0..9}.tar::x.tar"])
+    bucket = RunConfig.load(
+        ROOT / "configs" / "runs" / "demo.yaml", ["data.sources.0.path=s3://bucket/shards/{0..9}.tar::x.tar"]
+    )
     assert from_here(bucket).data.sources[0].path == f"s3://bucket/shards/{{0..9}}.tar::{tmp_path}/x.tar"
 
 
@@ -187,8 +197,9 @@ def test_shipped_runs_count_the_padding_that_their_weights_need(path: Path) -> N
     assert config.data.batch.text_tokens >= config.model.text.pad_to
 
 
-def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                                                     ) -> None:
+def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = SourceConfig(path=f"{tmp_path}/set/shards/{{00000..00003}}.tar", synthetic=True)
     make_missing([replace(source, synthetic=False)])
     assert not (tmp_path / "set").exists()

@@ -30,8 +30,10 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict
     return outcome
 
 
-@pytest.mark.parametrize("error", [OutOfMemoryError("killed"), GetTimeoutError("silent"),
-                                   ActorUnschedulableError("the monitor's node is gone")])
+@pytest.mark.parametrize(
+    "error",
+    [OutOfMemoryError("killed"), GetTimeoutError("silent"), ActorUnschedulableError("the monitor's node is gone")],
+)
 def test_the_clusters_faults_are_left_to_another_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -40,11 +42,14 @@ def test_the_clusters_faults_are_left_to_another_controller(
     assert not (tmp_path / OUTCOME).exists()
 
 
-@pytest.mark.parametrize(("error", "reason"), [
-    (DataIOError("s3://clips does not answer"), "s3://clips does not answer"),
-    (RayTaskError("plan", "traceback", KeyError("lost")), "see .*error.txt"),
-    (ZeroDivisionError("a defect"), "ZeroDivisionError: a defect"),
-])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DataIOError("s3://clips does not answer"), "s3://clips does not answer"),
+        (RayTaskError("plan", "traceback", KeyError("lost")), "see .*error.txt"),
+        (ZeroDivisionError("a defect"), "ZeroDivisionError: a defect"),
+    ],
+)
 def test_what_a_retry_would_repeat_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
@@ -67,8 +72,9 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
     monkeypatch.setattr("os.replace", Mock(side_effect=full))
     outcome = controller_loop(settings(tmp_path))
     assert outcome is not None and outcome["code"] == 1
-    assert outcome["reason"] == (f"No space left on device: {tmp_path}/events. Make room for {tmp_path}, then continue "
-                                 f"with --resume. {LEFT}")
+    assert outcome["reason"] == (
+        f"No space left on device: {tmp_path}/events. Make room for {tmp_path}, then continue with --resume. {LEFT}"
+    )
 
 
 def test_a_controller_whose_folder_another_start_has_taken_writes_nothing(
@@ -89,10 +95,17 @@ def test_an_outcome_belongs_to_one_start(tmp_path: Path) -> None:
     assert read_outcome(tmp_path, "b") is None and read_outcome(tmp_path / "gone", "a") is None
 
 
-@pytest.mark.parametrize(("name", "text", "kept"), [
-    ("metrics.jsonl", "", False), ("metrics.jsonl", '{"step": 0}\n', True), ("bad.jsonl", "", True),
-    ("error.txt", "Traceback", True), (OUTCOME, '{"code": 2}', False), (OUTCOME, '{"code": 75}', True),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "kept"),
+    [
+        ("metrics.jsonl", "", False),
+        ("metrics.jsonl", '{"step": 0}\n', True),
+        ("bad.jsonl", "", True),
+        ("error.txt", "Traceback", True),
+        (OUTCOME, '{"code": 2}', False),
+        (OUTCOME, '{"code": 75}', True),
+    ],
+)
 def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str, text: str, kept: bool) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: x}")
     (tmp_path / name).write_text(text)

@@ -96,7 +96,7 @@ def test_lint_names_the_files_that_are_missing(tmp_path, monkeypatch):
     Path("manifest.csv").write_text("path,caption\nhere.mp4,a\nclips/missing.mp4,b\n")
     text = run("lint", "manifest.csv")
     assert "1 file_missing" in text
-    line, = map(json.loads, Path("bad.jsonl").read_text().splitlines())
+    (line,) = map(json.loads, Path("bad.jsonl").read_text().splitlines())
     assert line["key"] == "clips/missing.mp4" and line["reason"] == "file_missing"
 
 
@@ -166,7 +166,7 @@ def test_lint_of_headers_does_not_decode(folder):
 
 
 def test_stats_and_convert(folder, tmp_path):
-    facts, = json.loads(run("stats", folder, "--json"))
+    (facts,) = json.loads(run("stats", folder, "--json"))
     assert facts["usable"] == 11 and facts["shapes"] == [{"width": 64, "height": 48, "count": 11}]
     assert "aesthetic" in run("stats", folder)
     assert "11 samples in 3 shards" in run("convert", folder, tmp_path / "out", "--shard-samples", 5)
@@ -180,8 +180,13 @@ def test_path_and_config_exclude_each_other(folder):
 
 
 def test_exit_code_and_one_sentence_for_refused_data(tmp_path):
-    answer = subprocess.run([sys.executable, "-m", "app.cli", "data", "index", f"pipe:touch {tmp_path}/executed"],
-                            capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-m", "app.cli", "data", "index", f"pipe:touch {tmp_path}/executed"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert answer.returncode == 4 and not (tmp_path / "executed").exists()
     assert answer.stderr.startswith("error: ") and "pipe: runs a shell command" in answer.stderr
     assert answer.stderr.count("\n") == 1

@@ -29,7 +29,7 @@ def test_every_bucket_has_a_contact_sheet_of_its_clips(tmp_path: Path) -> None:
     assert [path.name for path in written] == ["1x64x96.png", "9x64x96.png", "9x96x64.png"]
     sheet = np.asarray(Image.open(written[1]))
     assert sheet.shape[:2] == (6 + 3 * (2 * 64 + 6), 6 + 4 * (2 * 96 + 6) + 300)
-    pictures = [sheet[6:134, 6 + column * 198:198 * (column + 1)].astype(int) for column in range(4)]
+    pictures = [sheet[6:134, 6 + column * 198 : 198 * (column + 1)].astype(int) for column in range(4)]
     assert all(np.abs(picture - 255).mean() > 20 for picture in pictures)  # each holds a picture, not paper
     assert np.abs(pictures[0] - pictures[3]).mean() > 1  # the shape has moved
 

@@ -12,11 +12,33 @@ from app.events import FATES, describe
 ACTORS = Path(__file__).parent.parent.parent / "actors"
 LEFT_OUT = {"end", "stack"}  # the next generation tells it; a stack is read in the file
 
-DETAILS = {"worker": "w1", "host": "h", "generation": 2, "workers": ["w0"], "step": 4, "seconds": 1.5, "why": "it died",
-           "detail": "waiting for w1", "to_step": 3, "lost_steps": 2, "loss": None, "grad_norm": None, "from_step": 0,
-           "origin": "new", "target": 3, "code": 75, "mib_per_keeper": 1.5, "keepers": 2,
-           "keeper": "run/keeper/a", "silent": ["run/keeper/a"], "repairs": 3, "mib_needed": 9, "mib_room": 1,
-           "folder": "step-9", "speed": {"w0": 1.0}}
+DETAILS = {
+    "worker": "w1",
+    "host": "h",
+    "generation": 2,
+    "workers": ["w0"],
+    "step": 4,
+    "seconds": 1.5,
+    "why": "it died",
+    "detail": "waiting for w1",
+    "to_step": 3,
+    "lost_steps": 2,
+    "loss": None,
+    "grad_norm": None,
+    "from_step": 0,
+    "origin": "new",
+    "target": 3,
+    "code": 75,
+    "mib_per_keeper": 1.5,
+    "keepers": 2,
+    "keeper": "run/keeper/a",
+    "silent": ["run/keeper/a"],
+    "repairs": 3,
+    "mib_needed": 9,
+    "mib_room": 1,
+    "folder": "step-9",
+    "speed": {"w0": 1.0},
+}
 
 
 def test_events_of_the_controller_have_words() -> None:

@@ -32,8 +32,9 @@ from ops.models.lora import lora_scale, merged
 from ops.sampling import Request, initial_noise, sample_latents
 from ops.shards import ShardState
 
-DIT = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4,
-                out_channels=4)
+DIT = DiTConfig(
+    num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
+)
 
 
 def haar_run(**dit: Any) -> RunConfig:
@@ -44,19 +45,29 @@ def haar_run(**dit: Any) -> RunConfig:
 def pipeline_run(base: Path, **dit: Any) -> RunConfig:
     """A run that fine-tunes a published pipeline."""
     path = str(base)
-    return RunConfig(run=RunSection(name="tiny"), model=ModelConfig(
-        dit=DiTConfig(path=path, **dit), vae=VAEConfig(kind="diffusers", path=path), text=TextConfig(path=path)))
+    return RunConfig(
+        run=RunSection(name="tiny"),
+        model=ModelConfig(
+            dit=DiTConfig(path=path, **dit), vae=VAEConfig(kind="diffusers", path=path), text=TextConfig(path=path)
+        ),
+    )
 
 
 def publish(base: Path) -> Path:
     """A small pipeline as Diffusers itself saves it."""
     torch.manual_seed(0)
     fields = {key: value for key, value in dit_json(DIT).items() if not key.startswith("_")}
-    vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
-                           latents_std=[1.0] * 4)
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    WanPipeline(tokenizer=ByT5Tokenizer(), text_encoder=encoder, vae=vae, transformer=WanTransformer3DModel(**fields),
-                scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0)).save_pretrained(base)
+    WanPipeline(
+        tokenizer=ByT5Tokenizer(),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=WanTransformer3DModel(**fields),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    ).save_pretrained(base)
     return base
 
 
@@ -110,8 +121,15 @@ def test_demo_pipeline_loads_without_a_vae_and_makes_latents(tmp_path: Path) -> 
     export.export(write_checkpoint(tmp_path / "run", haar_run()), tmp_path / "out")
     assert_loads(tmp_path / "out" / "transformer", trained(haar_run(), 2).state_dict())
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
-    latents = pipeline(prompt="a red disc", height=32, width=32, num_frames=5, num_inference_steps=1,
-                       max_sequence_length=16, output_type="latent").frames
+    latents = pipeline(
+        prompt="a red disc",
+        height=32,
+        width=32,
+        num_frames=5,
+        num_inference_steps=1,
+        max_sequence_length=16,
+        output_type="latent",
+    ).frames
     assert latents.shape == (1, 4, 2, 4, 4)
     assert torch.isfinite(latents).all()
 
@@ -122,12 +140,20 @@ def test_fine_tuned_pipeline_is_complete_and_shares_frozen_files(tmp_path: Path)
     exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert [note.split(":")[0] for note in exported.notes] == [
         "this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros",
-        "hard-linked files are the same files as their originals"]
+        "hard-linked files are the same files as their originals",
+    ]
     weights = Path("vae", "diffusion_pytorch_model.safetensors")
     assert (tmp_path / "out" / weights).samefile(base / weights)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
-    frames = pipeline(prompt="a red disc", height=16, width=16, num_frames=5, num_inference_steps=1,
-                      max_sequence_length=16, output_type="np").frames
+    frames = pipeline(
+        prompt="a red disc",
+        height=16,
+        width=16,
+        num_frames=5,
+        num_inference_steps=1,
+        max_sequence_length=16,
+        output_type="np",
+    ).frames
     assert frames.shape == (1, 5, 16, 16, 3)
     assert_loads(tmp_path / "out" / "transformer", trained(config, 2).state_dict())
 
@@ -144,7 +170,7 @@ def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_pat
     prompt, negative = model.text.encode(["a red disc", ""])
     requests = [Request(text=prompt, frames=5, height=32, width=48, seed=3)]
     settings = replace(sample.ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
-    ours, = sample_latents(model.dit, requests, negative, model.geometry, settings)
+    (ours,) = sample_latents(model.dit, requests, negative, model.geometry, settings)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
     if pad_to:
         text: dict[str, Any] = {"prompt": "a red disc", "negative_prompt": "", "max_sequence_length": pad_to}
@@ -152,8 +178,16 @@ def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_pat
     else:
         text = {"prompt_embeds": prompt[None], "negative_prompt_embeds": negative[None]}
         assert "prompt_embeds and negative_prompt_embeds" in exported.notes[0]
-    theirs = pipeline(**text, height=32, width=48, num_frames=5, guidance_scale=5.0, num_inference_steps=6,
-                      output_type="latent", latents=initial_noise(3, (4, 2, 4, 6))[None]).frames[0]
+    theirs = pipeline(
+        **text,
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=5.0,
+        num_inference_steps=6,
+        output_type="latent",
+        latents=initial_noise(3, (4, 2, 4, 6))[None],
+    ).frames[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -205,8 +239,15 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
 
 
 def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> None:
-    config = haar_run(architecture="hunyuan", num_layers=1, num_single_layers=1, num_refiner_layers=1, head_dim=32,
-                      ffn_dim=4 * 64, rope_theta=256.0)
+    config = haar_run(
+        architecture="hunyuan",
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        head_dim=32,
+        ffn_dim=4 * 64,
+        rope_theta=256.0,
+    )
     exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert any("two text encoders" in note for note in exported.notes)
     assert 0 < exported.largest_difference < parity.TOLERANCE

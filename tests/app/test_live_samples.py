@@ -56,8 +56,9 @@ def test_a_failure_is_logged_and_the_run_goes_on(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize(("device", "gpus", "used"), [("auto", 1, "cuda"), ("cuda", 1, "cuda"), ("cpu", 0, "cpu")])
-def test_the_task_asks_for_the_gpu_that_it_uses(device: str, gpus: int, used: str, tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_asks_for_the_gpu_that_it_uses(
+    device: str, gpus: int, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     import actors.pool  # noqa: F401  before ray.remote is another

@@ -84,8 +84,9 @@ def test_nothing_is_left_of_a_lock_that_was_given_back(path: Path) -> None:
 
 def foreign(path: Path, beat: int) -> None:
     """The stamp of a process on another machine, whose flock this kernel does not see."""
-    path.write_text(json.dumps({"token": "theirs", "host": "far", "kernel": "other", "pid": 7, "beat": beat,
-                                "since": "today"}))
+    path.write_text(
+        json.dumps({"token": "theirs", "host": "far", "kernel": "other", "pid": 7, "beat": beat, "since": "today"})
+    )
 
 
 def test_a_stamp_of_another_machine_that_keeps_changing_is_alive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,11 @@ def test_a_resumed_run_replaces_the_steps_it_computes_again(tmp_path: Path) -> N
 def test_a_recovery_inside_a_run_marks_its_recomputed_steps(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, 2, 1, 2, 3)
     assert [(line["step"], line.get("recomputed", False)) for line in written(tmp_path)] == [
-        (0, False), (1, True), (2, True), (3, False)]
+        (0, False),
+        (1, True),
+        (2, True),
+        (3, False),
+    ]
 
 
 def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
@@ -135,18 +139,35 @@ def test_tensorboard_holds_the_documented_tags_and_forgets_replaced_steps(tmp_pa
     for first, loss in ((0, 1.0), (2, 3.0)):
         with Metrics(tmp_path) as metrics:
             for step in range(first, first + 3):
-                metrics.step({"step": step, "loss": loss, "step_s": 2.0, "data_wait_s": 0.5, "workers": 2,
-                              "tokens_per_s": 100.0, "idle_ratio": 0.1, "loss_by_bucket": {"1x64x96": 0.3}})
+                metrics.step(
+                    {
+                        "step": step,
+                        "loss": loss,
+                        "step_s": 2.0,
+                        "data_wait_s": 0.5,
+                        "workers": 2,
+                        "tokens_per_s": 100.0,
+                        "idle_ratio": 0.1,
+                        "loss_by_bucket": {"1x64x96": 0.3},
+                    }
+                )
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert {"train/loss", "perf/step_time_s", "perf/data_wait_pct", "perf/tokens_per_s_per_gpu", "balance/idle_ratio",
-            "train/loss_by_bucket/1x64x96"} <= set(events.Tags()["scalars"])
+    assert {
+        "train/loss",
+        "perf/step_time_s",
+        "perf/data_wait_pct",
+        "perf/tokens_per_s_per_gpu",
+        "balance/idle_ratio",
+        "train/loss_by_bucket/1x64x96",
+    } <= set(events.Tags()["scalars"])
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert losses == [(0, 1.0), (1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0)]
 
 
 def test_ratios_are_derived_from_the_line() -> None:
-    tags = dict(scalars({"step": 3, "step_s": 2.0, "data_wait_s": 0.5, "planned_s": 1.5, "tokens_per_s": 90.0,
-                         "workers": 3}))
+    tags = dict(
+        scalars({"step": 3, "step_s": 2.0, "data_wait_s": 0.5, "planned_s": 1.5, "tokens_per_s": 90.0, "workers": 3})
+    )
     assert tags["perf/data_wait_pct"] == 25.0
     assert tags["balance/pred_vs_actual_err"] == -0.25
     assert tags["perf/tokens_per_s_per_gpu"] == 30.0
@@ -156,8 +177,9 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     progress = Progress(3, stream, interval_s=0)
     for step in range(3):
-        progress.show({"step": step, "loss": 0.5, "step_s": 1.25, "tokens_per_s": 1234.5, "idle_ratio": 0.04,
-                       "workers": 2})
+        progress.show(
+            {"step": step, "loss": 0.5, "step_s": 1.25, "tokens_per_s": 1234.5, "idle_ratio": 0.04, "workers": 2}
+        )
     assert stream.getvalue().splitlines()[0] == "step 1/3  loss 0.5000  1.25 s/step  1,234 tokens/s  idle 4%  2 workers"
     assert len(stream.getvalue().splitlines()) == 3
 

@@ -19,17 +19,32 @@ PLAN = ["plan", "--workload", WORKLOAD, "--profile", H100]
 
 # name -> content; made in the folder where the command runs
 FILES = {
-    "empty.json": "", "list.json": "[]", "torn.json": '{"steps": [', "text.txt": "hello",
-    "nosteps.json": '{"steps": []}', "empty-step.json": '{"steps": [[]]}',
+    "empty.json": "",
+    "list.json": "[]",
+    "torn.json": '{"steps": [',
+    "text.txt": "hello",
+    "nosteps.json": '{"steps": []}',
+    "empty-step.json": '{"steps": [[]]}',
     "noid.json": '{"steps": [[{"batch": 1}]]}',
     "negative.json": '{"steps": [[{"id": "a", "batch": -1, "frames": 1, "height": 64, "width": 64}]]}',
     "nodegree.json": json.dumps({"model": "m", "degrees": {"dit": []}, "latency": []}),
-    "badseconds.json": json.dumps({"model": "m", "degrees": {"dit": [1]}, "latency": [
-        {"module": "dit", "batch": 1, "frames": 1, "height": 64, "width": 64, "degree": 1, "seconds": -1}]}),
+    "badseconds.json": json.dumps(
+        {
+            "model": "m",
+            "degrees": {"dit": [1]},
+            "latency": [
+                {"module": "dit", "batch": 1, "frames": 1, "height": 64, "width": 64, "degree": 1, "seconds": -1}
+            ],
+        }
+    ),
     "geometry.json": json.dumps({"model": "m", "degrees": {"dit": [1]}, "latency": [], "geometry": 3}),
     "limits.json": json.dumps({"model": "m", "degrees": {"dit": [1]}, "latency": [], "limits": []}),
-    "empty.yaml": "", "list.yaml": "- 1\n", "torn.yaml": "run: {name: [", "binary.yaml": "\x00\x01",
-    "nodes.yaml": "nodes: 0\ngpus: 2\n", "speed.yaml": "nodes: [2]\nspeed: {9: 1.0}\n",
+    "empty.yaml": "",
+    "list.yaml": "- 1\n",
+    "torn.yaml": "run: {name: [",
+    "binary.yaml": "\x00\x01",
+    "nodes.yaml": "nodes: 0\ngpus: 2\n",
+    "speed.yaml": "nodes: [2]\nspeed: {9: 1.0}\n",
 }
 
 MISTAKES: dict[str, tuple[list[str], int, str]] = {
@@ -52,8 +67,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-list-profile": ([*WITH, "list.json"], 2, "object"),
     "plan-binary-profile": ([*WITH, "raw.bin"], 2, "profile"),
     "plan-no-degrees": ([*WITH, "nodegree.json"], 2, "latency"),
-    "plan-bad-seconds": ([*WITH, "badseconds.json"], 2,
-                         "positive number"),
+    "plan-bad-seconds": ([*WITH, "badseconds.json"], 2, "positive number"),
     "plan-geometry": ([*WITH, "geometry.json"], 2, "geometry"),
     "plan-limits": ([*WITH, "limits.json"], 2, "limits"),
     "plan-config-profile": (["plan", "--config", DEMO, "--set", "planner.profile=text.txt"], 2, "JSON"),
@@ -109,8 +123,9 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_sentence_and_its_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence_and_its_code(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file, content in FILES.items():
         (tmp_path / file).write_text(content, encoding="utf-8")
     (tmp_path / "raw.bin").write_bytes(b"\xff\xfe\x00\x80")

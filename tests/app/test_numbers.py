@@ -40,8 +40,10 @@ FIELDS = list(numeric(RunConfig, ""))
 
 
 def config_with(path: str, value: str) -> RunConfig:
-    node = parse("run: {name: t}\ndata: {sources: [{path: a.tar}], segments: [{until_step: 0, batch: {}, "
-                 "buckets: {table: [1x64x96]}}], buckets: {table: [1x64x96, 17x64x96]}}\nsample: {prompts: [a]}")
+    node = parse(
+        "run: {name: t}\ndata: {sources: [{path: a.tar}], segments: [{until_step: 0, batch: {}, "
+        "buckets: {table: [1x64x96]}}], buckets: {table: [1x64x96, 17x64x96]}}\nsample: {prompts: [a]}"
+    )
     return build(RunConfig, override(node, [f"{path}={value}"]))
 
 
@@ -80,18 +82,22 @@ def test_a_number_that_nobody_means_is_refused_or_usable(path: str, length: int)
             assert is_ours(error) and exit_code(error) in (USAGE, 3), f"{path}={text}: {error!r}"
             assert "\n" not in str(error) and len(str(error)) < 400, f"{path}={text}: {error}"
         else:
-            assert value == "0" or (value[0] == "-" and path in SIGNED) or (value == "null" and path in OPTIONAL), \
+            assert value == "0" or (value[0] == "-" and path in SIGNED) or (value == "null" and path in OPTIONAL), (
                 f"{path}={text} was accepted"
+            )
 
 
-@pytest.mark.parametrize(("assignment", "sentence"), {
-    "model.dit.lora_rank=-2": "model.dit.lora_rank is -2; it must be at least 0",
-    "model.dit.lora_rank=.nan": "model.dit.lora_rank is nan (--set); expected a whole number.",
-    "train.optimizer.betas=[0.9, 1.0]": "train.optimizer.betas [0.9, 1.0] must lie in [0, 1)",
-    "workers.suspect_s=.inf": "workers.suspect_s is inf (--set); expected a finite number.",
-    "train.seed=-1": "train.seed is -1; it must be at least 0",
-    "data.limits.retries=-1": "data.limits.retries is -1; it must be at least 0",
-}.items())
+@pytest.mark.parametrize(
+    ("assignment", "sentence"),
+    {
+        "model.dit.lora_rank=-2": "model.dit.lora_rank is -2; it must be at least 0",
+        "model.dit.lora_rank=.nan": "model.dit.lora_rank is nan (--set); expected a whole number.",
+        "train.optimizer.betas=[0.9, 1.0]": "train.optimizer.betas [0.9, 1.0] must lie in [0, 1)",
+        "workers.suspect_s=.inf": "workers.suspect_s is inf (--set); expected a finite number.",
+        "train.seed=-1": "train.seed is -1; it must be at least 0",
+        "data.limits.retries=-1": "data.limits.retries is -1; it must be at least 0",
+    }.items(),
+)
 def test_the_sentence_gives_key_value_and_rule(assignment: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with(*assignment.split("=", 1))
@@ -102,11 +108,15 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
     assert config_with("train.steps", "1e6").train.steps == 1_000_000
 
 
-@pytest.mark.parametrize(("text", "sentence"), {
-    "train: {optimizer: {name: adam}}": "train.optimizer has adam_eps",
-    "checkpoint: {every: 0}\nsample: {prompts: [a], every: 5}": "checkpoint.every is 0, so checkpoints are made at the "
-                                                              "end only",
-}.items())
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    {
+        "train: {optimizer: {name: adam}}": "train.optimizer has adam_eps",
+        "checkpoint: {every: 0}\nsample: {prompts: [a], every: 5}": (
+            "checkpoint.every is 0, so checkpoints are made at the end only"
+        ),
+    }.items(),
+)
 def test_advice_is_about_the_key_that_was_written(text: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{name: t}}\n{text}\n")

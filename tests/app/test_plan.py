@@ -18,8 +18,15 @@ DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
 
 def point(module: str, frames: int, degree: int, seconds: float) -> dict[str, Any]:
-    return {"module": module, "batch": 1, "frames": frames, "height": 64, "width": 64, "degree": degree,
-            "seconds": seconds}
+    return {
+        "module": module,
+        "batch": 1,
+        "frames": frames,
+        "height": 64,
+        "width": 64,
+        "degree": degree,
+        "seconds": seconds,
+    }
 
 
 def item(name: str, frames: int) -> dict[str, Any]:
@@ -27,9 +34,19 @@ def item(name: str, frames: int) -> dict[str, Any]:
 
 
 PROFILE = {
-    "model": "toy", "device": "toy", "degrees": {"vae": [1], "dit": [1, 2]}, "extrapolate": False,
-    "latency": [point("vae", 5, 1, 0.5), point("vae", 17, 1, 1.0), point("dit", 5, 1, 2.0), point("dit", 5, 2, 1.2),
-                point("dit", 17, 1, 6.0), point("dit", 17, 2, 3.4)]}
+    "model": "toy",
+    "device": "toy",
+    "degrees": {"vae": [1], "dit": [1, 2]},
+    "extrapolate": False,
+    "latency": [
+        point("vae", 5, 1, 0.5),
+        point("vae", 17, 1, 1.0),
+        point("dit", 5, 1, 2.0),
+        point("dit", 5, 2, 1.2),
+        point("dit", 17, 1, 6.0),
+        point("dit", 17, 2, 3.4),
+    ],
+}
 WORKLOAD = {"steps": [[item("a", 17), item("b", 5), item("c", 5)], [item("a", 5), item("b", 17)]]}
 
 
@@ -49,12 +66,26 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return int(ended.value.code or 0), printed.out, printed.err
 
 
-def test_the_json_holds_every_item_and_module_and_adds_up(files: tuple[Path, Path], tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_holds_every_item_and_module_and_adds_up(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
-    code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2",
-                            "--strategy", "cascade", "--budget", "0.05", "--json", out)
+    code, printed, _ = plan(
+        monkeypatch,
+        capsys,
+        "--workload",
+        files[0],
+        "--profile",
+        files[1],
+        "--cluster",
+        "1x2",
+        "--strategy",
+        "cascade",
+        "--budget",
+        "0.05",
+        "--json",
+        out,
+    )
     assert code == 0 and "cascade" in printed
     found = json.loads(out.read_text())
     assert found["strategy"] == "cascade"
@@ -70,12 +101,27 @@ def test_the_json_holds_every_item_and_module_and_adds_up(files: tuple[Path, Pat
     assert found["steps"][1]["makespan_s"] == pytest.approx(ends[1] - ends[0])
 
 
-def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(files: tuple[Path, Path], tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch,
-                                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2",
-                            "--compare", "static,longest_first", "--budget", "0.05", "--gantt", tmp_path / "g.png",
-                            "--html", tmp_path / "g.html")
+def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed, _ = plan(
+        monkeypatch,
+        capsys,
+        "--workload",
+        files[0],
+        "--profile",
+        files[1],
+        "--cluster",
+        "1x2",
+        "--compare",
+        "static,longest_first",
+        "--budget",
+        "0.05",
+        "--gantt",
+        tmp_path / "g.png",
+        "--html",
+        tmp_path / "g.html",
+    )
     assert code == 0
     assert [line.split()[0] for line in printed.splitlines()[1:4]] == ["strategy", "static", "longest_first"]
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
@@ -83,19 +129,35 @@ def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(files: tup
     assert page.count("<svg") == 2 and "GPU 1" in page
 
 
-def test_the_buckets_of_a_run_are_planned_without_data(monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_buckets_of_a_run_are_planned_without_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, printed, _ = plan(monkeypatch, capsys, "--config", DEMO, "--cluster", "1x2", "--steps", 2, "--budget", "0.02")
     assert code == 0
     assert "17x32x48" in printed and "memory" in printed
     assert "6 items in 2 steps on 2 workers" in printed
 
 
-def test_shares_say_how_often_buckets_are_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                                                tmp_path: Path) -> None:
+def test_shares_say_how_often_buckets_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = tmp_path / "out.json"
-    code, _, _ = plan(monkeypatch, capsys, "--config", DEMO, "--cluster", "1x2", "--steps", 2, "--budget", "0",
-                      "--share", "33x32x48=1", "--json", out)
+    code, _, _ = plan(
+        monkeypatch,
+        capsys,
+        "--config",
+        DEMO,
+        "--cluster",
+        "1x2",
+        "--steps",
+        2,
+        "--budget",
+        "0",
+        "--share",
+        "33x32x48=1",
+        "--json",
+        out,
+    )
     assert code == 0
     sizes: dict[str, int] = {}
     for cascade in (c for step in json.loads(out.read_text())["steps"] for c in step["cascades"]):
@@ -105,16 +167,23 @@ def test_shares_say_how_often_buckets_are_drawn(monkeypatch: pytest.MonkeyPatch,
     assert bucket_shares(["a", "b", "c"], ["a=0.5"]) == [0.5, 0.25, 0.25]
 
 
-@pytest.mark.parametrize(("shares", "sentence"), [(["a"], "is not BUCKET=SHARE"), (["x=1"], "no bucket 'x'"),
-                                                  (["a=2"], "between 0 and 1"), (["a=0.7", "b=0.7"], "sum to 1.4")])
+@pytest.mark.parametrize(
+    ("shares", "sentence"),
+    [
+        (["a"], "is not BUCKET=SHARE"),
+        (["x=1"], "no bucket 'x'"),
+        (["a=2"], "between 0 and 1"),
+        (["a=0.7", "b=0.7"], "sum to 1.4"),
+    ],
+)
 def test_bad_shares_are_named(shares: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         bucket_shares(["a", "b"], shares)
 
 
-def test_an_item_that_no_degree_can_hold_ends_with_code_3(files: tuple[Path, Path], tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_item_that_no_degree_can_hold_ends_with_code_3(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     workload = tmp_path / "big.json"
     workload.write_text(json.dumps({"steps": [[item("huge", 129)]]}))
     code, _, err = plan(monkeypatch, capsys, "--workload", workload, "--profile", files[1], "--cluster", "1x2")
@@ -191,8 +260,9 @@ def test_a_bad_cluster_spec_is_a_usage_error(spec: str) -> None:
         read_cluster(spec)
 
 
-def test_a_bad_profile_is_one_sentence(files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_profile_is_one_sentence(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(PROFILE | {"latency": [point("dit", 5, 1, -1.0)]}))
     code, _, err = plan(monkeypatch, capsys, "--workload", files[0], "--profile", bad, "--cluster", "1x2")

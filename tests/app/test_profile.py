@@ -20,8 +20,12 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu")
     profile = Profile.load(out)
-    expected = {(module, batch, frames, 32, width, 1) for module in ("text", "vae", "dit")
-                for frames, width in ((1, 32), (5, 48)) for batch in (1, 3)}
+    expected = {
+        (module, batch, frames, 32, width, 1)
+        for module in ("text", "vae", "dit")
+        for frames, width in ((1, 32), (5, 48))
+        for batch in (1, 3)
+    }
     assert set(profile.measured) == expected
     assert all(seconds > 0 for seconds in profile.measured.values())
     assert profile.legal_degrees("dit", 3, 5, 32, 48, text_tokens=56) == (1, 2, 4)

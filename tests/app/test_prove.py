@@ -13,8 +13,9 @@ from data.synthetic import BACKGROUNDS, COLORS, Scene, mask
 
 def render(scene: Scene) -> np.ndarray:
     front, back = np.array(COLORS[scene.color]), np.array(BACKGROUNDS[scene.background])
-    return np.stack([np.where(mask(scene, frame)[..., None], front, back) for frame in range(scene.frames)]
-                    ).astype(np.uint8)
+    return np.stack([np.where(mask(scene, frame)[..., None], front, back) for frame in range(scene.frames)]).astype(
+        np.uint8
+    )
 
 
 def test_true_clips_name_their_colour() -> None:

@@ -85,14 +85,31 @@ def test_clips_are_captioned_with_the_prompts_they_were_made_from(run_folder: Pa
     run = RunDir.open(run_folder)
     assert {path.suffix for path in run.samples()} == {".mp4", ".png"}
     assert re.findall(r"<figcaption>(.*?)</figcaption>", write_report(run).read_text()) == [
-        "step-30: an earlier prompt", "step-30: and another", "step-30-prompts: a typed prompt",
-        "step-29-prompts: two", "step-29-prompts: were typed", "red: a red circle", "step-30", "step-29-prompts"]
+        "step-30: an earlier prompt",
+        "step-30: and another",
+        "step-30-prompts: a typed prompt",
+        "step-29-prompts: two",
+        "step-29-prompts: were typed",
+        "red: a red circle",
+        "step-30",
+        "step-29-prompts",
+    ]
 
 
 def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:
     def span(worker: str, module: str, seconds: float) -> dict:
-        return {"step": 0, "worker": worker, "module": module, "cascade": "a/dit/0", "item": "a",
-                "bucket": [17, 64, 96], "batch": 4, "degree": 2, "start": 0.0, "end": seconds}
+        return {
+            "step": 0,
+            "worker": worker,
+            "module": module,
+            "cascade": "a/dit/0",
+            "item": "a",
+            "bucket": [17, 64, 96],
+            "batch": 4,
+            "degree": 2,
+            "start": 0.0,
+            "end": seconds,
+        }
 
     rows = facts.buckets([span("w0", "dit", 2.0), span("w1", "dit", 3.0), span("w0", "vae", 1.0)], {(17, 64, 96): 120})
     assert len(rows) == 1
@@ -113,7 +130,8 @@ def test_a_slow_step_is_blamed_on_data_or_on_heavy_items_when_they_are_the_cause
     sentences = facts.slow_steps([*usual, waited, heavy], [], [])
     assert sentences == [
         "Step 10 took 3.00 s, 3.0x the median: it waited 2.00 s for data (0.00 s is usual).",
-        "Step 11 took 3.00 s, 3.0x the median: its items are heavy, 2.90 s were planned (0.90 s is usual)."]
+        "Step 11 took 3.00 s, 3.0x the median: its items are heavy, 2.90 s were planned (0.90 s is usual).",
+    ]
 
 
 def test_waiting_for_others_is_not_mistaken_for_work(run_folder: Path) -> None:

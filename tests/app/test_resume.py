@@ -51,20 +51,23 @@ def test_a_new_setting_of_training_has_to_be_classified() -> None:
     assert kind_of("workers.brand_new") == "schedule"
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    ("model.dit.num_layers=3", "model.dit.num_layers 2 -> 3"),
-    ("model.text.seed=7", "model.text.seed 0 -> 7"),
-    ("model.text.max_length=100", "model.text.max_length"),
-    ("model.dit.lora_rank=4", "model.dit.lora_rank 0 -> 4"),
-    ("train.flow.flow_shift=3", "train.flow.flow_shift 5.0 -> 3.0"),
-    ("train.loss_weight=token", "train.loss_weight sample -> token"),
-    ("train.seed=1", "train.seed 0 -> 1"),
-    ("train.optimizer.ema_decay=0", "train.optimizer.ema_decay"),
-    ("data.items_per_step=2", "data.items_per_step"),
-    ("data.caption_dropout=0.5", "data.caption_dropout"),
-    ("data.sources.0.caption=json:text", "data.sources"),
-    ("data.buckets.min_area=0.5", "data.buckets.min_area 0.8 -> 0.5"),
-])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.dit.num_layers=3", "model.dit.num_layers 2 -> 3"),
+        ("model.text.seed=7", "model.text.seed 0 -> 7"),
+        ("model.text.max_length=100", "model.text.max_length"),
+        ("model.dit.lora_rank=4", "model.dit.lora_rank 0 -> 4"),
+        ("train.flow.flow_shift=3", "train.flow.flow_shift 5.0 -> 3.0"),
+        ("train.loss_weight=token", "train.loss_weight sample -> token"),
+        ("train.seed=1", "train.seed 0 -> 1"),
+        ("train.optimizer.ema_decay=0", "train.optimizer.ema_decay"),
+        ("data.items_per_step=2", "data.items_per_step"),
+        ("data.caption_dropout=0.5", "data.caption_dropout"),
+        ("data.sources.0.caption=json:text", "data.sources"),
+        ("data.buckets.min_area=0.5", "data.buckets.min_area 0.8 -> 0.5"),
+    ],
+)
 def test_another_training_is_refused_by_the_name_of_its_setting(
     tmp_path: Path, folder: Path, override: str, said: str
 ) -> None:
@@ -79,15 +82,19 @@ def test_another_training_is_refused_by_the_name_of_its_setting(
 def test_another_head_size_of_the_same_width_is_refused(tmp_path: Path, folder: Path) -> None:
     """Names and shapes of all parameters are equal, and the function is another."""
     dit = config(tmp_path).model.dit
-    heads = [f"model.dit.num_heads={dit.num_heads // 2}", f"model.dit.head_dim={dit.head_dim * 2}",
-             "planner.degrees=[]"]
+    heads = [
+        f"model.dit.num_heads={dit.num_heads // 2}",
+        f"model.dit.head_dim={dit.head_dim * 2}",
+        "planner.degrees=[]",
+    ]
     with pytest.raises(ConfigError, match=r"num_heads .* -> .*head_dim"):
         check_resume(config(tmp_path, *heads))
 
 
 def test_schedule_and_pool_may_change_and_are_told(tmp_path: Path, folder: Path) -> None:
-    changes = check_resume(config(tmp_path, "train.steps=999", "workers.max=9", "sample.seed=5",
-                                  "train.optimizer.learning_rate=1e-5"))
+    changes = check_resume(
+        config(tmp_path, "train.steps=999", "workers.max=9", "sample.seed=5", "train.optimizer.learning_rate=1e-5")
+    )
     assert {change.key for change in changes} == {"train.steps", "workers.max", "train.optimizer.learning_rate"}
     assert "train.steps 300 -> 999" in map(str, changes)
 

@@ -30,11 +30,15 @@ PROMPTS = ["a red circle", "a blue square moving up"]
 
 
 def tiny_run(**model: object) -> RunConfig:
-    dit = DiTConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=8,
-                    out_channels=8)
+    dit = DiTConfig(
+        num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=8, out_channels=8
+    )
     modules = ModelConfig(dit=dit, vae=VAEConfig(spatial=4, channels=8), text=TextConfig(d_model=16, num_layers=1))
-    return RunConfig(run=RunSection(name="tiny"), model=modules,
-                     sample=SampleConfig(prompts=("a disc",), steps=2, frames=5, height=16, width=24))
+    return RunConfig(
+        run=RunSection(name="tiny"),
+        model=modules,
+        sample=SampleConfig(prompts=("a disc",), steps=2, frames=5, height=16, width=24),
+    )
 
 
 def write_checkpoint(run: Path, config: RunConfig, step: int = 3) -> Path:
@@ -49,8 +53,12 @@ def write_checkpoint(run: Path, config: RunConfig, step: int = 3) -> Path:
     total = len(flat["ema"])
     half = total // 2
     for lo, hi in [(0, half), (half, total)]:
-        checkpoint.write_shard(folder, ShardState(step=step, lo=lo, hi=hi, total=total,
-                                                  arrays={name: array[lo:hi] for name, array in flat.items()}))
+        checkpoint.write_shard(
+            folder,
+            ShardState(
+                step=step, lo=lo, hi=hi, total=total, arrays={name: array[lo:hi] for name, array in flat.items()}
+            ),
+        )
     parameters = [{"name": name, "shape": list(p.shape)} for name, p in module.named_parameters()]
     checkpoint.seal(folder, {"step": step, "parameters": parameters, "config": config.to_yaml()})
     return folder
@@ -110,14 +118,23 @@ def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> N
     assert not np.array_equal(both[0], both[1])
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    ({"prompts": [], "out": "x.avi"}, r"must end in \.mp4"),
-    ({"prompts": PROMPTS, "out": "x.mp4", "frames": 6}, r"6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1"),
-    ({"prompts": PROMPTS, "out": "x.mp4", "steps": 0}, "0 sampling steps"),
-    ({"prompts": PROMPTS, "out": "x.mp4", "device": "gpu"}, "--device 'gpu' is not one of auto, cpu, cuda"),
-    pytest.param({"prompts": PROMPTS, "out": "x.mp4", "device": "cuda"}, "this machine has no usable CUDA device",
-                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
-])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"prompts": [], "out": "x.avi"}, r"must end in \.mp4"),
+        (
+            {"prompts": PROMPTS, "out": "x.mp4", "frames": 6},
+            r"6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1",
+        ),
+        ({"prompts": PROMPTS, "out": "x.mp4", "steps": 0}, "0 sampling steps"),
+        ({"prompts": PROMPTS, "out": "x.mp4", "device": "gpu"}, "--device 'gpu' is not one of auto, cpu, cuda"),
+        pytest.param(
+            {"prompts": PROMPTS, "out": "x.mp4", "device": "cuda"},
+            "this machine has no usable CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+    ],
+)
 def test_wrong_requests_are_one_sentence(tmp_path: Path, arguments: dict[str, object], sentence: str) -> None:
     write_checkpoint(tmp_path, tiny_run())
     out = tmp_path / str(arguments.pop("out"))

@@ -45,8 +45,16 @@ def test_steps_and_events_have_their_own_lane(run_folder: Path) -> None:
 
 
 def span(step: int, start: float, module: str = "dit", ran_in: float = 0.0) -> dict:
-    return {"step": step, "worker": "w0", "module": module, "name": module, "cascade": module, "start": start,
-            "end": start + 1, "step_start": ran_in}
+    return {
+        "step": step,
+        "worker": "w0",
+        "module": module,
+        "name": module,
+        "cascade": module,
+        "start": start,
+        "end": start + 1,
+        "step_start": ran_in,
+    }
 
 
 def test_an_encode_for_the_next_step_belongs_to_the_step_it_ran_in() -> None:

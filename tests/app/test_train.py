@@ -257,13 +257,28 @@ def copied(folder: Path, name: str) -> Path:
 def test_a_run_whose_checkpoints_were_pruned_resumes(folder: Path, whole: list[dict]) -> None:
     """Also beside what Ray Train has written there in earlier versions of this program, and with fewer workers."""
     run = copied(folder, "pruned")
-    (run / "checkpoint_manager_snapshot.json").write_text(json.dumps({
-        "ray_version": "1.0.0", "checkpoint_results": [
-            {"checkpoint_dir_name": "checkpoints/step-3", "metrics": {"step": 3}}],
-        "latest_checkpoint_result": {"checkpoint_dir_name": "checkpoints/step-3", "metrics": {"step": 3}}}))
+    (run / "checkpoint_manager_snapshot.json").write_text(
+        json.dumps(
+            {
+                "ray_version": "1.0.0",
+                "checkpoint_results": [{"checkpoint_dir_name": "checkpoints/step-3", "metrics": {"step": 3}}],
+                "latest_checkpoint_result": {"checkpoint_dir_name": "checkpoints/step-3", "metrics": {"step": 3}},
+            }
+        )
+    )
     assert not (run / "checkpoints" / "step-3").exists()
-    done = train(folder, "--set", "run.name=pruned", "--set", f"train.steps={STEPS + 2}", "--set", "workers.min=1",
-                 "--set", "workers.max=1", "--resume")
+    done = train(
+        folder,
+        "--set",
+        "run.name=pruned",
+        "--set",
+        f"train.steps={STEPS + 2}",
+        "--set",
+        "workers.min=1",
+        "--set",
+        "workers.max=1",
+        "--resume",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"starting at step {STEPS}" in done.stdout
     assert f"settings changed since the last start: train.steps {STEPS} -> {STEPS + 2}" in done.stdout
@@ -275,8 +290,16 @@ def test_a_run_whose_checkpoints_were_pruned_resumes(folder: Path, whole: list[d
 def test_another_training_is_refused_before_anything_is_touched(folder: Path, whole: list[dict]) -> None:
     run = copied(folder, "other")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    done = train(folder, "--set", "run.name=other", "--set", "model.dit.num_heads=2", "--set", "model.dit.head_dim=32",
-                 "--resume")
+    done = train(
+        folder,
+        "--set",
+        "run.name=other",
+        "--set",
+        "model.dit.num_heads=2",
+        "--set",
+        "model.dit.head_dim=32",
+        "--resume",
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "model.dit.num_heads 4 -> 2" in done.stderr and "model.dit.head_dim 16 -> 32" in done.stderr
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -332,8 +355,16 @@ def test_a_full_disk_ends_with_a_sentence_and_the_run_goes_on_once_there_is_room
         assert "No space left on device" in output and "Make room" in output and "Traceback" not in output
         (small / "ballast").unlink()
         found = len(metrics(folder, "full"))
-        again = train(folder, "--set", "run.name=full", "--set", f"run.dir={small}", "--set",
-                      f"train.steps={found + 2}", "--resume")
+        again = train(
+            folder,
+            "--set",
+            "run.name=full",
+            "--set",
+            f"run.dir={small}",
+            "--set",
+            f"train.steps={found + 2}",
+            "--resume",
+        )
         assert again.returncode == 0, again.stdout + again.stderr
         assert [line["step"] for line in metrics(folder, "full")] == list(range(found + 2))
     finally:

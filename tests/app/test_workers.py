@@ -33,9 +33,21 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, A
     ray.init(address="local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
     monitor = start_monitor(run_id(folder))
     for name in ("w0", "w1"):
-        ray.get(monitor.beat.remote(Progress(
-            worker=name, generation=3, step=7, activity="dit 17f 64x96 b4 sp1 s7", phase="backward", since=time.time(),
-            predicted_s=1.0, collectives=4, waiting_in="")))
+        ray.get(
+            monitor.beat.remote(
+                Progress(
+                    worker=name,
+                    generation=3,
+                    step=7,
+                    activity="dit 17f 64x96 b4 sp1 s7",
+                    phase="backward",
+                    since=time.time(),
+                    predicted_s=1.0,
+                    collectives=4,
+                    waiting_in="",
+                )
+            )
+        )
     yield folder, monitor
     ray.shutdown()
 

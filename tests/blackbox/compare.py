@@ -37,8 +37,13 @@ class Truth:
 def deviations(run: Run, truth: Truth, settings: Mapping[str, object]) -> list[str]:
     """Everything in the folder of a run that has ended with code 0 which is not as it must be. `settings` are those
     of its last start."""
-    return [*_of_steps(run.metrics(), truth.metrics), *_of_state(run, truth), *_of_ledger(run, truth),
-            *_of_config(run, truth, settings), *_of_files(run)]
+    return [
+        *_of_steps(run.metrics(), truth.metrics),
+        *_of_state(run, truth),
+        *_of_ledger(run, truth),
+        *_of_config(run, truth, settings),
+        *_of_files(run),
+    ]
 
 
 def largest_loss_difference(run: Run, truth: Truth) -> float:

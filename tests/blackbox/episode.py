@@ -62,8 +62,15 @@ def reference(place: Place, name: str = "calm") -> Truth:
 class Episode:
     """Draws faults from a seed until there were so many, then lets the run end."""
 
-    def __init__(self, place: Place, truth: Truth, seed: int, faults: int, only: Sequence[str] = (),
-                 deadline: float = float("inf")) -> None:
+    def __init__(
+        self,
+        place: Place,
+        truth: Truth,
+        seed: int,
+        faults: int,
+        only: Sequence[str] = (),
+        deadline: float = float("inf"),
+    ) -> None:
         """`only`: names of faults to draw from (all, when empty). After `deadline` (monotonic) no more are drawn."""
         self._place, self._truth, self._rng = place, truth, random.Random(seed)
         self._want, self._deadline, self._only = faults, deadline, set(only)
@@ -96,8 +103,10 @@ class Episode:
 
     def _settings(self) -> dict[str, object]:
         rng = self._rng
-        settings: dict[str, object] = {"workers.max": rng.choice([2, 2, 3]),
-                                       "planner.strategy": rng.choice(["cascade", "cascade", "knapsack"])}
+        settings: dict[str, object] = {
+            "workers.max": rng.choice([2, 2, 3]),
+            "planner.strategy": rng.choice(["cascade", "cascade", "knapsack"]),
+        }
         if rng.random() < 0.5:
             settings["data.cache.path"] = str(self._place.folder / f"cache{self.result.seed}")
         return settings
@@ -128,8 +137,10 @@ class Episode:
         begun = run.beginning()
         assert begun is not None
         if begun["from_step"] != expected:
-            raise Deviation(f"start {run.starts} began at step {begun['from_step']} (state: {begun['origin']}), not at "
-                            f"{expected}; whole checkpoints {scene.whole()}, damaged {sorted(scene.damaged)}")
+            raise Deviation(
+                f"start {run.starts} began at step {begun['from_step']} (state: {begun['origin']}), not at "
+                f"{expected}; whole checkpoints {scene.whole()}, damaged {sorted(scene.damaged)}"
+            )
         if not run.wait_for_step(min(expected + 1, self._place.steps - 1), START_S) and run.alive:
             raise Deviation(f"no step in {START_S:.0f} s after start {run.starts}: {_words(run)}")
 
@@ -278,4 +289,3 @@ def _words(run: Run) -> str:
 
 def _keep(folder: Path, to: Path) -> None:
     shutil.copytree(folder, to, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-

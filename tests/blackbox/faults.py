@@ -189,8 +189,14 @@ class Other:
         self._output = scene.place.folder / f"{mark}.out"
         command = scene.place.command(scene.run.name, *more, settings={**scene.run.settings, **(settings or {})})
         with self._output.open("wb") as file:
-            self._driver = subprocess.Popen(command, cwd=ROOT, env=scene.place.environment(**{MARK: mark}), stdout=file,
-                                            stderr=subprocess.STDOUT, start_new_session=True)
+            self._driver = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=scene.place.environment(**{MARK: mark}),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def code(self) -> int | None:
         return self._driver.poll()
@@ -411,9 +417,15 @@ def _other_strategy(scene: Scene) -> str:
 
 
 _OTHER_TRAININGS: tuple[dict[str, object], ...] = (
-    {"train.seed": 5}, {"model.dit.num_heads": 2, "model.dit.head_dim": 16}, {"model.dit.num_layers": 3},
-    {"model.dit.ffn_dim": 128}, {"train.flow.flow_shift": 5.0}, {"model.text.seed": 7}, {"data.items_per_step": 3},
-    {"data.buckets.table": "[1x32x48,5x32x48]"}, {"train.optimizer.ema_decay": 0.0},
+    {"train.seed": 5},
+    {"model.dit.num_heads": 2, "model.dit.head_dim": 16},
+    {"model.dit.num_layers": 3},
+    {"model.dit.ffn_dim": 128},
+    {"train.flow.flow_shift": 5.0},
+    {"model.text.seed": 7},
+    {"data.items_per_step": 3},
+    {"data.buckets.table": "[1x32x48,5x32x48]"},
+    {"train.optimizer.ema_decay": 0.0},
 )
 
 
@@ -457,8 +469,9 @@ def _start_locked(scene: Scene) -> str:
     return "resume in a folder that cannot be written: refused"
 
 
-def _must_be_refused(scene: Scene, what: str, codes: tuple[int, ...],
-                     settings: dict[str, object] | None = None) -> None:
+def _must_be_refused(
+    scene: Scene, what: str, codes: tuple[int, ...], settings: dict[str, object] | None = None
+) -> None:
     folder = scene.run.folder
     before = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")}
     code, output = _other_start(scene, "--resume", settings=settings)
@@ -500,10 +513,14 @@ LIVE: tuple[Fault, ...] = (
 )
 
 ENDS: tuple[Fault, ...] = (
-    *(_live(f"{name} driver", _to_driver(number), may_end=(RESUMABLE,), keeps_last=True)
-      for name, number in (("terminate", _TERM), ("interrupt", _INT), ("hang up", _HUP))),
-    *(_live(f"{name} group", _to_group(number), may_end=(RESUMABLE,), keeps_last=True)
-      for name, number in (("terminate", _TERM), ("hang up", _HUP))),
+    *(
+        _live(f"{name} driver", _to_driver(number), may_end=(RESUMABLE,), keeps_last=True)
+        for name, number in (("terminate", _TERM), ("interrupt", _INT), ("hang up", _HUP))
+    ),
+    *(
+        _live(f"{name} group", _to_group(number), may_end=(RESUMABLE,), keeps_last=True)
+        for name, number in (("terminate", _TERM), ("hang up", _HUP))
+    ),
     _live("stop", _stop, may_end=(RESUMABLE,), keeps_last=True),
     _live("kill driver", _to_driver(_KILL), may_end=(-9,)),
     _live("kill all", _to_all, may_end=(-9,)),
@@ -516,12 +533,18 @@ ENDS: tuple[Fault, ...] = (
 )
 
 BETWEEN: tuple[Fault, ...] = (
-    *(_live(f"checkpoint shard: {harm.__name__}", _newest_shard(harm))
-      for harm in (damage.truncate, damage.flip, damage.zero_tail, damage.remove)),
-    *(_live(f"meta.json: {harm.__name__}", _newest_file("meta.json", harm))
-      for harm in (damage.truncate, damage.flip, damage.remove)),
-    *(_live(f"COMPLETE: {harm.__name__}", _newest_file("COMPLETE", harm))
-      for harm in (damage.truncate, damage.garble, damage.remove)),
+    *(
+        _live(f"checkpoint shard: {harm.__name__}", _newest_shard(harm))
+        for harm in (damage.truncate, damage.flip, damage.zero_tail, damage.remove)
+    ),
+    *(
+        _live(f"meta.json: {harm.__name__}", _newest_file("meta.json", harm))
+        for harm in (damage.truncate, damage.flip, damage.remove)
+    ),
+    *(
+        _live(f"COMPLETE: {harm.__name__}", _newest_file("COMPLETE", harm))
+        for harm in (damage.truncate, damage.garble, damage.remove)
+    ),
     _live("checkpoint removed", _newest_removed),
     _live("half a line of metrics", _torn_metrics),
     _live("half a line of events", _torn_events),

@@ -26,8 +26,9 @@ class Deviation(AssertionError):
 class Run:
     """The run in one folder through all its starts. Everything about it is read from files and processes."""
 
-    def __init__(self, place: Place, name: str, settings: dict[str, object] | None = None,
-                 folder: Path | None = None) -> None:
+    def __init__(
+        self, place: Place, name: str, settings: dict[str, object] | None = None, folder: Path | None = None
+    ) -> None:
         """`folder`: another parent than the place's runs."""
         self.place, self.name = place, name
         self.settings = dict(settings or {})
@@ -52,8 +53,12 @@ class Run:
         self._said = self.output.stat().st_size if self.output.exists() else 0
         with self.output.open("ab") as file:
             self._driver = subprocess.Popen(
-                self.place.command(self.name, *more, settings=self.settings), cwd=ROOT, start_new_session=True,
-                env=self.place.environment(**{MARK: mark}), stdout=file, stderr=subprocess.STDOUT,
+                self.place.command(self.name, *more, settings=self.settings),
+                cwd=ROOT,
+                start_new_session=True,
+                env=self.place.environment(**{MARK: mark}),
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
         self.starts += 1
 
@@ -86,7 +91,7 @@ class Run:
     def said(self) -> str:
         """Standard output and error of the last start."""
         data = self.output.read_bytes() if self.output.exists() else b""
-        return data[self._said:].decode(errors="replace")
+        return data[self._said :].decode(errors="replace")
 
     # -- what it has done ----------------------------------------------------------------------------------------------
 

@@ -26,8 +26,9 @@ STEPS = 110
 PER_EPISODE = 30
 
 
-def soak(place: Place, truth: Truth, faults: int, seed: int, minutes: float = 1e9,
-         only: Sequence[str] = ()) -> list[Result]:
+def soak(
+    place: Place, truth: Truth, faults: int, seed: int, minutes: float = 1e9, only: Sequence[str] = ()
+) -> list[Result]:
     """Episodes with seeds from `seed` on until so many faults struck, or the time is up."""
     deadline = time.monotonic() + minutes * 60
     found: list[Result] = []
@@ -51,8 +52,10 @@ def table(results: Sequence[Result]) -> str:
     deviations = sum(len(r.deviations) for r in results)
     worst = max((r.loss_difference for r in results), default=0.0)
     starts, took = sum(r.starts for r in results), sum(r.seconds for r in results)
-    total = (f"{sum(kinds.values())} faults in {len(results)} runs and {starts} starts, {took:.0f} s; largest relative "
-             f"difference of a loss {worst:.1e}; {deviations} deviations")
+    total = (
+        f"{sum(kinds.values())} faults in {len(results)} runs and {starts} starts, {took:.0f} s; largest relative "
+        f"difference of a loss {worst:.1e}; {deviations} deviations"
+    )
     return "\n".join([*rows, "", total])
 
 

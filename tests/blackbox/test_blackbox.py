@@ -21,8 +21,14 @@ from tests.blackbox.soak import STEPS as STEPS_OF_A_RUN
 from tests.blackbox.soak import soak, table
 
 # quick ones: a killed controller or cluster costs half a minute, a start as much
-FEW = ("kill worker", "kill feeder", "freeze worker", "terminate driver", "checkpoint shard: flip",
-       "half a line of metrics")
+FEW = (
+    "kill worker",
+    "kill feeder",
+    "freeze worker",
+    "terminate driver",
+    "checkpoint shard: flip",
+    "half a line of metrics",
+)
 
 
 STEPS = 5
@@ -37,8 +43,19 @@ class Left(Run):
 
 @pytest.fixture
 def left(tmp_path: Path) -> Left:
-    lines = [{"step": s, "time": 1.0 + s, "loss": 1 / (1 + s), "grad_norm": 1.0, "lr": 1e-3, "good_weight": 1.0,
-              "applied": True, "loss_by_bucket": {"1x32x48": 1.0}} for s in range(STEPS)]
+    lines = [
+        {
+            "step": s,
+            "time": 1.0 + s,
+            "loss": 1 / (1 + s),
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "good_weight": 1.0,
+            "applied": True,
+            "loss_by_bucket": {"1x32x48": 1.0},
+        }
+        for s in range(STEPS)
+    ]
     write_lines(tmp_path / "metrics.jsonl", lines)
     write_lines(tmp_path / "events.jsonl", [{"event": "finish", "ledger": {"delivered": 40}}])
     write_lines(tmp_path / "timeline.jsonl", [])
@@ -85,9 +102,11 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "3 checkpoints are left": lambda folder: [write_checkpoint(folder, step, 1.0) for step in (1, 2)],
     "left without COMPLETE": lambda folder: (folder / "checkpoints" / "step-2").mkdir(),
     "ledger: delivered is 36": lambda folder: write_lines(
-        folder / "events.jsonl", [{"event": "finish", "ledger": {"delivered": 36}}]),
+        folder / "events.jsonl", [{"event": "finish", "ledger": {"delivered": 36}}]
+    ),
     "config.yaml: workers.max is 3": lambda folder: (folder / "config.yaml").write_text(
-        yaml.safe_dump({"run": {"name": "calm"}, "workers": {"max": 3}})),
+        yaml.safe_dump({"run": {"name": "calm"}, "workers": {"max": 3}})
+    ),
     ".part is left": lambda folder: (folder / ".x.part").touch(),
     "events.jsonl line 2 is not JSON": lambda folder: (folder / "events.jsonl").open("a").write('{"even'),
 }

@@ -18,8 +18,16 @@ from data.ledger import Ledger
 
 
 @functools.cache
-def clip(width: int = 64, height: int = 48, frames: int = 9, fps: int = 8, container: str = "mp4", seed: int = 0,
-         movflags: str = "", codec: str = "libx264") -> bytes:
+def clip(
+    width: int = 64,
+    height: int = 48,
+    frames: int = 9,
+    fps: int = 8,
+    container: str = "mp4",
+    seed: int = 0,
+    movflags: str = "",
+    codec: str = "libx264",
+) -> bytes:
     """An encoded clip of noise bars. `asm=0` keeps x264's bytes equal from run to run."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container, options={"movflags": movflags} if movflags else {}) as out:
@@ -48,8 +56,10 @@ def sample(i: int, **parts: bytes | None) -> list[tuple[str, bytes]]:
     """Members of sample i: mp4, txt and json, with `parts` replaced, added, or left out when None."""
     key = f"{i:06d}"
     members: dict[str, bytes | None] = {
-        "mp4": clip(seed=i % 3), "txt": f"caption {i}".encode(),
-        "json": json.dumps({"caption": f"json caption {i}", "aesthetic score": 4.0 + i / 10}).encode()}
+        "mp4": clip(seed=i % 3),
+        "txt": f"caption {i}".encode(),
+        "json": json.dumps({"caption": f"json caption {i}", "aesthetic score": 4.0 + i / 10}).encode(),
+    }
     members |= parts
     return [(f"{key}.{extension}", data) for extension, data in members.items() if data is not None]
 
@@ -72,12 +82,23 @@ def good(count: int = 8) -> list[tuple[str, bytes]]:
     return [member for i in range(count) for member in sample(i)]
 
 
-def index_of(path: Path | str, cache: Path, kind: str = "webdataset", limits: LimitsConfig | None = None,
-             allow_empty: bool = True, **source: object) -> tuple[Index, Ledger]:
+def index_of(
+    path: Path | str,
+    cache: Path,
+    kind: str = "webdataset",
+    limits: LimitsConfig | None = None,
+    allow_empty: bool = True,
+    **source: object,
+) -> tuple[Index, Ledger]:
     """The index of a path and the ledger it filled; every row is in exactly one state."""
     ledger = Ledger(limits)
-    index = build_index(SourceConfig(path=str(path), kind=kind, **source), cache, ledger, limits=limits,  # type: ignore[arg-type]
-                        allow_empty=allow_empty)
+    index = build_index(
+        SourceConfig(path=str(path), kind=kind, **source),
+        cache,
+        ledger,
+        limits=limits,  # type: ignore[arg-type]
+        allow_empty=allow_empty,
+    )
     ledger.add_planned(index.num_ok)
     ledger.check()
     return index, ledger

@@ -49,7 +49,7 @@ KEYS = [f"{i:06d}" for i in range(COUNT)]
 
 def test_tar_cut_inside_a_member_keeps_what_is_whole(tmp_path):
     data = shard(good())
-    index, ledger = indexed(tmp_path, data[:header_offset(data, "000004.mp4") + 512 + 100])
+    index, ledger = indexed(tmp_path, data[: header_offset(data, "000004.mp4") + 512 + 100])
     assert usable_keys(index) == KEYS[:4]
     assert rejected(ledger) == {"truncated_member": 1}
     assert shard_faults(ledger) == {"truncated_tar": 1}
@@ -57,7 +57,7 @@ def test_tar_cut_inside_a_member_keeps_what_is_whole(tmp_path):
 
 def test_tar_cut_on_a_member_boundary_is_noticed(tmp_path):
     data = shard(good())
-    index, ledger = indexed(tmp_path, data[:header_offset(data, "000004.txt")])
+    index, ledger = indexed(tmp_path, data[: header_offset(data, "000004.txt")])
     assert usable_keys(index) == KEYS[:4]
     assert rejected(ledger) == {"no_caption": 1}
     assert shard_faults(ledger) == {"truncated_tar": 1}
@@ -66,7 +66,7 @@ def test_tar_cut_on_a_member_boundary_is_noticed(tmp_path):
 def test_garbage_header_names_the_bytes_that_cannot_be_reached(tmp_path):
     data = bytearray(shard(good()))
     at = header_offset(bytes(data), "000004.mp4")
-    data[at:at + 512] = b"\x5a" * 512
+    data[at : at + 512] = b"\x5a" * 512
     index, ledger = indexed(tmp_path, bytes(data))
     assert usable_keys(index) == KEYS[:4]
     assert shard_faults(ledger) == {"garbage_header": 1}
@@ -105,7 +105,7 @@ def test_flipped_pixels_are_found_by_the_decoder(tmp_path):
 def test_flipped_header_is_a_decode_error(tmp_path):
     data = bytearray(clip())
     at = data.index(b"stsz")
-    data[at + 12:at + 16] = struct.pack(">I", 7)
+    data[at + 12 : at + 16] = struct.pack(">I", 7)
     index, ledger = indexed(tmp_path, with_sample(4, mp4=bytes(data)))
     assert usable_keys(index) == KEYS[:4] + KEYS[5:]
     assert rejected(ledger) == {"decode_error": 1}
@@ -123,8 +123,8 @@ def test_cut_video_is_truncated(tmp_path, cut):
 
 def test_cut_faststart_video_is_truncated(tmp_path):
     data = bytearray(clip())
-    ftyp, moov = data[:data.index(b"ftyp") - 4 + 32], data[data.index(b"moov") - 4:]
-    rest = data[len(ftyp):len(data) - len(moov)]
+    ftyp, moov = data[: data.index(b"ftyp") - 4 + 32], data[data.index(b"moov") - 4 :]
+    rest = data[len(ftyp) : len(data) - len(moov)]
     moved = bytes(ftyp + moov + rest)  # offsets are now wrong, but the cut is found first
     _, ledger = indexed(tmp_path, with_sample(4, mp4=moved[:-50]))
     assert rejected(ledger) == {"truncated_video": 1}
@@ -239,8 +239,12 @@ class Bomb:
 def test_pickle_members_are_never_opened(tmp_path):
     target = tmp_path / "executed"
     bomb = pickle.dumps(Bomb(str(target)))
-    members = [*sample(0), ("000000.pkl", bomb), ("000000.pth", bomb), *[member for i in range(1, 8)
-                                                                         for member in sample(i)]]
+    members = [
+        *sample(0),
+        ("000000.pkl", bomb),
+        ("000000.pth", bomb),
+        *[member for i in range(1, 8) for member in sample(i)],
+    ]
     index, ledger = indexed(tmp_path, shard(members))
     decode_faults(index)
     assert usable_keys(index) == KEYS and notes(ledger) == {"pickle_member": 2}
@@ -282,7 +286,7 @@ def test_pixel_bomb_is_refused_before_decode(tmp_path):
 
 def patched(data: bytes, box: bytes, offset: int, value: bytes) -> bytes:
     at = data.index(box, data.index(b"moov")) + 4 + offset
-    return data[:at] + value + data[at + len(value):]
+    return data[:at] + value + data[at + len(value) :]
 
 
 def test_pixel_bomb_behind_a_lying_header_is_refused_by_the_decoder(tmp_path):
@@ -331,8 +335,13 @@ def test_pixel_bombs_cost_no_memory(tmp_path):
     lying = patched(pixel_bomb(), b"avc1", 24, struct.pack(">HH", 64, 64))
     (tmp_path / "good.tar").write_bytes(shard(good(2)))
     (tmp_path / "bombs.tar").write_bytes(shard([*sample(0, mp4=pixel_bomb()), *sample(1, mp4=lying)]))
-    answer = subprocess.run([sys.executable, "-c", MEASURE, *(str(tmp_path / name) for name in (
-        "good.tar", "bombs.tar", "cache"))], capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    answer = subprocess.run(
+        [sys.executable, "-c", MEASURE, *(str(tmp_path / name) for name in ("good.tar", "bombs.tar", "cache"))],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout.split()
     assert answer[0] == "too_many_pixels" and answer[1] in ("too_many_pixels", "decode_error")
     assert int(answer[2]) < 40, f"{answer[2]} MiB"
 

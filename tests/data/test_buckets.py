@@ -113,8 +113,9 @@ def test_an_open_sora_table_is_pasted_with_its_batch_sizes_and_probabilities() -
 
 
 def test_a_clip_that_does_not_take_an_entry_moves_on_with_the_second_probability() -> None:
-    built = Table.build(BucketsConfig(open_sora={"144p": {53: [1.0, 9]}, "360p": {53: [0.5, 4], 105: [[0.5, 0.3], 2]}}),
-                        GEOMETRY)
+    built = Table.build(
+        BucketsConfig(open_sora={"144p": {53: [1.0, 9]}, "360p": {53: [0.5, 4], 105: [[0.5, 0.3], 2]}}), GEOMETRY
+    )
     found = built.choices(video(120, 360, 640), 0)
     assert not isinstance(found, Refusal)
     draws = {0: 0.9, 1: 0.2, 2: 0.1}
@@ -149,17 +150,22 @@ def test_the_binding_limit_is_named() -> None:
     assert binding_limit(bucket, BatchConfig(memory_tokens=10), GEOMETRY) == "one (memory)"
 
 
-@pytest.mark.parametrize(("make", "sentence"), [
-    (lambda: Table.build(BucketsConfig(), GEOMETRY), "data.buckets is empty"),
-    (lambda: table("17x64x100"), "not a multiple"),
-    (lambda: table("18x64x96"), "4\\*k\\+1"),
-    (lambda: BucketsConfig(table=("17-64-96",)), "FRAMESxHEIGHTxWIDTH"),
-    (lambda: BucketsConfig(table=("17x64x96",), open_sora=OPEN_SORA), "exclude each other"),
-    (lambda: Table.build(BucketsConfig(open_sora={"256px": {1: 5}}), GEOMETRY), "probability, batch size"),
-    (lambda: DataConfig(sources=(SourceConfig(path="a", weight=3.0), SourceConfig(path="b", weight=1.0))),
-     "sum to 4, not 1. Use 0.75, 0.25"),
-    (lambda: SourceConfig(path="pipe:cat x.tar"), "refused"),
-])
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Table.build(BucketsConfig(), GEOMETRY), "data.buckets is empty"),
+        (lambda: table("17x64x100"), "not a multiple"),
+        (lambda: table("18x64x96"), "4\\*k\\+1"),
+        (lambda: BucketsConfig(table=("17-64-96",)), "FRAMESxHEIGHTxWIDTH"),
+        (lambda: BucketsConfig(table=("17x64x96",), open_sora=OPEN_SORA), "exclude each other"),
+        (lambda: Table.build(BucketsConfig(open_sora={"256px": {1: 5}}), GEOMETRY), "probability, batch size"),
+        (
+            lambda: DataConfig(sources=(SourceConfig(path="a", weight=3.0), SourceConfig(path="b", weight=1.0))),
+            "sum to 4, not 1. Use 0.75, 0.25",
+        ),
+        (lambda: SourceConfig(path="pipe:cat x.tar"), "refused"),
+    ],
+)
 def test_bad_settings_are_one_clear_sentence(make: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()  # type: ignore[operator]

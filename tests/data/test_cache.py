@@ -34,15 +34,18 @@ def test_what_was_put_comes_back_also_in_another_run(tmp_path: Path) -> None:
     assert again.size("latents") == (1, latent.nbytes + 128 + 8)
 
 
-@pytest.mark.parametrize("other", [
-    latent_key(replace(SAMPLE, start_frame=6), BUCKET, 8.0, "vae", "decoder 1"),
-    latent_key(replace(SAMPLE, content="cd34"), BUCKET, 8.0, "vae", "decoder 1"),
-    latent_key(SAMPLE, Bucket(17, 96, 64), 8.0, "vae", "decoder 1"),
-    latent_key(SAMPLE, BUCKET, 16.0, "vae", "decoder 1"),
-    latent_key(SAMPLE, BUCKET, 8.0, "vae bf16", "decoder 1"),
-    latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1", crop=True),
-    latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 2"),
-])
+@pytest.mark.parametrize(
+    "other",
+    [
+        latent_key(replace(SAMPLE, start_frame=6), BUCKET, 8.0, "vae", "decoder 1"),
+        latent_key(replace(SAMPLE, content="cd34"), BUCKET, 8.0, "vae", "decoder 1"),
+        latent_key(SAMPLE, Bucket(17, 96, 64), 8.0, "vae", "decoder 1"),
+        latent_key(SAMPLE, BUCKET, 16.0, "vae", "decoder 1"),
+        latent_key(SAMPLE, BUCKET, 8.0, "vae bf16", "decoder 1"),
+        latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1", crop=True),
+        latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 2"),
+    ],
+)
 def test_everything_a_latent_depends_on_is_in_its_key(other: str) -> None:
     assert other != latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
 
@@ -72,7 +75,7 @@ def test_texts_are_told_apart_by_caption_encoder_and_length() -> None:
 def test_a_torn_file_counts_as_absent(tmp_path: Path, damage: bytes) -> None:
     store, key = cache(tmp_path), text_key("a", "t5", 226)
     store.put("text", key, np.ones((4, 8), np.float32))
-    path, = (tmp_path / "text").glob("*/*.npy")
+    (path,) = (tmp_path / "text").glob("*/*.npy")
     path.write_bytes(damage)
     assert store.get("text", key) is None
     assert store.put("text", key, np.zeros((4, 8), np.float32))
@@ -101,14 +104,22 @@ def test_a_file_of_the_right_size_whose_end_is_zeros_counts_as_absent(tmp_path: 
     """What a power cut leaves."""
     store, key = cache(tmp_path), text_key("a", "t5", 226)
     store.put("text", key, np.ones((4, 80), np.float32))
-    path, = (tmp_path / "text").glob("*/*.npy")
+    (path,) = (tmp_path / "text").glob("*/*.npy")
     data = path.read_bytes()
     path.write_bytes(data[:begin] + bytes(len(data[begin:])))
     assert store.get("text", key) is None and not path.exists()
 
 
-@pytest.mark.parametrize("array", [np.ones((4, 8), np.int8), np.ones((4, 7), np.float32), np.ones((9, 8), np.float32),
-                                   np.ones(8, np.float32), np.ones((4, 8), np.float64)])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones((4, 8), np.int8),
+        np.ones((4, 7), np.float32),
+        np.ones((9, 8), np.float32),
+        np.ones(8, np.float32),
+        np.ones((4, 8), np.float64),
+    ],
+)
 def test_an_array_that_is_not_what_was_asked_for_counts_as_absent(tmp_path: Path, array: np.ndarray) -> None:
     store, key = cache(tmp_path), text_key("a", "t5", 226)
     store.put("text", key, array)
@@ -175,8 +186,9 @@ def write_many(folder: str, seed: int) -> None:
 
 
 def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
-    workers = [multiprocessing.get_context("fork").Process(target=write_many, args=(str(tmp_path), seed))
-               for seed in range(3)]
+    workers = [
+        multiprocessing.get_context("fork").Process(target=write_many, args=(str(tmp_path), seed)) for seed in range(3)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

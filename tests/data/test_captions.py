@@ -40,19 +40,40 @@ def test_half_an_emoji_of_a_folder_is_refused_and_linted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("field", ["", "caption#0"])
-def test_half_an_emoji_found_at_decode_is_one_bad_sample_of_a_batch_that_can_be_written(tmp_path: Path,
-                                                                                        field: str) -> None:
+def test_half_an_emoji_found_at_decode_is_one_bad_sample_of_a_batch_that_can_be_written(
+    tmp_path: Path, field: str
+) -> None:
     (tmp_path / "a.mp4").write_bytes(clip())
     (tmp_path / "a.json").write_bytes(CUT_EMOJI)  # edited since it was indexed
     cut = CaptionRef(path=str(tmp_path / "a.json"), size=-1, field=field) if field else CaptionRef(text="a \ud83d")
     with pytest.raises(BadSample) as caught:
         read_caption(cut)
     assert caught.value.reason is Reason.CAPTION_NOT_UTF8
-    clips = [Clip(key=key, media=str(tmp_path / "a.mp4"), offset=0, size=-1, suffix="mp4", image=False, frames=9,
-                  fps=8.0, start_frame=0, captions=(ref,), shard="shard")
-             for key, ref in (("cut", cut), ("whole", CaptionRef(text="a dog")))]
-    job = Job(item="s0.0", bucket=Bucket(1, 48, 64), clips=tuple(clips), fps=0.0, crop=False, limits=LimitsConfig(),
-              decoder="data.decode:decode_clip")
+    clips = [
+        Clip(
+            key=key,
+            media=str(tmp_path / "a.mp4"),
+            offset=0,
+            size=-1,
+            suffix="mp4",
+            image=False,
+            frames=9,
+            fps=8.0,
+            start_frame=0,
+            captions=(ref,),
+            shard="shard",
+        )
+        for key, ref in (("cut", cut), ("whole", CaptionRef(text="a dog")))
+    ]
+    job = Job(
+        item="s0.0",
+        bucket=Bucket(1, 48, 64),
+        clips=tuple(clips),
+        fps=0.0,
+        crop=False,
+        limits=LimitsConfig(),
+        decoder="data.decode:decode_clip",
+    )
     batch = from_block(to_block(decode_job(job)))
     assert batch.captions == ["", "a dog"] and batch.ok == [False, True]
     assert batch.faults[0].reason is Reason.CAPTION_NOT_UTF8 and batch.faults[0].key == "cut"
@@ -62,8 +83,10 @@ def test_half_an_emoji_found_at_decode_is_one_bad_sample_of_a_batch_that_can_be_
 def test_lengths_are_of_utf8_and_half_an_emoji_has_none() -> None:
     limits = LimitsConfig(max_caption_bytes=8)
     check_lengths(["\U0001f600" * 2], limits)
-    for text, reason in (("\U0001f600" * 3, Reason.CAPTION_TOO_LARGE),
-                         (json.loads('"\\udc00"'), Reason.CAPTION_NOT_UTF8)):
+    for text, reason in (
+        ("\U0001f600" * 3, Reason.CAPTION_TOO_LARGE),
+        (json.loads('"\\udc00"'), Reason.CAPTION_NOT_UTF8),
+    ):
         with pytest.raises(BadSample) as caught:
             check_lengths([text], limits)
         assert caught.value.reason is reason

@@ -19,8 +19,12 @@ TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80", "17x6
 
 def config(clips: Path, **changes: object) -> DataConfig:
     source = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"))
-    usual = DataConfig(sources=(source,), buckets=BucketsConfig(table=TABLE), items_per_step=3,
-                       batch=BatchConfig(memory_tokens=600, text_tokens=48))
+    usual = DataConfig(
+        sources=(source,),
+        buckets=BucketsConfig(table=TABLE),
+        items_per_step=3,
+        batch=BatchConfig(memory_tokens=600, text_tokens=48),
+    )
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
@@ -56,8 +60,9 @@ def test_every_clip_is_in_the_bucket_it_fits_and_items_have_unique_names(clips: 
 
 @given(st.integers(0, 2**31), st.integers(0, 25), st.sets(st.sampled_from(TABLE), min_size=3), st.integers(1, 5))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_stop_and_resume_at_any_step_changes_nothing(clips: Path, seed: int, stop: int, table: set[str],
-                                                     items: int) -> None:
+def test_stop_and_resume_at_any_step_changes_nothing(
+    clips: Path, seed: int, stop: int, table: set[str], items: int
+) -> None:
     changes = {"buckets": BucketsConfig(table=tuple(table), max_ratio_error=4.0), "items_per_step": items}
     straight = dataset(clips, seed, **changes)
     expected = [straight.step(index) for index in range(stop + 8)]
@@ -135,9 +140,16 @@ def test_filters_are_counted_and_their_samples_named(clips: Path) -> None:
 
 
 def test_two_sources_are_mixed_by_their_weights(clips: Path) -> None:
-    shards, table = config(clips).sources[0], SourceConfig(
-        path=str(clips / "koala" / "Koala_36M_1.csv"), media=str(clips / "koala" / "videos"), kind="koala",
-        index=str(clips / "index-koala"), weight=0.25)
+    shards, table = (
+        config(clips).sources[0],
+        SourceConfig(
+            path=str(clips / "koala" / "Koala_36M_1.csv"),
+            media=str(clips / "koala" / "videos"),
+            kind="koala",
+            index=str(clips / "index-koala"),
+            weight=0.25,
+        ),
+    )
     data = dataset(clips, sources=(replace(shards, weight=0.75), table))
     counts = Counter(s.source for index in range(60) for item in data.step(index).items for s in item.samples)
     assert counts[1] / counts.total() == pytest.approx(0.25, abs=0.02)
@@ -166,13 +178,19 @@ def test_batch_sizes_may_come_from_the_planner(clips: Path) -> None:
     assert {item.batch for index in range(10) for item in data.step(index).items} == {2}
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [
-    ({"buckets": BucketsConfig(table=("129x720x1280", "129x64x96"))},
-     "no sample can be trained: of 60 indexed.*too_short.*: 129x64x96, 960px: 129x720x1280"),
-    ({"sources": ()}, "data.sources is empty"),
-])
-def test_data_of_which_no_item_can_be_formed_is_an_error_that_says_why(clips: Path, changes: dict[str, object],
-                                                                       sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"buckets": BucketsConfig(table=("129x720x1280", "129x64x96"))},
+            "no sample can be trained: of 60 indexed.*too_short.*: 129x64x96, 960px: 129x720x1280",
+        ),
+        ({"sources": ()}, "data.sources is empty"),
+    ],
+)
+def test_data_of_which_no_item_can_be_formed_is_an_error_that_says_why(
+    clips: Path, changes: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(DataError, match=sentence):
         dataset(clips, **changes)
 

@@ -22,8 +22,9 @@ RATE = 12
 def write_video(path: Path, times: list[float], height: int = 64, width: int = 96, gop: int = 12) -> Path:
     """Frame k is a flat grey of 2k + 20, shown from times[k] on."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=RATE, options={"crf": "1", "g": str(gop), "bf": "2",
-                                                                     "preset": "veryfast"})
+        stream = container.add_stream(
+            "libx264", rate=RATE, options={"crf": "1", "g": str(gop), "bf": "2", "preset": "veryfast"}
+        )
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
         for index, time in enumerate(times):
@@ -37,14 +38,31 @@ def write_video(path: Path, times: list[float], height: int = 64, width: int = 9
 
 
 def clip(path: Path, frames: int, **changes: object) -> Clip:
-    usual = Clip(key=path.stem, media=str(path), offset=0, size=-1, suffix="mp4", image=False, frames=frames,
-                 fps=float(RATE), start_frame=0, shard="shard")
+    usual = Clip(
+        key=path.stem,
+        media=str(path),
+        offset=0,
+        size=-1,
+        suffix="mp4",
+        image=False,
+        frames=frames,
+        fps=float(RATE),
+        start_frame=0,
+        shard="shard",
+    )
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
 def job(*clips: Clip, bucket: Bucket, fps: float = 0.0, crop: bool = False, **limits: int) -> Job:
-    return Job(item="s0.0", bucket=bucket, clips=clips, fps=fps, crop=crop, limits=LimitsConfig(**limits),
-               decoder="data.decode:decode_clip")
+    return Job(
+        item="s0.0",
+        bucket=bucket,
+        clips=clips,
+        fps=fps,
+        crop=crop,
+        limits=LimitsConfig(**limits),
+        decoder="data.decode:decode_clip",
+    )
 
 
 def numbers(pixels: np.ndarray) -> list[int]:
@@ -112,8 +130,14 @@ def test_a_part_of_a_variable_frame_rate_may_have_fewer_frames_than_counted(tmp_
 def test_a_part_of_a_variable_frame_rate_does_not_run_into_what_follows(tmp_path: Path, start_seconds: float) -> None:
     path = write_video(tmp_path / "slowing.mp4", SLOWING)
     end = SLOWING[54]
-    part = clip(path, round((end - start_seconds) * 6), fps=6.0, start_seconds=start_seconds, end_seconds=end,
-                start_frame=round((end - start_seconds) * 6) - 9)
+    part = clip(
+        path,
+        round((end - start_seconds) * 6),
+        fps=6.0,
+        start_seconds=start_seconds,
+        end_seconds=end,
+        start_frame=round((end - start_seconds) * 6) - 9,
+    )
     assert numbers(decode_clip(part, job(bucket=Bucket(9, 64, 96)))) == list(range(45, 54))
 
 
@@ -150,8 +174,12 @@ def test_rotated_clips_are_turned_upright(tmp_path: Path, rotation: int) -> None
     shape = (64, 96) if rotation == 180 else (96, 64)
     pixels = decode_clip(clip(path, 1, rotation=rotation), job(bucket=Bucket(1, *shape)))[0].mean(axis=2)
     height, width = shape
-    corners = {"top left": pixels[4, 4], "top right": pixels[4, width - 5], "bottom left": pixels[height - 5, 4],
-               "bottom right": pixels[height - 5, width - 5]}
+    corners = {
+        "top left": pixels[4, 4],
+        "top right": pixels[4, width - 5],
+        "bottom left": pixels[height - 5, 4],
+        "bottom right": pixels[height - 5, width - 5],
+    }
     assert max(corners, key=corners.__getitem__) == {90: "top right", 180: "bottom right", 270: "bottom left"}[rotation]
 
 
@@ -171,8 +199,10 @@ def test_colours_are_those_of_packed_rgb(tmp_path: Path) -> None:
     file.write_bytes(making.clip(width=96, height=64, frames=9))
     pixels = decode_clip(clip(file, 9), job(bucket=Bucket(9, 32, 40)))
     with av.open(str(file)) as container:
-        packed = [frame.reformat(width=48, height=32, format="rgb24", interpolation=SCALING).to_ndarray()[:, 4:44]
-                  for frame in container.decode(video=0)]
+        packed = [
+            frame.reformat(width=48, height=32, format="rgb24", interpolation=SCALING).to_ndarray()[:, 4:44]
+            for frame in container.decode(video=0)
+        ]
     assert pixels[..., 0].std() > 20 and np.abs(pixels[..., 0].astype(int) - pixels[..., 2]).mean() > 10, "colourful"
     assert np.abs(pixels.astype(int) - np.stack(packed)).max() <= 1
 
@@ -197,12 +227,18 @@ def test_greys_of_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path, value: int
     assert still(tmp_path / "a.png", picture).tolist() == [value >> 8] * 3
 
 
-@pytest.mark.parametrize(("mode", "pixel", "shown"), [
-    ("RGBA", (200, 0, 0, 255), (200, 0, 0)), ("RGBA", (200, 0, 0, 0), (255, 255, 255)),
-    ("RGBA", (0, 0, 0, 128), (127, 127, 127)), ("LA", (10, 0), (255, 255, 255)),
-])
-def test_transparent_pictures_are_put_on_white(tmp_path: Path, mode: str, pixel: tuple[int, ...],
-                                               shown: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "pixel", "shown"),
+    [
+        ("RGBA", (200, 0, 0, 255), (200, 0, 0)),
+        ("RGBA", (200, 0, 0, 0), (255, 255, 255)),
+        ("RGBA", (0, 0, 0, 128), (127, 127, 127)),
+        ("LA", (10, 0), (255, 255, 255)),
+    ],
+)
+def test_transparent_pictures_are_put_on_white(
+    tmp_path: Path, mode: str, pixel: tuple[int, ...], shown: tuple[int, ...]
+) -> None:
     assert still(tmp_path / "a.png", Image.new(mode, (32, 32), pixel)).tolist() == pytest.approx(shown, abs=1)
 
 
@@ -216,7 +252,7 @@ def test_a_palette_with_a_transparent_colour_is_put_on_white(tmp_path: Path) -> 
 def test_a_bad_clip_keeps_its_slot_and_is_named(steady: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.mp4"
     data = bytearray(steady.read_bytes())
-    data[200:len(data) // 2] = bytes(len(data) // 2 - 200)
+    data[200 : len(data) // 2] = bytes(len(data) // 2 - 200)
     broken.write_bytes(data)
     caption = (CaptionRef(text="grey"),)
     good, bad = clip(steady, 72, captions=caption), clip(broken, 72, captions=caption)
@@ -226,7 +262,7 @@ def test_a_bad_clip_keeps_its_slot_and_is_named(steady: Path, tmp_path: Path) ->
     assert batch.keys == ["steady", "broken", "steady"]
     assert batch.captions == ["grey"] * 3
     assert not batch.video[1].any() and np.array_equal(batch.video[0], batch.video[2])
-    fault, = batch.faults
+    (fault,) = batch.faults
     assert fault.key == "broken" and fault.reason in (Reason.DECODE_ERROR, Reason.TRUNCATED_VIDEO)
 
 
@@ -268,6 +304,9 @@ def test_a_vanished_file_is_one_sample_and_a_vanished_shard_stops_the_run(tmp_pa
 
 def test_captions_are_chosen_and_dropped_as_the_plan_says(steady: Path) -> None:
     both = (CaptionRef(text="long"), CaptionRef(text="short"))
-    picks = [clip(steady, 72, captions=both, caption_pick=0.1), clip(steady, 72, captions=both, caption_pick=0.9),
-             clip(steady, 72, captions=both, caption_drop=True)]
+    picks = [
+        clip(steady, 72, captions=both, caption_pick=0.1),
+        clip(steady, 72, captions=both, caption_pick=0.9),
+        clip(steady, 72, captions=both, caption_drop=True),
+    ]
     assert decode_job(job(*picks, bucket=Bucket(1, 64, 96))).captions == ["long", "short", ""]

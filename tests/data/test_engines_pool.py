@@ -25,12 +25,19 @@ HERE = str(Path(__file__).parent)
 TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80")
 
 
-def dataset(clips: Path, decoder: str = "data.decode:decode_clip", workers: int = 2, seed: int = 0,
-            **changes: object) -> Dataset:
+def dataset(
+    clips: Path, decoder: str = "data.decode:decode_clip", workers: int = 2, seed: int = 0, **changes: object
+) -> Dataset:
     source = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"))
     engine = EngineConfig(kind="pool", decode_workers=workers, lookahead=1, decoder=decoder, clip_timeout_s=2.0)
-    usual = DataConfig(sources=(source,), buckets=BucketsConfig(table=TABLE), items_per_step=3, engine=engine,
-                       batch=BatchConfig(memory_tokens=400, text_tokens=48), limits=LimitsConfig(max_bad_fraction=1.0))
+    usual = DataConfig(
+        sources=(source,),
+        buckets=BucketsConfig(table=TABLE),
+        items_per_step=3,
+        engine=engine,
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
+        limits=LimitsConfig(max_bad_fraction=1.0),
+    )
     return Dataset.open(replace(usual, **changes), Geometry(), seed)  # type: ignore[arg-type]
 
 
@@ -64,15 +71,17 @@ def test_the_pool_delivers_what_plain_decoding_gives(clips: Path, workers: int) 
 
 @given(st.integers(0, 2**31), st.integers(0, 9), st.sets(st.sampled_from(TABLE), min_size=2), st.integers(1, 3))
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_pixels_are_those_of_plain_decoding_for_any_seed_table_and_step(clips: Path, seed: int, stop: int,
-                                                                        table: set[str], workers: int) -> None:
+def test_pixels_are_those_of_plain_decoding_for_any_seed_table_and_step(
+    clips: Path, seed: int, stop: int, table: set[str], workers: int
+) -> None:
     buckets = BucketsConfig(table=tuple(sorted(table)))
     plain, stopped = (dataset(clips, seed=seed, buckets=buckets) for _ in range(2))
     engine = PoolEngine(dataset(clips, workers=workers, seed=seed, buckets=buckets))
     try:
         engine.start(engine.dataset.resume(json.loads(json.dumps(stopped.token(stop)))))
-        assert drain(engine, stop, stop + 2) == [[checksum(decode_job(plain.job(item)))
-                                                  for item in plain.step(step).items] for step in (stop, stop + 1)]
+        assert drain(engine, stop, stop + 2) == [
+            [checksum(decode_job(plain.job(item))) for item in plain.step(step).items] for step in (stop, stop + 1)
+        ]
     finally:
         engine.stop()
 
@@ -106,8 +115,9 @@ def test_killed_decode_processes_change_no_pixel(clips: Path) -> None:
         engine.stop()
 
 
-def test_a_clip_that_kills_or_hangs_its_decoder_is_named_and_skipped(clips: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_that_kills_or_hangs_its_decoder_is_named_and_skipped(
+    clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = dataset(clips, decoder="dangerous_decoder:decode")
     first, *_, last = sorted(data.step(0).items, key=lambda item: item.batch)
     hanging, crashing = first.samples[-1].key, last.samples[1].key

@@ -42,8 +42,14 @@ TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, HERE])
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20,
-             logging_level=logging.ERROR, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
     del os.environ["PYTHONPATH"]
@@ -67,10 +73,23 @@ def _stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def dataset(clips: Path, decoder: str = "data.decode:decode_clip", window: int = 7, **changes: object) -> Dataset:
     source = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"))
-    engine = EngineConfig(decode_workers=2, decode_cpus=0.5, object_store_mb=32, decoder=decoder, clip_timeout_s=5.0,
-                          window=window, stall_s=20.0)
-    usual = DataConfig(sources=(source,), buckets=BucketsConfig(table=TABLE), items_per_step=3, engine=engine,
-                       batch=BatchConfig(memory_tokens=400, text_tokens=48), limits=LimitsConfig(max_bad_fraction=1.0))
+    engine = EngineConfig(
+        decode_workers=2,
+        decode_cpus=0.5,
+        object_store_mb=32,
+        decoder=decoder,
+        clip_timeout_s=5.0,
+        window=window,
+        stall_s=20.0,
+    )
+    usual = DataConfig(
+        sources=(source,),
+        buckets=BucketsConfig(table=TABLE),
+        items_per_step=3,
+        engine=engine,
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
+        limits=LimitsConfig(max_bad_fraction=1.0),
+    )
     return Dataset.open(replace(usual, **changes), Geometry(), seed=0)  # type: ignore[arg-type]
 
 
@@ -125,8 +144,11 @@ def test_pixels_are_the_same_for_any_number_of_consumers_and_across_a_stop(clust
     found += consume(second, consumers[:2], 8, 10)
     assert found == expected
     counts = second.counts()
-    assert counts["scheduled"] == counts["delivered"] == sum(
-        item.batch for step in range(10) for item in first.dataset.step(step).items)
+    assert (
+        counts["scheduled"]
+        == counts["delivered"]
+        == sum(item.batch for step in range(10) for item in first.dataset.step(step).items)
+    )
     second.stop()
     for consumer in consumers:
         ray.kill(consumer)
@@ -195,7 +217,8 @@ def test_killed_decode_workers_change_no_pixel(cluster: None, clips: Path) -> No
 
 
 def test_a_clip_that_crashes_its_decoder_is_named_and_the_rest_of_its_batch_is_trained(
-        cluster: None, clips: Path) -> None:
+    cluster: None, clips: Path
+) -> None:
     data = dataset(clips, decoder="marked_decoder:decode")
     victim = data.step(1).items[0].samples[1]
     engine = RayEngine(data)
@@ -252,8 +275,9 @@ def test_a_pausing_consumer_leaves_the_object_store_bounded(cluster: None, clips
     assert sum(busy[10:]) < 0.5, "waiting costs nothing: Ray Data's scheduling loop must not spin"
 
 
-def test_a_stopped_engine_leaves_no_execution_behind(cluster: None, clips: Path, monkeypatch: pytest.MonkeyPatch
-                                                     ) -> None:
+def test_a_stopped_engine_leaves_no_execution_behind(
+    cluster: None, clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray waits 2 s for its scheduling thread; one that is still there after `ray.shutdown` ends the process."""
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 

@@ -16,9 +16,14 @@ KEYS = [f"{i:06d}" for i in range(4)]
 
 
 def tiny_shard() -> bytes:
-    return shard([
-        *sample(0, mp4=clip(32, 32, 3)), *sample(1, mp4=None, png=picture(16, 16)),
-        *sample(2, mp4=clip(48, 32, 5, seed=1)), *sample(3, mp4=clip(32, 48, 2, seed=2))])
+    return shard(
+        [
+            *sample(0, mp4=clip(32, 32, 3)),
+            *sample(1, mp4=None, png=picture(16, 16)),
+            *sample(2, mp4=clip(48, 32, 5, seed=1)),
+            *sample(3, mp4=clip(32, 48, 2, seed=2)),
+        ]
+    )
 
 
 def flip(data: bytearray, random: np.random.Generator) -> bytes:
@@ -28,7 +33,7 @@ def flip(data: bytearray, random: np.random.Generator) -> bytes:
 
 
 def cut(data: bytearray, random: np.random.Generator) -> bytes:
-    return bytes(data[:random.integers(0, len(data))])
+    return bytes(data[: random.integers(0, len(data))])
 
 
 def splice_out(data: bytearray, random: np.random.Generator) -> bytes:
@@ -43,12 +48,12 @@ def splice_in(data: bytearray, random: np.random.Generator) -> bytes:
 
 def noise(data: bytearray, random: np.random.Generator) -> bytes:
     at, count = random.integers(0, len(data)), int(random.integers(1, 3000))
-    return bytes(data[:at] + random.bytes(count) + data[at + (count if random.random() < 0.5 else 0):])
+    return bytes(data[:at] + random.bytes(count) + data[at + (count if random.random() < 0.5 else 0) :])
 
 
 def zeros(data: bytearray, random: np.random.Generator) -> bytes:
     at, count = random.integers(0, len(data)), int(random.integers(1, 3000))
-    return bytes(data[:at] + bytes(count) + data[at + count:])[:len(data)]
+    return bytes(data[:at] + bytes(count) + data[at + count :])[: len(data)]
 
 
 @pytest.fixture(scope="module")

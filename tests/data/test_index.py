@@ -105,7 +105,7 @@ def test_torn_index_files_are_made_again(folder, tmp_path):
     first, _ = index_of(folder, tmp_path / "cache")
     for i, indexed in enumerate(first.parts):
         data = indexed.file.read_bytes()
-        indexed.file.write_bytes(data[:len(data) * i // 2])
+        indexed.file.write_bytes(data[: len(data) * i // 2])
     assert index_of(folder, tmp_path / "cache")[0].hash == first.hash
 
 
@@ -122,8 +122,24 @@ def test_verify_names_the_shard_that_changed(folder, tmp_path):
 
 def test_rows_agree_with_columns_and_with_the_bytes(folder, tmp_path):
     index, _ = index_of(folder, tmp_path / "cache")
-    names = ("ok", "image", "width", "height", "fps", "num_frames", "duration", "rotation", "num_keyframes", "start_s",
-             "end_s", "offset", "size", "caption_chars", "num_captions", "aesthetic_score")
+    names = (
+        "ok",
+        "image",
+        "width",
+        "height",
+        "fps",
+        "num_frames",
+        "duration",
+        "rotation",
+        "num_keyframes",
+        "start_s",
+        "end_s",
+        "offset",
+        "size",
+        "caption_chars",
+        "num_captions",
+        "aesthetic_score",
+    )
     columns = index.columns(*names)
     assert all(len(values) == len(index) == 12 for values in columns.values())
     for number in np.random.default_rng(0).permutation(12):

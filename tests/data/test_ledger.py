@@ -63,11 +63,13 @@ def test_breach_is_one_sentence_with_the_worst_and_the_last(tmp_path):
     assert str(caught.value) == (
         "bad data: 37 of 2400 samples (1.5% > 1.0%); worst: 21 truncated_video, 16 caption_not_utf8; last: shard "
         "s3://b/00017.tar key 000170123 (truncated_video: moov past end of member). "
-        f"Full list: {tmp_path / 'bad.jsonl'}")
+        f"Full list: {tmp_path / 'bad.jsonl'}"
+    )
 
 
-@pytest.mark.parametrize("rejected, indexed, breach", [(2, 200, False), (3, 200, True), (100, 199, False),
-                                                       (0, 500, False)])
+@pytest.mark.parametrize(
+    "rejected, indexed, breach", [(2, 200, False), (3, 200, True), (100, 199, False), (0, 500, False)]
+)
 def test_the_fraction_counts_after_enough_samples(rejected, indexed, breach):
     ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
     ledger.add_indexed(indexed)

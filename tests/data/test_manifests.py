@@ -41,8 +41,11 @@ def write(folder: Path, layout: str) -> Path:
     """The three samples as one of the ecosystems lays them out."""
     both = list(zip(NAMES, TEXTS, strict=True))
     if layout == "Open-Sora csv":
-        write_csv(folder / "meta.csv", ["path", "text", "num_frames", "height", "width", "aspect_ratio", "fps"],
-                  [[str(folder / name), text, 9, 48, 64, 0.75, 8] for name, text in both])
+        write_csv(
+            folder / "meta.csv",
+            ["path", "text", "num_frames", "height", "width", "aspect_ratio", "fps"],
+            [[str(folder / name), text, 9, 48, 64, 0.75, 8] for name, text in both],
+        )
         return folder / "meta.csv"
     if layout == "Open-Sora parquet":
         table = pa.table({"path": NAMES, "text": TEXTS, "score_vmafmotion": [1.0, 2.0, 3.0]})
@@ -56,32 +59,50 @@ def write(folder: Path, layout: str) -> Path:
         (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
         return folder
     if layout == "VideoX-Fun":
-        (folder / "list.json").write_text(json.dumps(
-            [{"file_path": name, "text": text, "type": "video", "width": 64, "height": 48} for name, text in both]))
+        (folder / "list.json").write_text(
+            json.dumps(
+                [{"file_path": name, "text": text, "type": "video", "width": 64, "height": 48} for name, text in both]
+            )
+        )
         return folder / "list.json"
     if layout == "FastVideo":
-        (folder / "videos2caption.json").write_text(json.dumps(
-            [{"path": name, "cap": [text], "resolution": {"width": 64, "height": 48}} for name, text in both]))
+        (folder / "videos2caption.json").write_text(
+            json.dumps(
+                [{"path": name, "cap": [text], "resolution": {"width": 64, "height": 48}} for name, text in both]
+            )
+        )
         return folder
     if layout == "musubi-tuner":
-        (folder / "list.jsonl").write_text("\n\n".join(
-            json.dumps({"video_path": name, "caption": text}) for name, text in both))
+        (folder / "list.jsonl").write_text(
+            "\n\n".join(json.dumps({"video_path": name, "caption": text}) for name, text in both)
+        )
         return folder / "list.jsonl"
     if layout == "finetrainers":
         (folder / "videos.txt").write_text("\n".join(NAMES) + "\n\n")
         (folder / "prompt.txt").write_text("\n".join(text.replace("\n", " ") for text in TEXTS) + "\n")
         return folder
     if layout == "DFM":
-        (folder / "meta.json").write_text(json.dumps([{"file_name": name, "width": 64, "height": 48,
-                                                       "vila_caption": text} for name, text in both]))
+        (folder / "meta.json").write_text(
+            json.dumps([{"file_name": name, "width": 64, "height": 48, "vila_caption": text} for name, text in both])
+        )
         return folder
     (folder / "annotation.json").write_text(json.dumps([{"path": Path(name).name, "cap": text} for name, text in both]))
     (folder / "data.txt").write_text("videos,annotation.json\n")  # Open-Sora-Plan
     return folder / "data.txt"
 
 
-LAYOUTS = ["Open-Sora csv", "Open-Sora parquet", "DiffSynth", "Hugging Face", "VideoX-Fun", "FastVideo", "musubi-tuner",
-           "finetrainers", "DFM", "Open-Sora-Plan"]
+LAYOUTS = [
+    "Open-Sora csv",
+    "Open-Sora parquet",
+    "DiffSynth",
+    "Hugging Face",
+    "VideoX-Fun",
+    "FastVideo",
+    "musubi-tuner",
+    "finetrainers",
+    "DFM",
+    "Open-Sora-Plan",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,10 +125,15 @@ def test_numeric_columns_are_scores(folder, tmp_path):
 
 
 def test_frame_ranges(folder, tmp_path):
-    (folder / "meta.json").write_text(json.dumps([
-        {"file_name": NAMES[0], "start_frame": 2, "end_frame": 6, "vila_caption": "part"},
-        {"file_name": NAMES[0], "start_frame": 4, "end_frame": 100, "vila_caption": "rest"},
-        {"file_name": NAMES[0], "start_frame": 50, "end_frame": 60, "vila_caption": "outside"}]))
+    (folder / "meta.json").write_text(
+        json.dumps(
+            [
+                {"file_name": NAMES[0], "start_frame": 2, "end_frame": 6, "vila_caption": "part"},
+                {"file_name": NAMES[0], "start_frame": 4, "end_frame": 100, "vila_caption": "rest"},
+                {"file_name": NAMES[0], "start_frame": 50, "end_frame": 60, "vila_caption": "outside"},
+            ]
+        )
+    )
     index, ledger = index_of(folder, tmp_path / "cache", kind="manifest")
     columns = index.columns("num_frames", "start_s", "key")
     assert columns["num_frames"].tolist()[:2] == [4, 5] and columns["start_s"].tolist()[:2] == [0.25, 0.5]
@@ -116,8 +142,12 @@ def test_frame_ranges(folder, tmp_path):
 
 def test_open_sora_plan_cuts(folder, tmp_path):
     cuts = [{"cut": [2, 6]}, {"cut": [2, 6], "num_frames": 3}, {"cut": [4, 100]}, {"cut": None}, {"num_frames": 5}]
-    (folder / "annotation.json").write_text(json.dumps(
-        [{"path": NAMES[0], "cap": ["text"], **cut} for cut in cuts] + [{"path": NAMES[2], "cap": "c", "cut": [0, 1]}]))
+    (folder / "annotation.json").write_text(
+        json.dumps(
+            [{"path": NAMES[0], "cap": ["text"], **cut} for cut in cuts]
+            + [{"path": NAMES[2], "cap": "c", "cut": [0, 1]}]
+        )
+    )
     (folder / "data.txt").write_text(f"{folder},annotation.json\n")
     index, ledger = index_of(folder / "data.txt", tmp_path / "cache", kind="manifest")
     columns = index.columns("num_frames", "start_s", "image")
@@ -125,8 +155,24 @@ def test_open_sora_plan_cuts(folder, tmp_path):
     assert columns["start_s"].tolist() == [0.25, 0.25, 0.5, 0, 0, 0]
 
 
-@pytest.mark.parametrize("cut", [[2], [2, 4, 6], ["a", 6], [2, None], [6, 2], [-3, 2], [float("nan"), 2], [[2], 6],
-                                 {"start": 2}, "2-6", 5, True, []])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [2],
+        [2, 4, 6],
+        ["a", 6],
+        [2, None],
+        [6, 2],
+        [-3, 2],
+        [float("nan"), 2],
+        [[2], 6],
+        {"start": 2},
+        "2-6",
+        5,
+        True,
+        [],
+    ],
+)
 def test_a_malformed_cut_is_one_bad_row(folder, tmp_path, cut):
     rows = [{"path": NAMES[0], "cap": "bad", "cut": cut}, {"path": NAMES[0], "cap": "good", "cut": [2, 6]}]
     (folder / "list.json").write_text(json.dumps(rows))
@@ -135,17 +181,22 @@ def test_a_malformed_cut_is_one_bad_row(folder, tmp_path, cut):
 
 
 def test_max_frames_bounds_what_is_left_of_a_cut(folder, tmp_path):
-    rows = [{"path": NAMES[0], "cap": "a", "cut": [2, 6]}, {"path": NAMES[0], "cap": "b", "cut": [2, 8]},
-            {"path": NAMES[0], "cap": "c"}]
+    rows = [
+        {"path": NAMES[0], "cap": "a", "cut": [2, 6]},
+        {"path": NAMES[0], "cap": "b", "cut": [2, 8]},
+        {"path": NAMES[0], "cap": "c"},
+    ]
     (folder / "list.json").write_text(json.dumps(rows))
-    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest",
-                             limits=LimitsConfig(max_frames=5))
+    index, ledger = index_of(
+        folder / "list.json", tmp_path / "cache", kind="manifest", limits=LimitsConfig(max_frames=5)
+    )
     assert index.columns("ok")["ok"].tolist() == [True, False, False]
     assert rejected(ledger) == {"too_many_frames": 2} and index.row(0).num_frames == 4
 
 
-@pytest.mark.parametrize("path", ["xyz://bucket/a.mp4", "ftp://x.y/a.mp4", "a\0b.mp4", "\ud83d.mp4",
-                                  "x" * 300 + ".mp4"])
+@pytest.mark.parametrize(
+    "path", ["xyz://bucket/a.mp4", "ftp://x.y/a.mp4", "a\0b.mp4", "\ud83d.mp4", "x" * 300 + ".mp4"]
+)
 def test_a_path_that_is_none_is_one_bad_row(folder, tmp_path, path):
     (folder / "list.json").write_text(json.dumps([{"path": path, "cap": "bad"}, {"path": NAMES[0], "cap": "good"}]))
     index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
@@ -167,18 +218,27 @@ def test_storage_that_fails_is_no_bad_row(folder, tmp_path, monkeypatch):
 
 
 def test_bad_rows_are_counted_one_by_one(folder, tmp_path):
-    lines = [json.dumps({"video": NAMES[0], "caption": "good"}), "{broken", "[1, 2]", json.dumps({"caption": "x"}),
-             json.dumps({"video": "videos/gone.mp4", "caption": "x"}), json.dumps({"video": NAMES[1]}),
-             json.dumps({"video": "pipe:touch x", "caption": "x"}), json.dumps({"video": "list.jsonl", "caption": "x"}),
-             json.dumps({"video": NAMES[1], "caption": "also good"})]
+    lines = [
+        json.dumps({"video": NAMES[0], "caption": "good"}),
+        "{broken",
+        "[1, 2]",
+        json.dumps({"caption": "x"}),
+        json.dumps({"video": "videos/gone.mp4", "caption": "x"}),
+        json.dumps({"video": NAMES[1]}),
+        json.dumps({"video": "pipe:touch x", "caption": "x"}),
+        json.dumps({"video": "list.jsonl", "caption": "x"}),
+        json.dumps({"video": NAMES[1], "caption": "also good"}),
+    ]
     (folder / "list.jsonl").write_text("\n".join(lines))
     index, ledger = index_of(folder / "list.jsonl", tmp_path / "cache", kind="manifest")
     assert rejected(ledger) == {"bad_row": 3, "no_caption": 1, "file_missing": 1, "unsafe_name": 1, "not_media": 1}
     assert index.num_ok == 2 and ledger.indexed == 9
 
 
-@pytest.mark.parametrize("name, content", [("a.json", b"{"), ("a.json", b"3"), ("a.parquet", b"PAR1xxxxPAR1"),
-                                           ("a.csv", b""), ("a.jsonl", b"")])
+@pytest.mark.parametrize(
+    "name, content",
+    [("a.json", b"{"), ("a.json", b"3"), ("a.parquet", b"PAR1xxxxPAR1"), ("a.csv", b""), ("a.jsonl", b"")],
+)
 def test_unreadable_manifests_are_shard_faults(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     index, ledger = index_of(tmp_path / name, tmp_path / "cache", kind="manifest")
@@ -242,11 +302,19 @@ def test_converted_shards_hold_the_same_samples(folder, tmp_path):
 
 def test_rows_that_hold_their_media_themselves_are_trained(tmp_path):
     """As Hugging Face's datasets write them."""
-    rows = [{"bytes": clip(), "path": "a.mp4"}, {"bytes": picture(), "path": None}, {"bytes": clip(seed=1), "path": ""},
-            {"bytes": b"<html>", "path": None}, {"bytes": b"", "path": "beside.mp4"}, {"bytes": None, "path": None}]
+    rows = [
+        {"bytes": clip(), "path": "a.mp4"},
+        {"bytes": picture(), "path": None},
+        {"bytes": clip(seed=1), "path": ""},
+        {"bytes": b"<html>", "path": None},
+        {"bytes": b"", "path": "beside.mp4"},
+        {"bytes": None, "path": None},
+    ]
     (tmp_path / "beside.mp4").write_bytes(clip())
-    pq.write_table(pa.table({"video": pa.array(rows), "text": [f"caption {i}" for i in range(len(rows))]}),
-                   tmp_path / "train-00000.parquet")
+    pq.write_table(
+        pa.table({"video": pa.array(rows), "text": [f"caption {i}" for i in range(len(rows))]}),
+        tmp_path / "train-00000.parquet",
+    )
     for _ in range(2):  # also from the finished index
         index, ledger = index_of(tmp_path / "train-00000.parquet", tmp_path / "cache", kind="manifest")
     assert rejected(ledger) == {"not_media": 1, "bad_row": 1}

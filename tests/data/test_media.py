@@ -19,8 +19,12 @@ from data.media_info import MediaInfo, square_width
 from data.storage import ReadFile
 from data.types import Bucket, Clip, Job
 
-CORNERS = ((slice(0, 8), slice(0, 8)), (slice(0, 8), slice(-8, None)),  # top left, top right,
-           (slice(-8, None), slice(0, 8)), (slice(-8, None), slice(-8, None)))  # bottom left, bottom right
+CORNERS = (
+    (slice(0, 8), slice(0, 8)),
+    (slice(0, 8), slice(-8, None)),  # top left, top right,
+    (slice(-8, None), slice(0, 8)),
+    (slice(-8, None), slice(-8, None)),
+)  # bottom left, bottom right
 
 
 def probe(path: Path) -> MediaInfo:
@@ -30,10 +34,28 @@ def probe(path: Path) -> MediaInfo:
 
 def decode(path: Path, info: MediaInfo, height: int, width: int, crop: bool = False) -> np.ndarray:
     """[H, W, 3] of the first frame."""
-    clip = Clip(key="a", media=str(path), offset=0, size=-1, suffix=media.suffix_of(path.name), image=info.image,
-                frames=info.num_frames, fps=info.fps, start_frame=0, rotation=info.rotation, shard="shard")
-    job = Job(item="s0.0", bucket=Bucket(1, height, width), clips=(clip,), fps=0.0, crop=crop, limits=LimitsConfig(),
-              decoder="data.decode:decode_clip")
+    clip = Clip(
+        key="a",
+        media=str(path),
+        offset=0,
+        size=-1,
+        suffix=media.suffix_of(path.name),
+        image=info.image,
+        frames=info.num_frames,
+        fps=info.fps,
+        start_frame=0,
+        rotation=info.rotation,
+        shard="shard",
+    )
+    job = Job(
+        item="s0.0",
+        bucket=Bucket(1, height, width),
+        clips=(clip,),
+        fps=0.0,
+        crop=crop,
+        limits=LimitsConfig(),
+        decoder="data.decode:decode_clip",
+    )
     return decode_clip(clip, job)[0]
 
 
@@ -52,11 +74,17 @@ def without_density(jpeg: bytes) -> bytes:
     """Without the JFIF header that Pillow writes: as a camera's, whose density Pillow seeks in the EXIF."""
     length = struct.unpack_from(">H", jpeg, 4)[0]
     assert jpeg[2:4] == b"\xff\xe0"
-    return jpeg[:2] + jpeg[4 + length:]
+    return jpeg[:2] + jpeg[4 + length :]
 
 
-@pytest.mark.parametrize("exif", [*(b"Exif\0\0" + b"II*\0\x08\0\0\0"[:size] for size in range(9)),
-                                  b"Exif\0\0no tiff header", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"])
+@pytest.mark.parametrize(
+    "exif",
+    [
+        *(b"Exif\0\0" + b"II*\0\x08\0\0\0"[:size] for size in range(9)),
+        b"Exif\0\0no tiff header",
+        b"Exif\0\0MM\0*\0\0\0\x08\xff\xff",
+    ],
+)
 @pytest.mark.parametrize("camera", [False, True])
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 def test_exif_that_cannot_be_read_turns_nothing(tmp_path: Path, exif: bytes, camera: bool) -> None:
@@ -110,8 +138,10 @@ def test_frames_are_as_wide_as_they_are_shown(tmp_path: Path, name: str) -> None
     path = anamorphic(tmp_path / name, Fraction(2))
     if name.startswith("fragmented"):
         whole = path.rename(tmp_path / "whole.mp4")
-        with av.open(str(whole)) as source, av.open(str(path), "w", options={"movflags": "frag_keyframe+empty_moov"}
-                                                    ) as container:
+        with (
+            av.open(str(whole)) as source,
+            av.open(str(path), "w", options={"movflags": "frag_keyframe+empty_moov"}) as container,
+        ):
             stream = container.add_stream_from_template(source.streams.video[0])
             for packet in source.demux(video=0):
                 if packet.dts is not None:
@@ -130,7 +160,7 @@ def test_pixels_are_made_square_before_the_frame_is_turned(tmp_path: Path) -> No
     path = anamorphic(tmp_path / "a.mp4", Fraction(2))
     data = bytearray(path.read_bytes())
     matrix = data.index(b"tkhd") + 4 + 40
-    data[matrix:matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
     path.write_bytes(data)
     info = probe(path)
     assert info.rotation == 90 and info.shown_size == (64, 96)
@@ -138,24 +168,47 @@ def test_pixels_are_made_square_before_the_frame_is_turned(tmp_path: Path) -> No
     assert abs(height - 32) <= 2 and abs(width - 32) <= 2
 
 
-@pytest.mark.parametrize("pasp, track_size, shown", [
-    ((2, 1), (48, 64), 96), ((2, 1), (96, 64), 96), ((1, 1), (96, 64), 48), ((1, 2), (48, 64), 24),
-    ((0, 0), (96, 64), 96), ((0, 1), (96, 64), 96), ((0, 0), (0, 0), 48), ((0, 0), (48, 64), 48)])
-def test_the_pasp_box_goes_before_the_size_of_the_track_as_in_libav(tmp_path: Path, pasp: tuple[int, int],
-                                                                   track_size: tuple[int, int], shown: int) -> None:
+@pytest.mark.parametrize(
+    "pasp, track_size, shown",
+    [
+        ((2, 1), (48, 64), 96),
+        ((2, 1), (96, 64), 96),
+        ((1, 1), (96, 64), 48),
+        ((1, 2), (48, 64), 24),
+        ((0, 0), (96, 64), 96),
+        ((0, 1), (96, 64), 96),
+        ((0, 0), (0, 0), 48),
+        ((0, 0), (48, 64), 48),
+    ],
+)
+def test_the_pasp_box_goes_before_the_size_of_the_track_as_in_libav(
+    tmp_path: Path, pasp: tuple[int, int], track_size: tuple[int, int], shown: int
+) -> None:
     path = anamorphic(tmp_path / "a.mp4", Fraction(1))
     data = bytearray(path.read_bytes())
     at, size = data.index(b"pasp") + 4, data.index(b"tkhd") + 4 + 76
-    data[at:at + 8] = struct.pack(">II", *pasp)
-    data[size:size + 8] = struct.pack(">II", *(side << 16 for side in track_size))
+    data[at : at + 8] = struct.pack(">II", *pasp)
+    data[size : size + 8] = struct.pack(">II", *(side << 16 for side in track_size))
     path.write_bytes(data)
     assert probe(path).shown_size == (shown, 64)
     with av.open(str(path)) as container:
         assert square_width(48, container.streams.video[0].sample_aspect_ratio) == shown
 
 
-@pytest.mark.parametrize("aspect, width", [(None, 1440), (0, 1440), (Fraction(4, 3), 1920), (Fraction(8, 9), 1280),
-                                           (4, 5760), (Fraction(1, 4), 360), (5, 1440), (Fraction(1, 5), 1440),
-                                           (1e9, 1440), (-1, 1440)])
+@pytest.mark.parametrize(
+    "aspect, width",
+    [
+        (None, 1440),
+        (0, 1440),
+        (Fraction(4, 3), 1920),
+        (Fraction(8, 9), 1280),
+        (4, 5760),
+        (Fraction(1, 4), 360),
+        (5, 1440),
+        (Fraction(1, 5), 1440),
+        (1e9, 1440),
+        (-1, 1440),
+    ],
+)
 def test_absurd_pixel_aspects_are_ignored(aspect: float, width: int) -> None:
     assert square_width(1440, aspect) == width

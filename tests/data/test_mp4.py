@@ -23,7 +23,7 @@ LIMITS = LimitsConfig()
 
 
 def probe(data: bytes):
-    return mp4.probe(lambda at, count: data[at:at + count], len(data), LIMITS)
+    return mp4.probe(lambda at, count: data[at : at + count], len(data), LIMITS)
 
 
 def probe_file(tmp_path, data: bytes, suffix: str):
@@ -67,26 +67,27 @@ def faststart(tmp_path, shape) -> bytes:
 
 def test_little_is_read():
     data, read = clip(96, 64, 33, 30), []
-    mp4.probe(lambda at, count: read.append(count) or data[at:at + count], len(data), LIMITS)
+    mp4.probe(lambda at, count: read.append(count) or data[at : at + count], len(data), LIMITS)
     assert sum(read) <= 4096 and len(read) <= 4
 
 
 def test_box_of_64_bit_size():
     data = clip()
     at = data.index(b"mdat") - 4
-    size = struct.unpack(">I", data[at:at + 4])[0]
-    wide = data[:at] + struct.pack(">I4sQ", 1, b"mdat", size + 8) + data[at + 8:]
+    size = struct.unpack(">I", data[at : at + 4])[0]
+    wide = data[:at] + struct.pack(">I4sQ", 1, b"mdat", size + 8) + data[at + 8 :]
     assert probe(wide).num_frames == probe(data).num_frames == 9
 
 
 def matrix_of(data: bytes, values: tuple[int, int, int, int]) -> bytes:
     at = data.index(b"tkhd") + 4 + 40
     a, b, c, d = (value * 65536 for value in values)
-    return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36:]
+    return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :]
 
 
-@pytest.mark.parametrize("matrix, degrees", [((1, 0, 0, 1), 0), ((0, 1, -1, 0), 90), ((-1, 0, 0, -1), 180),
-                                             ((0, -1, 1, 0), 270)])
+@pytest.mark.parametrize(
+    "matrix, degrees", [((1, 0, 0, 1), 0), ((0, 1, -1, 0), 90), ((-1, 0, 0, -1), 180), ((0, -1, 1, 0), 270)]
+)
 def test_rotation_is_clockwise_as_the_decoder_says(matrix, degrees):
     data = matrix_of(clip(), matrix)
     info = probe(data)
@@ -99,15 +100,16 @@ def test_rotation_is_clockwise_as_the_decoder_says(matrix, degrees):
 def test_frames_hidden_by_an_edit_list_are_not_counted(hidden):
     data = clip(64, 48, 13, 8)
     at = data.index(b"elst") + 8 + 4
-    length, begin = struct.unpack(">Ii", data[at - 4 + 4:at + 8])
+    length, begin = struct.unpack(">Ii", data[at - 4 + 4 : at + 8])
     scale_at = data.index(b"mdhd") + 4 + 12
-    tick = struct.unpack(">I", data[scale_at:scale_at + 4])[0] // 8
-    cut = data[:at] + struct.pack(">Ii", length - hidden * 125, begin + hidden * tick) + data[at + 8:]
+    tick = struct.unpack(">I", data[scale_at : scale_at + 4])[0] // 8
+    cut = data[:at] + struct.pack(">Ii", length - hidden * 125, begin + hidden * tick) + data[at + 8 :]
     assert probe(cut).num_frames == len(decoded(cut)) == 13 - hidden
 
 
-@pytest.mark.parametrize("container, codec", [("matroska", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4"),
-                                              ("mov", "libx264")])
+@pytest.mark.parametrize(
+    "container, codec", [("matroska", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4"), ("mov", "libx264")]
+)
 def test_other_containers(tmp_path, container, codec):
     data = clip(64, 48, 9, 8, container=container, codec=codec)
     info = probe_file(tmp_path, data, {"matroska": "mkv"}.get(container, container))
@@ -124,9 +126,14 @@ def test_codec_that_nobody_knows(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["mkv", "webm", "avi", "jpg", "webp", "bmp"])
 def test_any_damage_of_other_media_ends_in_a_reason(tmp_path, suffix):
-    whole = {"mkv": lambda: clip(container="matroska"), "webm": lambda: clip(container="webm", codec="libvpx"),
-             "avi": lambda: clip(container="avi", codec="mpeg4"), "jpg": lambda: picture(kind="jpeg"),
-             "webp": lambda: picture(kind="webp"), "bmp": lambda: picture(kind="bmp")}[suffix]()
+    whole = {
+        "mkv": lambda: clip(container="matroska"),
+        "webm": lambda: clip(container="webm", codec="libvpx"),
+        "avi": lambda: clip(container="avi", codec="mpeg4"),
+        "jpg": lambda: picture(kind="jpeg"),
+        "webp": lambda: picture(kind="webp"),
+        "bmp": lambda: picture(kind="bmp"),
+    }[suffix]()
     random, refused = np.random.default_rng(5), 0
     for _ in range(60):
         data = bytearray(whole)
@@ -163,8 +170,10 @@ def test_image_turned_by_its_exif_orientation(tmp_path):
     assert info.rotation == 90 and info.shown_size == (20, 40)
 
 
-@pytest.mark.parametrize("data, reason", [(b"not an image at all", Reason.NOT_MEDIA), (b"", Reason.EMPTY_MEMBER),
-                                          (picture(8, 8)[:20], Reason.NOT_MEDIA)])
+@pytest.mark.parametrize(
+    "data, reason",
+    [(b"not an image at all", Reason.NOT_MEDIA), (b"", Reason.EMPTY_MEMBER), (picture(8, 8)[:20], Reason.NOT_MEDIA)],
+)
 def test_broken_images(tmp_path, data, reason):
     with pytest.raises(BadSample) as caught:
         probe_file(tmp_path, data, "png")
@@ -202,7 +211,7 @@ def test_any_damage_of_the_header_ends_in_a_reason(damage, cut):
     moov = data.index(b"moov") - 4
     for at, value in damage:
         data[moov + at % (len(data) - moov)] = value
-    data = bytes(data[:len(data) - cut]) if cut < 40 else bytes(data)
+    data = bytes(data[: len(data) - cut]) if cut < 40 else bytes(data)
     try:
         info = probe(data)
     except (BadSample, mp4.Fragmented):

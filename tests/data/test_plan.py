@@ -27,9 +27,15 @@ def population(shapes: list[int], shards: int = 3, window: int = 2, name: str = 
 
 
 def stage(**changes: object) -> Stage:
-    usual = Stage(until_step=0, choices=((choice(SMALL),), (choice(LARGE),), (choice(RARE),)),
-                  batch={SMALL: 5, LARGE: 3, RARE: 4}, tokens={SMALL: 10, LARGE: 100, RARE: 200}, weights=(1.0,),
-                  items_per_step=2, max_wait=10**9)
+    usual = Stage(
+        until_step=0,
+        choices=((choice(SMALL),), (choice(LARGE),), (choice(RARE),)),
+        batch={SMALL: 5, LARGE: 3, RARE: 4},
+        tokens={SMALL: 10, LARGE: 100, RARE: 200},
+        weights=(1.0,),
+        items_per_step=2,
+        max_wait=10**9,
+    )
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
@@ -50,8 +56,9 @@ def test_every_admitted_row_comes_exactly_once_per_epoch(codes: list[int], shard
     planner = Planner([population(codes, min(shards, len(codes)), window)], [stage(max_wait=20)], seed)
     state = planner.start()
     drawn = rows_of(run(planner, state, 120))
-    waiting = [(d.source, d.epoch, d.row) for queue in [*state.queues.values(), *(m.draws for m in state.ready)]
-               for d in queue]
+    waiting = [
+        (d.source, d.epoch, d.row) for queue in [*state.queues.values(), *(m.draws for m in state.ready)] for d in queue
+    ]
     counts = Counter(drawn + waiting)
     assert set(counts.values()) == {1}
     admitted = {row for row, code in enumerate(codes) if code >= 0}
@@ -80,8 +87,10 @@ def test_the_mixture_is_exact_to_less_than_one_draw_at_every_prefix(shares: list
     drawn: list[int] = []
     while len(drawn) < 300:
         drawn += [draw.source for micro in planner.advance(state) for draw in micro.draws]
-    order = sorted((d for ms in run(planner, planner.start(), state.step) for m in ms for d in m.draws),
-                   key=lambda draw: draw.number)
+    order = sorted(
+        (d for ms in run(planner, planner.start(), state.step) for m in ms for d in m.draws),
+        key=lambda draw: draw.number,
+    )
     taken = np.zeros(len(weights))
     for count, draw in enumerate(order, 1):
         if draw.number != count - 1:  # rows that still wait in a queue: prefixes end here
@@ -91,8 +100,9 @@ def test_the_mixture_is_exact_to_less_than_one_draw_at_every_prefix(shares: list
 
 
 def test_a_mixture_by_tokens_shares_tokens() -> None:
-    planner = Planner([population([0] * 20), population([1] * 20, name="videos")],
-                      [stage(weights=(0.5, 0.5), by_tokens=True)], 0)
+    planner = Planner(
+        [population([0] * 20), population([1] * 20, name="videos")], [stage(weights=(0.5, 0.5), by_tokens=True)], 0
+    )
     state = planner.start()
     run(planner, state, 200)
     images, videos = (cursor.tokens for cursor in state.cursors)
@@ -132,7 +142,7 @@ def test_rows_are_shuffled_within_windows_of_shards_only() -> None:
     planner = Planner([population([1] * 40, shards=8, window=2)], [stage()], 0)
     rows = [row for _, epoch, row in rows_of(run(planner, planner.start(), 7)) if epoch == 0][:40]
     for start in range(0, 40, 10):
-        assert len({row // 5 for row in rows[start:start + 10]}) == 2
+        assert len({row // 5 for row in rows[start : start + 10]}) == 2
 
 
 def test_probabilities_pass_over_their_share_of_draws() -> None:
@@ -149,8 +159,9 @@ def test_at_a_border_waiting_rows_are_chosen_anew_and_none_is_lost() -> None:
     steps = run(planner, state, 40)
     assert {micro.bucket for micros in steps[:7] for micro in micros} == {SMALL}
     assert {micro.bucket for micros in steps[7:] for micro in micros} == {SMALL, LARGE, RARE}
-    waiting = [(d.source, d.epoch, d.row) for queue in [*state.queues.values(), *(m.draws for m in state.ready)]
-               for d in queue]
+    waiting = [
+        (d.source, d.epoch, d.row) for queue in [*state.queues.values(), *(m.draws for m in state.ready)] for d in queue
+    ]
     counts = Counter(rows_of(steps) + waiting)
     assert set(counts.values()) == {1}
     for epoch in range(state.cursors[0].epoch):
@@ -170,8 +181,9 @@ def test_later_segments_may_be_edited_while_an_earlier_one_runs() -> None:
 
 
 @pytest.mark.parametrize(("seed", "identity", "named"), [(1, {"index": "a"}, "seed"), (0, {"index": "b"}, "index")])
-def test_a_token_of_another_plan_is_refused_and_what_changed_is_named(seed: int, identity: dict[str, str],
-                                                                      named: str) -> None:
+def test_a_token_of_another_plan_is_refused_and_what_changed_is_named(
+    seed: int, identity: dict[str, str], named: str
+) -> None:
     rows = [population([0, 1, 2] * 5)]
     planner = Planner(rows, [stage()], 0, {"index": "a"})
     token = planner.token(planner.start())
@@ -182,8 +194,12 @@ def test_a_token_of_another_plan_is_refused_and_what_changed_is_named(seed: int,
 def waiting_for_long(rows: int = 30_000, buckets: int = 60, batch: int = 250) -> Planner:
     """Many buckets with large batches: tens of thousands of rows wait."""
     shapes = [Bucket(1, 64, 16 * width) for width in range(1, buckets + 1)]
-    wide = stage(choices=tuple((choice(bucket),) for bucket in shapes), batch=dict.fromkeys(shapes, batch),
-                 tokens=dict.fromkeys(shapes, 1), items_per_step=1)
+    wide = stage(
+        choices=tuple((choice(bucket),) for bucket in shapes),
+        batch=dict.fromkeys(shapes, batch),
+        tokens=dict.fromkeys(shapes, 1),
+        items_per_step=1,
+    )
     return Planner([population([row % buckets for row in range(rows)], shards=30)], [wide], 0)
 
 
@@ -201,14 +217,18 @@ def test_a_token_stays_small_with_thousands_of_rows_waiting() -> None:
 
 @given(shapes, st.integers(0, 30), st.integers(0, 12), st.sampled_from([0, 3]), st.integers(1, 9), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_rows_drawn_again_are_those_that_waited(codes: list[int], stop: int, border: int, listed: int, every: int,
-                                                seed: int) -> None:
+def test_rows_drawn_again_are_those_that_waited(
+    codes: list[int], stop: int, border: int, listed: int, every: int, seed: int
+) -> None:
     sources = [population(codes), population(codes[::-1], name="others")]
     early = stage(until_step=border, weights=(0.5, 0.5), choices=((choice(SMALL, 0.6), choice(LARGE)),) * 3)
     late = stage(weights=(0.3, 0.7), max_wait=15)
     planner = Planner(sources, [early, late] if border else [late], seed)
-    with (mock.patch.object(plan, "LISTED_MOST", listed), mock.patch.object(plan, "MARK_EVERY", every),
-          mock.patch.object(plan, "MARKS_KEPT", 3)):
+    with (
+        mock.patch.object(plan, "LISTED_MOST", listed),
+        mock.patch.object(plan, "MARK_EVERY", every),
+        mock.patch.object(plan, "MARKS_KEPT", 3),
+    ):
         state = planner.start()
         run(planner, state, stop)
         restored = planner.restore(json.loads(json.dumps(planner.token(state))))

@@ -81,8 +81,12 @@ def test_a_dataset_of_a_million_steps_holds_what_one_of_a_few_thousand_does(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"))
-    config = DataConfig(sources=(source,), buckets=BucketsConfig(table=("1x64x96", "9x64x96")), items_per_step=1,
-                        batch=BatchConfig(memory_tokens=400, text_tokens=48))
+    config = DataConfig(
+        sources=(source,),
+        buckets=BucketsConfig(table=("1x64x96", "9x64x96")),
+        items_per_step=1,
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
+    )
     data = Dataset.open(config, Geometry(), 0, bad_list=tmp_path / "bad.jsonl")
     files = sorted(tmp_path.rglob("*"))
     micros = data.planner.advance(data.planner.start())

@@ -28,10 +28,19 @@ def shards(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("pattern, count", [
-    ("{shards}", 3), ("{shards}/{{00000..00002}}.tar", 3), ("{shards}/0000[01].tar", 2), ("{shards}/*.tar", 3),
-    ("{shards}/00000.tar::{shards}/00002.tar", 2), ("{shards}/{{00001,00002}}.tar::{shards}/00001.tar", 2),
-    ("file://{shards}/{{00000..00001}}.tar", 2), ("file://{shards}", 3)])
+@pytest.mark.parametrize(
+    "pattern, count",
+    [
+        ("{shards}", 3),
+        ("{shards}/{{00000..00002}}.tar", 3),
+        ("{shards}/0000[01].tar", 2),
+        ("{shards}/*.tar", 3),
+        ("{shards}/00000.tar::{shards}/00002.tar", 2),
+        ("{shards}/{{00001,00002}}.tar::{shards}/00001.tar", 2),
+        ("file://{shards}/{{00000..00001}}.tar", 2),
+        ("file://{shards}", 3),
+    ],
+)
 def test_patterns(shards, tmp_path, pattern, count):
     index, _ = index_of(pattern.format(shards=shards), tmp_path / "cache")
     assert index.num_shards == count and index.num_ok == 2 * count
@@ -42,9 +51,14 @@ def test_a_missing_shard_of_a_range_is_named(shards, tmp_path):
         index_of(f"{shards}/{{00000..00003}}.tar", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("path, sentence", [("{shards}/nothing-*.tar", "no files with .tar here"),
-                                            ("http://x.y/a.tar", "no PyArrow file system serves http://"),
-                                            ("nosuch://x/a.tar", "no PyArrow file system serves nosuch://")])
+@pytest.mark.parametrize(
+    "path, sentence",
+    [
+        ("{shards}/nothing-*.tar", "no files with .tar here"),
+        ("http://x.y/a.tar", "no PyArrow file system serves http://"),
+        ("nosuch://x/a.tar", "no PyArrow file system serves nosuch://"),
+    ],
+)
 def test_sources_that_are_nowhere(shards, tmp_path, path, sentence):
     with pytest.raises(DataError, match=sentence):
         index_of(path.format(shards=shards), tmp_path / "cache")
@@ -256,11 +270,17 @@ def test_several_captions_by_policy(tmp_path):
     assert captions("json:captions|txt") == [["one", "two"], ["one", "two"], ["caption 2"]]
 
 
-@pytest.mark.parametrize("files, kind", [
-    ({"0.tar": b""}, "webdataset"), ({"metadata.csv": b"video,prompt\n"}, "manifest"),
-    ({"Koala_36M_1.csv": b"videoID,url,timestamp,caption\nx_1,u,\"['0:00:01', '0:00:02']\",c\n"}, "koala"),
-    ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),
-    ({"a.mp4": b"", "a.txt": b""}, "pairs"), ({"list.csv": b"path,text\n"}, "manifest")])
+@pytest.mark.parametrize(
+    "files, kind",
+    [
+        ({"0.tar": b""}, "webdataset"),
+        ({"metadata.csv": b"video,prompt\n"}, "manifest"),
+        ({"Koala_36M_1.csv": b"videoID,url,timestamp,caption\nx_1,u,\"['0:00:01', '0:00:02']\",c\n"}, "koala"),
+        ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),
+        ({"a.mp4": b"", "a.txt": b""}, "pairs"),
+        ({"list.csv": b"path,text\n"}, "manifest"),
+    ],
+)
 def test_kind_is_guessed_from_the_files(tmp_path, files, kind):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)

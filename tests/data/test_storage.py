@@ -51,10 +51,15 @@ def test_a_folder_of_odd_names_is_indexed_through_pyarrow(tmp_path: Path, throug
         assert read_range(row.path, row.offset, row.size) == clip()
 
 
-@pytest.mark.parametrize("uri, path", [
-    ("gs://anonymous@bucket/videos/my clip #1?.mp4", "bucket/videos/my clip #1?.mp4"),
-    ("gs://anonymous@bucket/50%20/\u00e9.mp4", "bucket/50%20/\u00e9.mp4"), ("gs://anonymous@bucket", "bucket"),
-    ("fsspec+memory://videos/my clip%20.mp4", "/videos/my clip%20.mp4")])
+@pytest.mark.parametrize(
+    "uri, path",
+    [
+        ("gs://anonymous@bucket/videos/my clip #1?.mp4", "bucket/videos/my clip #1?.mp4"),
+        ("gs://anonymous@bucket/50%20/\u00e9.mp4", "bucket/50%20/\u00e9.mp4"),
+        ("gs://anonymous@bucket", "bucket"),
+        ("fsspec+memory://videos/my clip%20.mp4", "/videos/my clip%20.mp4"),
+    ],
+)
 def test_what_follows_the_bucket_is_the_name(uri: str, path: str) -> None:
     assert resolve(uri)[1] == path
 
@@ -101,14 +106,18 @@ def make_source(kind: str, folder: Path) -> str:
     if kind == "pairs":
         return "videos"
     with (folder / "table.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("videoID", "timestamp", "caption"), *((name, "", name) for name in "ab")]
-                                   if kind == "koala" else [("video", "caption"), ("a.mp4", "a"), ("b.mp4", "b")])
+        csv.writer(file).writerows(
+            [("videoID", "timestamp", "caption"), *((name, "", name) for name in "ab")]
+            if kind == "koala"
+            else [("video", "caption"), ("a.mp4", "a"), ("b.mp4", "b")]
+        )
     return "table.csv"
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "pairs", "koala", "manifest"])
-def test_an_index_made_by_a_relative_path_is_that_of_the_absolute_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                      kind: str) -> None:
+def test_an_index_made_by_a_relative_path_is_that_of_the_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     path = make_source(kind, tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

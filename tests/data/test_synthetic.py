@@ -43,8 +43,11 @@ def test_headers_agree_with_the_json(clips: Path) -> None:
             continue
         with av.open(io.BytesIO(sample["mp4"])) as container:
             stream = container.streams.video[0]
-            assert (stream.width, stream.height, stream.frames) == (about["width"], about["height"],
-                                                                    about["num_frames"])
+            assert (stream.width, stream.height, stream.frames) == (
+                about["width"],
+                about["height"],
+                about["num_frames"],
+            )
             assert float(stream.average_rate) == about["fps"]
         shapes.add((about["width"], about["height"], about["num_frames"], about["fps"]))
     assert len(shapes) > 15

@@ -64,14 +64,14 @@ def test_concatenated_archives_are_named(tmp_path):
 def test_gzipped_shard_is_unreadable(tmp_path):
     import gzip
 
-    fault, = members_of(tmp_path, gzip.compress(shard([("a.txt", b"x" * 5000)]), mtime=0) + bytes(2048))
+    (fault,) = members_of(tmp_path, gzip.compress(shard([("a.txt", b"x" * 5000)]), mtime=0) + bytes(2048))
     assert fault.reason is Reason.UNREADABLE_TAR
 
 
 def test_hostile_extended_header_is_not_read(tmp_path):
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 1 << 40
-    fault, = members_of(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    (fault,) = members_of(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     assert fault.reason is Reason.GARBAGE_HEADER
 
 
@@ -102,8 +102,19 @@ def test_hostile_pax_size(tmp_path, size):
     assert members_of(tmp_path, data)[-1].reason is Reason.GARBAGE_HEADER
 
 
-@pytest.mark.parametrize("name, unsafe", [("a/b.mp4", False), ("./a.mp4", False), ("a..b/c.mp4", False),
-                                          ("../a.mp4", True), ("a/../b.mp4", True), ("/a.mp4", True),
-                                          ("a\nb.mp4", True), ("a\\b.mp4", True), ("caf\udce9.mp4", True)])
+@pytest.mark.parametrize(
+    "name, unsafe",
+    [
+        ("a/b.mp4", False),
+        ("./a.mp4", False),
+        ("a..b/c.mp4", False),
+        ("../a.mp4", True),
+        ("a/../b.mp4", True),
+        ("/a.mp4", True),
+        ("a\nb.mp4", True),
+        ("a\\b.mp4", True),
+        ("caf\udce9.mp4", True),
+    ],
+)
 def test_unsafe_names(name, unsafe):
     assert is_unsafe(name) is unsafe

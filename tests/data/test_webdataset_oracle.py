@@ -20,7 +20,8 @@ def library_samples(paths: list[str]) -> dict[str, dict[str, bytes]]:
     found = {}
     for sample in webdataset.WebDataset(paths, shardshuffle=False, nodesplitter=None, empty_check=False):
         found[f"{sample['__url__']}|{sample['__key__']}"] = {
-            name: value for name, value in sample.items() if not name.startswith("__")}
+            name: value for name, value in sample.items() if not name.startswith("__")
+        }
     return found
 
 
@@ -30,7 +31,9 @@ def our_samples(index) -> dict[str, dict[str, bytes]]:
         row = index.row(number)
         assert row.reject is None, row.detail
         found[f"{row.shard}|{row.key}"] = {
-            row.suffix: read_range(row.path, row.offset, row.size), "txt": index.caption(number).encode()}
+            row.suffix: read_range(row.path, row.offset, row.size),
+            "txt": index.caption(number).encode(),
+        }
     return found
 
 

@@ -28,7 +28,7 @@ CASES = {
 def reference(q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Tensor:
     out, q_start, k_start = [], 0, 0
     for nq, nk in zip(q_lengths, k_lengths):
-        one_q, one_k, one_v = q[q_start:q_start + nq], k[k_start:k_start + nk], v[k_start:k_start + nk]
+        one_q, one_k, one_v = q[q_start : q_start + nq], k[k_start : k_start + nk], v[k_start : k_start + nk]
         scores = torch.einsum("qhd,khd->hqk", one_q, one_k) / math.sqrt(q.shape[-1])
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), one_v) if nk else torch.zeros_like(one_q))
         q_start, k_start = q_start + nq, k_start + nk
@@ -39,8 +39,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_len
 def test_sdpa_equals_softmax_per_sequence(case: str) -> None:
     q_lengths, k_lengths = CASES[case]
     torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(n), 3, 8, dtype=torch.float64, requires_grad=True)
-               for n in (q_lengths, k_lengths, k_lengths))
+    q, k, v = (
+        torch.randn(sum(n), 3, 8, dtype=torch.float64, requires_grad=True) for n in (q_lengths, k_lengths, k_lengths)
+    )
     expected = reference(q, k, v, q_lengths, k_lengths)
     actual = attention(q, k, v, Lengths.of(q_lengths), Lengths.of(k_lengths))
     torch.testing.assert_close(actual, expected, **FP64)
@@ -68,8 +69,10 @@ def test_backend_follows_device_and_dtype() -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "no keys"], ids=str)
 def test_flash_equals_sdpa(case: str) -> None:
     q_lengths, k_lengths = (Lengths.of(n, "cuda") for n in CASES[case])
-    q, k, v = (torch.randn(n.total, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-               for n in (q_lengths, k_lengths, k_lengths))
+    q, k, v = (
+        torch.randn(n.total, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (q_lengths, k_lengths, k_lengths)
+    )
     assert choose(q) == "flash"
     flash = attention(q, k, v, q_lengths, k_lengths, backend="flash")
     plain = attention(q, k, v, q_lengths, k_lengths, backend="sdpa")

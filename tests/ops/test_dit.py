@@ -12,8 +12,9 @@ from ops.models.dit import WanDiT
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 torch.set_num_threads(1)
-CONFIG = DiTConfig(num_layers=2, num_heads=4, head_dim=32, ffn_dim=192, freq_dim=64, text_dim=48, in_channels=4,
-                   out_channels=4)
+CONFIG = DiTConfig(
+    num_layers=2, num_heads=4, head_dim=32, ffn_dim=192, freq_dim=64, text_dim=48, in_channels=4, out_channels=4
+)
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 GRIDS = ((3, 4, 6), (1, 6, 2), (2, 3, 3))
 TEXTS = (7, 12, 1)
@@ -22,8 +23,17 @@ TEXTS = (7, 12, 1)
 def diffusers_model(cross_attn_norm: bool = True) -> WanTransformer3DModel:
     torch.manual_seed(0)
     model = WanTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,
-        ffn_dim=192, num_layers=2, cross_attn_norm=cross_attn_norm, qk_norm="rms_norm_across_heads")
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=48,
+        freq_dim=64,
+        ffn_dim=192,
+        num_layers=2,
+        cross_attn_norm=cross_attn_norm,
+        qk_norm="rms_norm_across_heads",
+    )
     for parameter in model.parameters():  # norms and biases too, so that a forgotten one shows
         torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
@@ -39,8 +49,19 @@ def samples() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("cross_attn_norm", [True, False])
 def test_packed_samples_equal_diffusers_one_by_one(cross_attn_norm: bool) -> None:
     reference = diffusers_model(cross_attn_norm)
-    model = WanDiT(DiTConfig(num_layers=2, num_heads=4, head_dim=32, ffn_dim=192, freq_dim=64, text_dim=48,
-                             in_channels=4, out_channels=4, cross_attn_norm=cross_attn_norm))
+    model = WanDiT(
+        DiTConfig(
+            num_layers=2,
+            num_heads=4,
+            head_dim=32,
+            ffn_dim=192,
+            freq_dim=64,
+            text_dim=48,
+            in_channels=4,
+            out_channels=4,
+            cross_attn_norm=cross_attn_norm,
+        )
+    )
     model.load_state_dict(reference.state_dict())  # strict: the same names and shapes
     latents, texts, timesteps = samples()
     layout = Layout([Sequence(grid, length) for grid, length in zip(GRIDS, TEXTS)])
@@ -67,11 +88,14 @@ def test_gradients_equal_diffusers() -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4 * scale, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"tokens": torch.zeros(3, 16)}, "tokens"),
-    ({"timesteps": torch.zeros(2)}, "timesteps"),
-    ({"text": torch.zeros(5, 48)}, "text"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": torch.zeros(3, 16)}, "tokens"),
+        ({"timesteps": torch.zeros(2)}, "timesteps"),
+        ({"text": torch.zeros(5, 48)}, "text"),
+    ],
+)
 def test_a_shape_that_does_not_fit_the_layout_is_named(change: dict[str, torch.Tensor], message: str) -> None:
     layout = Layout([Sequence((1, 2, 2), 3)])
     inputs = {"tokens": torch.zeros(4, 16), "timesteps": torch.zeros(1), "text": torch.zeros(3, 48)} | change

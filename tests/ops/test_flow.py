@@ -47,8 +47,11 @@ def test_density_is_that_of_diffusers(scheme: str) -> None:
     numbers = generator(0, 0, "key")
     ours = np.sort([density(config, numbers) for _ in range(4000)])
     name = "none" if scheme == "uniform" else scheme
-    theirs = np.sort(compute_density_for_timestep_sampling(
-        name, 4000, 0.3, 0.8, 1.1, generator=torch.Generator().manual_seed(0)).numpy())
+    theirs = np.sort(
+        compute_density_for_timestep_sampling(
+            name, 4000, 0.3, 0.8, 1.1, generator=torch.Generator().manual_seed(0)
+        ).numpy()
+    )
     assert np.abs(ours - theirs).max() < 0.1 and np.abs(ours - theirs).mean() < 0.02  # the same quantiles
     assert ours[0] >= 0 and ours[-1] <= 1
 

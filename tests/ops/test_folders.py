@@ -18,20 +18,34 @@ def write(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("config", [
-    DiTConfig(num_layers=3, num_heads=6, head_dim=16, ffn_dim=100, text_dim=12, in_channels=4, out_channels=4,
-              cross_attn_norm=False),
-    DiTConfig(architecture="hunyuan", num_layers=2, num_single_layers=3, ffn_dim=4 * 128, rope_theta=256.0),
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        DiTConfig(
+            num_layers=3,
+            num_heads=6,
+            head_dim=16,
+            ffn_dim=100,
+            text_dim=12,
+            in_channels=4,
+            out_channels=4,
+            cross_attn_norm=False,
+        ),
+        DiTConfig(architecture="hunyuan", num_layers=2, num_single_layers=3, ffn_dim=4 * 128, rope_theta=256.0),
+    ],
+)
 def test_config_json_round_trip(config: DiTConfig) -> None:
     assert dit_config(dit_json(config), DiTConfig(), "here") == config
 
 
-@pytest.mark.parametrize(("model_class", "settings"), [
-    (AutoencoderKLWan, {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}),
-    (AutoencoderKLHunyuanVideo, {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2}),
-    (AutoencoderKLCogVideoX, {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2}),
-])
+@pytest.mark.parametrize(
+    ("model_class", "settings"),
+    [
+        (AutoencoderKLWan, {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}),
+        (AutoencoderKLHunyuanVideo, {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2}),
+        (AutoencoderKLCogVideoX, {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 2}),
+    ],
+)
 def test_vae_numbers_of_written_folders(model_class: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     model_class(**settings).save_config(tmp_path)
     assert vae_numbers(json.loads((tmp_path / "config.json").read_text()), "vae") == (16, (4, 8, 8))
@@ -70,10 +84,13 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
         resolve(ModelConfig(dit=dit, vae=VAEConfig(channels=16)))
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [
-    ({"image_dim": 1280}, "has image_dim 1280; only None is supported"),
-    ({"_class_name": "FluxTransformer2DModel"}, "is a FluxTransformer2DModel; known are"),
-])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"image_dim": 1280}, "has image_dim 1280; only None is supported"),
+        ({"_class_name": "FluxTransformer2DModel"}, "is a FluxTransformer2DModel; known are"),
+    ],
+)
 def test_variants_that_we_do_not_compute_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         dit_config(dit_json(DiTConfig()) | changes, DiTConfig(), "transformer")
@@ -85,11 +102,14 @@ def test_broken_json_names_the_file(tmp_path: Path) -> None:
         resolve(ModelConfig(dit=DiTConfig(path=str(tmp_path))))
 
 
-@pytest.mark.parametrize(("files", "says"), [
-    (["model.safetensors", "pytorch_model.bin"], ""),
-    (["diffusion_pytorch_model.bin"], r"as diffusion_pytorch_model\.bin, a pickle.*safe_serialization=True"),
-    (["config.json"], "holds no weights"),
-])
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["model.safetensors", "pytorch_model.bin"], ""),
+        (["diffusion_pytorch_model.bin"], r"as diffusion_pytorch_model\.bin, a pickle.*safe_serialization=True"),
+        (["config.json"], "holds no weights"),
+    ],
+)
 def test_weights_of_a_pickle_are_refused_with_the_way_out(tmp_path: Path, files: list[str], says: str) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"")

@@ -19,10 +19,23 @@ FP32_ERROR = 2e-5  # relative L2, a few blocks deep
 
 def wan(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=16,
-        freq_dim=32, ffn_dim=64, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32)
-    return model, {"hidden_states": torch.randn(batch, 4, 3, 8, 8), "timestep": torch.arange(1, batch + 1) * 100.0,
-                   "encoder_hidden_states": torch.randn(batch, 7, 16)}
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        cross_attn_norm=True,
+        rope_max_seq_len=32,
+    )
+    return model, {
+        "hidden_states": torch.randn(batch, 4, 3, 8, 8),
+        "timestep": torch.arange(1, batch + 1) * 100.0,
+        "encoder_hidden_states": torch.randn(batch, 7, 16),
+    }
 
 
 def wan_per_token(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -32,32 +45,75 @@ def wan_per_token(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def flux(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=False)
-    return model, {"hidden_states": torch.randn(batch, 16, 4), "encoder_hidden_states": torch.randn(batch, 6, 32),
-                   "pooled_projections": torch.randn(batch, 32), "timestep": torch.rand(batch),
-                   "img_ids": torch.randint(0, 4, (16, 3)).float(), "txt_ids": torch.zeros(6, 3)}
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+        guidance_embeds=False,
+    )
+    return model, {
+        "hidden_states": torch.randn(batch, 16, 4),
+        "encoder_hidden_states": torch.randn(batch, 6, 32),
+        "pooled_projections": torch.randn(batch, 32),
+        "timestep": torch.rand(batch),
+        "img_ids": torch.randint(0, 4, (16, 3)).float(),
+        "txt_ids": torch.zeros(6, 3),
+    }
 
 
 def hunyuan(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1, num_single_layers=1,
-        num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=True, text_embed_dim=16,
-        pooled_projection_dim=8, rope_axes_dim=(4, 6, 6))
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=2,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    )
     mask = torch.ones(batch, 5, dtype=torch.bool)
     mask[-1, 4] = False
-    return model, {"hidden_states": torch.randn(batch, 4, 2, 8, 8), "timestep": torch.full((batch,), 500.0),
-                   "encoder_hidden_states": torch.randn(batch, 5, 16), "pooled_projections": torch.randn(batch, 8),
-                   "encoder_attention_mask": mask, "guidance": torch.full((batch,), 6000.0)}
+    return model, {
+        "hidden_states": torch.randn(batch, 4, 2, 8, 8),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": torch.randn(batch, 5, 16),
+        "pooled_projections": torch.randn(batch, 8),
+        "encoder_attention_mask": mask,
+        "guidance": torch.full((batch,), 6000.0),
+    }
 
 
 def cogvideox(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8,
-        text_embed_dim=16, num_layers=2, sample_width=8, sample_height=8, sample_frames=5, patch_size=2,
-        max_text_seq_length=6)
-    return model, {"hidden_states": torch.randn(batch, 2, 4, 8, 8), "encoder_hidden_states": torch.randn(batch, 6, 16),
-                   "timestep": torch.arange(1, batch + 1) * 100}
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=16,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=5,
+        patch_size=2,
+        max_text_seq_length=6,
+    )
+    return model, {
+        "hidden_states": torch.randn(batch, 2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(batch, 6, 16),
+        "timestep": torch.arange(1, batch + 1) * 100,
+    }
 
 
 def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,8 +156,12 @@ def test_every_norm_gate_and_rope_runs_fused(build) -> None:
     model, inputs = build(2)
     fuse(model)
     ops = called_ops(model, inputs)
-    assert {"heddle::ln_modulate", "heddle::gate_residual_ln_modulate", "heddle::gate_residual",
-            "heddle::qk_norm_rope"} <= ops
+    assert {
+        "heddle::ln_modulate",
+        "heddle::gate_residual_ln_modulate",
+        "heddle::gate_residual",
+        "heddle::qk_norm_rope",
+    } <= ops
     assert not {"aten::layer_norm", "aten::rms_norm"} & ops
 
 

@@ -39,10 +39,17 @@ def leaf(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def inputs(segments: Segments, width: int, dtype: torch.dtype, table_dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = {"x": segments.num_rows, "y": segments.num_rows, "scale": segments.num_mods, "shift": segments.num_mods,
-              "gate": segments.num_mods}
-    made = {name: leaf(rows, width, dtype=dtype if name in "xy" else table_dtype, seed=seed)
-            for seed, (name, rows) in enumerate(shapes.items())}
+    shapes = {
+        "x": segments.num_rows,
+        "y": segments.num_rows,
+        "scale": segments.num_mods,
+        "shift": segments.num_mods,
+        "gate": segments.num_mods,
+    }
+    made = {
+        name: leaf(rows, width, dtype=dtype if name in "xy" else table_dtype, seed=seed)
+        for seed, (name, rows) in enumerate(shapes.items())
+    }
     return made | {name: leaf(width, dtype=table_dtype, seed=9) for name in ("weight", "bias")}
 
 
@@ -65,8 +72,14 @@ def test_ln_modulate_is_the_reference(segments: Segments, rms: bool, affine: boo
         options = {name: given[name] for name in names[3:]}
         actual = fused.ln_modulate(given["x"], given["scale"], given["shift"], segments, rms=rms, **options)
         wanted = exact(given)
-        expected = reference.ln_modulate(wanted["x"], wanted["scale"], wanted["shift"], rows_of(segments), rms=rms,
-                                         **{name: wanted[name] for name in names[3:]})
+        expected = reference.ln_modulate(
+            wanted["x"],
+            wanted["scale"],
+            wanted["shift"],
+            rows_of(segments),
+            rms=rms,
+            **{name: wanted[name] for name in names[3:]},
+        )
         assert error(actual, expected) <= min(limit, FP32_OUTPUT)
         pairs = zip(gradients([actual], [given[n] for n in names]), gradients([expected], [wanted[n] for n in names]))
         for name, (got, want) in zip(names, pairs):
@@ -75,8 +88,11 @@ def test_ln_modulate_is_the_reference(segments: Segments, rms: bool, affine: boo
 
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS.keys())
 @pytest.mark.parametrize("used", ["both outputs", "residual only", "norm only"])
-@pytest.mark.parametrize("flags", [(True, True), (False, True), (True, False), (False, False)],
-                         ids=["gate and modulation", "modulation", "gate", "neither"])
+@pytest.mark.parametrize(
+    "flags",
+    [(True, True), (False, True), (True, False), (False, False)],
+    ids=["gate and modulation", "modulation", "gate", "neither"],
+)
 def test_gate_residual_ln_modulate_is_the_reference(segments: Segments, used: str, flags: tuple[bool, bool]) -> None:
     given = inputs(segments, 48, torch.float64, torch.float64)
     wanted = exact(given)
@@ -108,8 +124,9 @@ def test_qk_norm_rope_is_the_reference(per_head: bool, weighted: bool, table_dty
     angles = leaf(tokens, head_dim // 2, dtype=torch.float64, seed=4).detach()
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     actual = fused.qk_norm_rope(*given, *weights, cos, sin, head_dim=head_dim, per_head=per_head)
-    expected = [reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head)
-                for x, w in zip(given, weights)]
+    expected = [
+        reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head) for x, w in zip(given, weights)
+    ]
     wrt = [*given, *(w for w in weights if w is not None)]
     for a, b in zip([*actual, *gradients(list(actual), wrt)], [*expected, *gradients(expected, wrt)]):
         assert error(a, b) <= FP64_ERROR
@@ -135,8 +152,10 @@ def test_only_one_of_q_and_k_may_be_used() -> None:
 def test_rotation_keeps_the_norm_of_every_pair() -> None:
     x = leaf(7, 16, dtype=torch.float64, seed=0)
     angles = torch.rand(7, 4, dtype=torch.float64) * 6
-    turned, still = (fused.qk_norm_rope(x, x, None, None, *tables, head_dim=8)[0]
-                     for tables in ((angles.cos(), angles.sin()), (None, None)))
+    turned, still = (
+        fused.qk_norm_rope(x, x, None, None, *tables, head_dim=8)[0]
+        for tables in ((angles.cos(), angles.sin()), (None, None))
+    )
     pairs = [out.view(7, 8, 2).norm(dim=-1) for out in (turned, still)]
     torch.testing.assert_close(*pairs)
 
@@ -249,13 +268,19 @@ def test_two_runs_are_the_same_bits() -> None:
     segments = SEGMENTS["repeated and unordered rows"]
     given = inputs(segments, 64, torch.bfloat16, torch.float32)
     first, second = (
-        torch.autograd.grad(fused.ln_modulate(given["x"], given["scale"], given["shift"], segments).float().sum(),
-                            [given["x"], given["scale"], given["shift"]]) for _ in range(2))
+        torch.autograd.grad(
+            fused.ln_modulate(given["x"], given["scale"], given["shift"], segments).float().sum(),
+            [given["x"], given["scale"], given["shift"]],
+        )
+        for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.mark.parametrize("x_dtype, out_dtype", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
-                                                (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    "x_dtype, out_dtype",
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)],
+)
 def test_autocast_gives_bf16_results_and_keeps_the_residual(x_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     x, scale = torch.randn(4, 16, dtype=x_dtype), torch.randn(1, 16)
     assert fused.ln_modulate(x, scale).dtype == x_dtype
@@ -274,8 +299,12 @@ def test_frozen_tables_get_no_gradient_and_change_no_other(per_token: bool) -> N
 
     def gradients_with(gate: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
         residual, h = fused.gate_residual_ln_modulate(x, y, gate, scale, shift, segments)
-        return list(gradients([residual, h, fused.ln_modulate(x, scale, shift, segments),
-                               fused.gate_residual(x, y, gate, segments)], [x, y]))
+        return list(
+            gradients(
+                [residual, h, fused.ln_modulate(x, scale, shift, segments), fused.gate_residual(x, y, gate, segments)],
+                [x, y],
+            )
+        )
 
     trained, frozen = gradients_with(*tables), gradients_with(*(t.detach() for t in tables))
     assert all(torch.equal(a, b) for a, b in zip(trained, frozen))
@@ -318,8 +347,12 @@ def test_bad_input_is_an_error_that_names_the_remedy() -> None:
         (lambda: fused.qk_norm_rope(x, x, x[0, :8], None, head_dim=8), "wq"),
         (lambda: fused.qk_norm_rope(x, x, None, None, x[:, :4], None, head_dim=8), "come together"),
         (lambda: fused.qk_norm_rope(x, x, None, None, x[:3, :4], x[:3, :4], head_dim=8), "multiple of the 3 rows"),
-        (lambda: fused.qk_norm_rope(x, x, None, None, x[:, :4], leaf(10, 4, dtype=torch.float32, seed=0), head_dim=8),
-         "no gradient"),
+        (
+            lambda: fused.qk_norm_rope(
+                x, x, None, None, x[:, :4], leaf(10, 4, dtype=torch.float32, seed=0), head_dim=8
+            ),
+            "no gradient",
+        ),
         (lambda: fused.ln_modulate(x[:, :0]), "width 0"),
         (lambda: fused.ln_modulate(x, table.to("meta"), None, Segments.packed([5, 5])), "scale on meta"),
         (lambda: fused.ln_modulate(x, table, None, Segments.packed([5, 5], device="meta")), "segments on meta"),
@@ -337,9 +370,12 @@ def test_bad_input_is_an_error_that_names_the_remedy() -> None:
 def test_double_backward_is_an_error() -> None:
     x = torch.randn(5, 16, requires_grad=True)
     gate = torch.randn(1, 16, requires_grad=True)
-    outputs = {"ln_modulate": fused.ln_modulate(x), "gate_residual": fused.gate_residual(x, x, gate),
-               "gate_residual_ln_modulate": fused.gate_residual_ln_modulate(x, x, gate)[1],
-               "qk_norm_rope": fused.qk_norm_rope(x, x, None, None, head_dim=8)[0]}
+    outputs = {
+        "ln_modulate": fused.ln_modulate(x),
+        "gate_residual": fused.gate_residual(x, x, gate),
+        "gate_residual_ln_modulate": fused.gate_residual_ln_modulate(x, x, gate)[1],
+        "qk_norm_rope": fused.qk_norm_rope(x, x, None, None, head_dim=8)[0],
+    }
     for name, out in outputs.items():
         first = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
         with pytest.raises(RuntimeError, match=f"{name}: the fused backward has no derivative"):

@@ -143,8 +143,18 @@ class OpNames(TorchDispatchMode):
 
 @pytest.mark.parametrize("architecture", ["wan", "hunyuan"])
 def test_transformers_norm_gate_and_rotate_through_the_fused_ops_only(architecture: str) -> None:
-    config = DiTConfig(architecture=architecture, num_layers=1, num_single_layers=1, num_heads=2, head_dim=16,
-                       ffn_dim=64, freq_dim=32, text_dim=24, in_channels=4, out_channels=4)
+    config = DiTConfig(
+        architecture=architecture,
+        num_layers=1,
+        num_single_layers=1,
+        num_heads=2,
+        head_dim=16,
+        ffn_dim=64,
+        freq_dim=32,
+        text_dim=24,
+        in_channels=4,
+        out_channels=4,
+    )
     layout = Layout([Sequence((1, 2, 3), 5), Sequence((2, 2, 2), 4)])
     with OpNames() as seen:
         model = build_dit(config, seed=0)
@@ -162,8 +172,9 @@ def test_plain_checkpointing_gives_the_same_gradients() -> None:
     given = block_inputs([6, 4])
     segments = Segments.packed([6, 4])
     out = checkpoint(block, *given, segments, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), given),
-                               torch.autograd.grad(block(*given, segments).sum(), given), rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), given), torch.autograd.grad(block(*given, segments).sum(), given), rtol=0, atol=0
+    )
 
 
 def shard_gradient(rank: int, folder: str) -> None:
@@ -171,7 +182,7 @@ def shard_gradient(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     case = torch.load(f"{folder}/case.pt")
-    mine = case["table"][rank:rank + 1].requires_grad_()
+    mine = case["table"][rank : rank + 1].requires_grad_()
     gathered = torch.cat(all_gather(mine))
     rows = slice(0, 17) if rank == 0 else slice(17, 30)
     local = Segments.from_seq_ids(case["ids"][rows], num_mods=2)

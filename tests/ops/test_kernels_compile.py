@@ -32,8 +32,14 @@ def compile_shipped(*widths: str, version: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Compiled kernels are cached between runs by a key of source, flags and triton's version.
     environment |= {"PYTHONPATH": folder(version), "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton-kernels")}
-    run = subprocess.run([sys.executable, "-m", "ops.kernels.aot", *widths], cwd=ROOT, env=environment,
-                         capture_output=True, text=True, timeout=800)
+    run = subprocess.run(
+        [sys.executable, "-m", "ops.kernels.aot", *widths],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
     broken = [line for line in run.stdout.splitlines() if "BROKEN" in line]
     assert run.returncode == 0, "\n".join(broken) or run.stderr[-3000:]
     for width in widths or ("1536", "3072", "5120"):
@@ -43,8 +49,21 @@ def compile_shipped(*widths: str, version: str) -> None:
 
 def install(version: str, folder: Path) -> str | None:
     """Put a triton into the folder; why that failed, if it did. Tries once and briefly."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--retries", "0", "--timeout", "10",
-               "--target", str(folder), f"triton=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--retries",
+        "0",
+        "--timeout",
+        "10",
+        "--target",
+        str(folder),
+        f"triton=={version}",
+    ]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
     except subprocess.TimeoutExpired:
@@ -78,13 +97,24 @@ def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None
     aot = pytest.importorskip("ops.kernels.aot")
     from ops.kernels.tuning import Launch
 
-    good = {"name": "k", "registers": 128, "stack": 0, "shared_bytes": 0, "loop_conversions": 0, "warps": 4,
-            "accesses": {"LDG.128": 4, "LDG.32": 2, "STG.128": 2}}
+    good = {
+        "name": "k",
+        "registers": 128,
+        "stack": 0,
+        "shared_bytes": 0,
+        "loop_conversions": 0,
+        "warps": 4,
+        "accesses": {"LDG.128": 4, "LDG.32": 2, "STG.128": 2},
+    }
     launch = Launch(chunk=1024, warps=4, per_sm=4)
     assert aot.Report(**good).violations(launch, scalar_limit=2) == []
-    for change, complaint in (({"stack": 8}, "spills"), ({"registers": 136}, "3 programs fit"),
-                              ({"loop_conversions": 1}, "conversions"), ({"accesses": {"LDG.64": 1}}, "narrower"),
-                              ({"accesses": {"LDG.32": 3}}, "32 bits or less")):
+    for change, complaint in (
+        ({"stack": 8}, "spills"),
+        ({"registers": 136}, "3 programs fit"),
+        ({"loop_conversions": 1}, "conversions"),
+        ({"accesses": {"LDG.64": 1}}, "narrower"),
+        ({"accesses": {"LDG.32": 3}}, "32 bits or less"),
+    ):
         assert complaint in aot.Report(**(good | change)).violations(launch, scalar_limit=2)[0]
 
 

@@ -19,6 +19,11 @@ FILES = sorted(path.name for path in (Path(__file__).parent / "kernels").glob("t
 @pytest.mark.parametrize("file", FILES)
 def test_kernels_in_the_interpreter(file: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/kernels/{file}"], cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900)
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/kernels/{file}"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-6000:] + run.stderr[-2000:]

@@ -13,18 +13,44 @@ from ops.packing import Layout, Sequence
 
 FP32_ATOL = 1e-5
 CONFIGS = {
-    "wan": DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4,
-                     out_channels=4, lora_rank=3, lora_alpha=6.0),
-    "hunyuan": DiTConfig(architecture="hunyuan", num_layers=1, num_single_layers=1, num_refiner_layers=1, num_heads=2,
-                         head_dim=32, ffn_dim=128, text_dim=8, in_channels=4, out_channels=4, lora_rank=2),
+    "wan": DiTConfig(
+        num_layers=2,
+        num_heads=2,
+        head_dim=12,
+        ffn_dim=40,
+        freq_dim=16,
+        text_dim=8,
+        in_channels=4,
+        out_channels=4,
+        lora_rank=3,
+        lora_alpha=6.0,
+    ),
+    "hunyuan": DiTConfig(
+        architecture="hunyuan",
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        num_heads=2,
+        head_dim=32,
+        ffn_dim=128,
+        text_dim=8,
+        in_channels=4,
+        out_channels=4,
+        lora_rank=2,
+    ),
 }
 
 
 def forward(module: torch.nn.Module) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     layout = Layout([Sequence((2, 2, 3), 4), Sequence((1, 2, 2), 3)])
-    return module(torch.randn(16, 16, generator=generator), torch.tensor([300.0, 700.0]),
-                  torch.randn(7, 8, generator=generator), layout, Group.solo())
+    return module(
+        torch.randn(16, 16, generator=generator),
+        torch.tensor([300.0, 700.0]),
+        torch.randn(7, 8, generator=generator),
+        layout,
+        Group.solo(),
+    )
 
 
 def disturb(module: torch.nn.Module) -> None:

@@ -12,9 +12,22 @@ from ops.models.mmdit import HunyuanDiT
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 torch.set_num_threads(1)
-CONFIG = DiTConfig(architecture="hunyuan", num_layers=2, num_single_layers=2, num_refiner_layers=1, num_heads=2,
-                   head_dim=16, ffn_dim=64, text_dim=24, pooled_dim=12, in_channels=4, out_channels=4, rope_theta=256.0,
-                   rope_axes=(4, 6, 6), guidance_embeds=True)
+CONFIG = DiTConfig(
+    architecture="hunyuan",
+    num_layers=2,
+    num_single_layers=2,
+    num_refiner_layers=1,
+    num_heads=2,
+    head_dim=16,
+    ffn_dim=64,
+    text_dim=24,
+    pooled_dim=12,
+    in_channels=4,
+    out_channels=4,
+    rope_theta=256.0,
+    rope_axes=(4, 6, 6),
+    guidance_embeds=True,
+)
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 GRIDS = ((3, 4, 6), (1, 6, 2), (2, 3, 3))
 TEXTS = (7, 12, 1)
@@ -23,9 +36,20 @@ TEXTS = (7, 12, 1)
 def diffusers_model() -> HunyuanVideoTransformer3DModel:
     torch.manual_seed(0)
     model = HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2, num_single_layers=2,
-        num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=24, pooled_projection_dim=12, rope_theta=256.0,
-        rope_axes_dim=(4, 6, 6), guidance_embeds=True)
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=24,
+        pooled_projection_dim=12,
+        rope_theta=256.0,
+        rope_axes_dim=(4, 6, 6),
+        guidance_embeds=True,
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
@@ -44,14 +68,28 @@ def test_packed_samples_equal_diffusers_one_by_one() -> None:
         tokens = layout.local([patchify(latent, (1, 2, 2)) for latent in latents])
         packed = model(tokens, timesteps, torch.cat(texts), layout, Group.solo(), pooled=pooled, guidance=guidance)
         for i, rows in enumerate(packed.split(layout.lengths)):
-            expected = reference(latents[i][None], timesteps[i][None], texts[i][None], torch.ones(1, TEXTS[i]),
-                                 pooled[i][None], guidance=guidance[i][None]).sample[0]
+            expected = reference(
+                latents[i][None],
+                timesteps[i][None],
+                texts[i][None],
+                torch.ones(1, TEXTS[i]),
+                pooled[i][None],
+                guidance=guidance[i][None],
+            ).sample[0]
             torch.testing.assert_close(unpatchify(rows, GRIDS[i], (1, 2, 2), 4), expected, **FP32)
 
 
 def test_without_a_second_text_encoder_the_pooled_vector_is_the_mean_text() -> None:
-    config = DiTConfig(architecture="hunyuan", num_layers=1, num_heads=2, head_dim=16, ffn_dim=64, text_dim=24,
-                       in_channels=4, out_channels=4)
+    config = DiTConfig(
+        architecture="hunyuan",
+        num_layers=1,
+        num_heads=2,
+        head_dim=16,
+        ffn_dim=64,
+        text_dim=24,
+        in_channels=4,
+        out_channels=4,
+    )
     model = HunyuanDiT(config)
     layout = Layout([Sequence((1, 2, 2), 3), Sequence((2, 1, 2), 5)])
     numbers = torch.Generator().manual_seed(1)

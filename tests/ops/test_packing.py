@@ -12,7 +12,8 @@ from ops.packing import Layout, Sequence, chunk_bounds, patchify, unpatchify
 
 torch.set_num_threads(1)
 sequences = st.lists(
-    st.builds(Sequence, st.tuples(*[st.integers(1, 4)] * 3), st.integers(0, 9)), min_size=1, max_size=6)
+    st.builds(Sequence, st.tuples(*[st.integers(1, 4)] * 3), st.integers(0, 9)), min_size=1, max_size=6
+)
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(0, 9))
@@ -31,8 +32,13 @@ def test_many_short_sequences_burden_all_ranks_alike() -> None:
 @settings(max_examples=30, deadline=None)
 @given(sequences, st.integers(1, 5))
 def test_index_tensors_equal_a_loop_over_tokens(sequences: list[Sequence], degree: int) -> None:
-    rows = [(index, t, h, w) for index, s in enumerate(sequences)
-            for t in range(s.grid[0]) for h in range(s.grid[1]) for w in range(s.grid[2])]
+    rows = [
+        (index, t, h, w)
+        for index, s in enumerate(sequences)
+        for t in range(s.grid[0])
+        for h in range(s.grid[1])
+        for w in range(s.grid[2])
+    ]
     seen = []
     for rank in range(degree):
         layout = Layout(sequences, degree, rank)
@@ -59,14 +65,18 @@ def test_exchange_orders_received_rows_sequence_by_sequence(sequences: list[Sequ
         for index in range(len(sequences)):
             chunk = layout.chunk(index)
             received += [("video", index, row) for row in range(chunk.start, chunk.stop)]
-        text = [("text", index, row) for index in range(len(sequences))
-                for row in range(layout.text_chunk(index).start, layout.text_chunk(index).stop)]
+        text = [
+            ("text", index, row)
+            for index in range(len(sequences))
+            for row in range(layout.text_chunk(index).start, layout.text_chunk(index).stop)
+        ]
         assert layout.text_rows.tolist() == [starts[index] + row for _, index, row in text]
         received += text
     whole = []
     for index, s in enumerate(sequences):
-        whole += [("video", index, row) for row in range(s.tokens)] + [("text", index, row)
-                                                                      for row in range(s.text_tokens)]
+        whole += [("video", index, row) for row in range(s.tokens)] + [
+            ("text", index, row) for row in range(s.text_tokens)
+        ]
     exchange = layouts[0].joint_exchange
     assert [received[place] for place in exchange.gather.tolist()] == whole
     assert [whole[place] for place in exchange.scatter.tolist()] == received

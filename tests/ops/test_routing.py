@@ -27,8 +27,10 @@ TOPOLOGIES = ("g1n4", "g2n2", "g1n2+g2n1", "g4n1", "g1n1+g3n1")
 
 def load_per_rank(lengths, bags, assignment) -> list[float]:
     costs = [workload(length, WIDTH) for home in lengths for length in home]
-    return [sum(cost for cost, chosen in zip(costs, assignment) if chosen == index) / len(bag)
-            for index, bag in enumerate(bags)]
+    return [
+        sum(cost for cost, chosen in zip(costs, assignment) if chosen == index) / len(bag)
+        for index, bag in enumerate(bags)
+    ]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -38,9 +40,13 @@ def test_there_and_back_is_the_identity_bit_for_bit(topology: str, run_ranks) ->
     def work(group: Group) -> None:
         own = LENGTHS[group.rank]
         rows = sum(own)
-        tensors = [torch.randn(rows, 3, 2), torch.randn(rows, 5).to(torch.bfloat16),
-                   torch.arange(rows) + 2**40 * (group.rank + 1), torch.rand(rows, 1) > 0.5,
-                   torch.randint(0, 200, (rows, 3), dtype=torch.uint8)]
+        tensors = [
+            torch.randn(rows, 3, 2),
+            torch.randn(rows, 5).to(torch.bfloat16),
+            torch.arange(rows) + 2**40 * (group.rank + 1),
+            torch.rand(rows, 1) > 0.5,
+            torch.randint(0, 200, (rows, 3), dtype=torch.uint8),
+        ]
         routing = plan(own, bags, group, width=WIDTH)
         routed = route(tensors, routing, group)
         assert [t.dtype for t in routed] == [t.dtype for t in tensors]
@@ -58,8 +64,8 @@ def test_rows_arrive_as_the_chunks_of_a_layout_of_the_held_sequences(run_ranks) 
     whole = [torch.arange(length) + 2**40 + 1000 * index for index, length in enumerate(flat)]
 
     def work(group: Group) -> None:
-        before = sum(len(own) for own in LENGTHS[:group.rank])
-        own = whole[before:before + len(LENGTHS[group.rank])]
+        before = sum(len(own) for own in LENGTHS[: group.rank])
+        own = whole[before : before + len(LENGTHS[group.rank])]
         routing = plan(LENGTHS[group.rank], bags, group, width=WIDTH)
         (ids,) = route([torch.cat([*own, torch.zeros(0, dtype=torch.int64)])], routing, group)
         bag = routing.bag
@@ -93,8 +99,8 @@ def test_replicated_vectors_get_the_sum_of_their_gradients(run_ranks) -> None:
 
     def work(group: Group) -> None:
         own = LENGTHS[group.rank]
-        before = sum(len(lengths) for lengths in LENGTHS[:group.rank])
-        mine = counts[before:before + len(own)]
+        before = sum(len(lengths) for lengths in LENGTHS[: group.rank])
+        mine = counts[before : before + len(own)]
         rows = [torch.full((n, 2), float(before + i)) for i, n in enumerate(mine)]
         x = torch.cat([*rows, torch.zeros(0, 2)]).requires_grad_()
         routing = plan(own, parse_topology("g1n2+g2n1"), group, width=WIDTH)
@@ -109,6 +115,7 @@ def test_replicated_vectors_get_the_sum_of_their_gradients(run_ranks) -> None:
 
 def test_rows_that_need_not_move_stay_and_no_collective_runs(run_ranks) -> None:
     """Even lengths are balanced as they lie."""
+
     def work(group: Group) -> None:
         routing = plan([8, 8], parse_topology("g1n3"), group, width=WIDTH)
         before = group.progress.sequence
@@ -122,8 +129,17 @@ def test_rows_that_need_not_move_stay_and_no_collective_runs(run_ranks) -> None:
 
 def test_a_routed_transformer_trains_like_one_at_home(run_ranks) -> None:
     """Wan over bags of one and two ranks: outputs at home and the sum of all gradients are those of no routing."""
-    config = DiTConfig(num_layers=2, num_heads=4, head_dim=6, ffn_dim=16, freq_dim=8, text_dim=6, in_channels=1,
-                       out_channels=1, patch=(1, 1, 1))
+    config = DiTConfig(
+        num_layers=2,
+        num_heads=4,
+        head_dim=6,
+        ffn_dim=16,
+        freq_dim=8,
+        text_dim=6,
+        in_channels=1,
+        out_channels=1,
+        patch=(1, 1, 1),
+    )
     torch.manual_seed(0)
     model = WanDiT(config).double()
     flat = [length for own in LENGTHS for length in own]
@@ -139,13 +155,14 @@ def test_a_routed_transformer_trains_like_one_at_home(run_ranks) -> None:
     def work(group: Group) -> tuple[Tensor, dict[str, Tensor | None]]:
         network = copy.deepcopy(model)
         network.zero_grad()
-        before = sum(len(own) for own in LENGTHS[:group.rank])
+        before = sum(len(own) for own in LENGTHS[: group.rank])
         mine = range(before, before + len(LENGTHS[group.rank]))
         routing = plan(LENGTHS[group.rank], bags, group, width=config.dim)
         (x,) = route([torch.cat([*(tokens[i] for i in mine), tokens[0][:0]])], routing, group)
-        (text,) = replicate([torch.cat([*(texts[i] for i in mine), texts[0][:0]])],
-                            [s.text_tokens for s in sequences], routing, group)
-        (time,) = replicate([times[before:before + len(mine)]], [1] * len(flat), routing, group)
+        (text,) = replicate(
+            [torch.cat([*(texts[i] for i in mine), texts[0][:0]])], [s.text_tokens for s in sequences], routing, group
+        )
+        (time,) = replicate([times[before : before + len(mine)]], [1] * len(flat), routing, group)
         bag = routing.bag
         bag_groups = Groups(store, group.rank, (0, 1, 2, 3), "gloo", 1, 60.0, CancelToken())
         y = x
@@ -166,8 +183,10 @@ def test_a_routed_transformer_trains_like_one_at_home(run_ranks) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 3000), max_size=6), min_size=8, max_size=8),
-       st.sampled_from(["g1n8", "g2n4", "g1n4+g4n1", "g1n2+g6n1", "g8n1", "g1n1+g7n1"]))
+@given(
+    st.lists(st.lists(st.integers(1, 3000), max_size=6), min_size=8, max_size=8),
+    st.sampled_from(["g1n8", "g2n4", "g1n4+g4n1", "g1n2+g6n1", "g8n1", "g1n1+g7n1"]),
+)
 def test_no_bag_exceeds_what_earliest_finish_guarantees(lengths: list[list[int]], topology: str) -> None:
     """The mean, plus the last sequence placed on it once per bag and spread over all ranks (Graham's argument)."""
     bags = parse_topology(topology)
@@ -189,6 +208,7 @@ def test_balance_beats_the_published_greedy_where_that_fails() -> None:
 
 def test_a_bag_without_sequences_and_ranks_without_rows_are_fine(run_ranks) -> None:
     """One sequence for a bag of two, a second bag with nothing: the published library raises KeyError here."""
+
     def work(group: Group) -> int:
         own = [50] if group.rank == 0 else []
         routing = plan(own, parse_topology("g1n2+g2n1"), group, width=WIDTH)

@@ -19,8 +19,9 @@ from ops.models.load import build_dit
 from ops.sampling import Request, SamplerConfig, initial_noise, sample_latents
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
-DIT = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4,
-                out_channels=4)
+DIT = DiTConfig(
+    num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4, out_channels=4
+)
 GEOMETRY = Geometry()
 CONFIG = SamplerConfig(steps=3, guidance_scale=2.5, flow_shift=3.0)
 NEGATIVE = torch.randn(1, 8, generator=torch.Generator().manual_seed(9))
@@ -59,14 +60,15 @@ def test_packed_batch_equals_plain_euler_of_each_prompt() -> None:
 def test_guidance_one_is_the_prompt_alone() -> None:
     dit = build_dit(DIT, seed=1)
     config = replace(CONFIG, guidance_scale=1.0)
-    latent, = sample_latents(dit, [request(4)], NEGATIVE, GEOMETRY, config)
+    (latent,) = sample_latents(dit, [request(4)], NEGATIVE, GEOMETRY, config)
     torch.testing.assert_close(latent, plain_euler(dit, request(4), config), atol=FP32_ATOL, rtol=FP32_ATOL)
 
 
 def test_seed_decides() -> None:
     dit = build_dit(DIT, seed=1)
-    first, again, other = sample_latents(dit, [request(1), request(1), replace(request(1), seed=8)], NEGATIVE, GEOMETRY,
-                                         CONFIG)
+    first, again, other = sample_latents(
+        dit, [request(1), request(1), replace(request(1), seed=8)], NEGATIVE, GEOMETRY, CONFIG
+    )
     assert torch.allclose(first, again, atol=FP32_ATOL)
     assert not torch.allclose(first, other, atol=0.1)
 
@@ -81,8 +83,11 @@ def test_module_keeps_its_training_mode() -> None:
 def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(degree: int) -> None:
     dit = build_dit(DIT, seed=1)
     # 5 x 2 x 1 and 2 x 3 x 1 tokens: neither the lengths nor the whole divide evenly by rank
-    requests = [request(1, frames=5, height=48, width=16), request(2, frames=1, height=48, width=16),
-                request(3, frames=9, height=16, width=16)]
+    requests = [
+        request(1, frames=5, height=48, width=16),
+        request(2, frames=1, height=48, width=16),
+        request(3, frames=9, height=16, width=16),
+    ]
     alone = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG)
     store, members = HashStore(), tuple(range(degree))
 

@@ -27,10 +27,12 @@ HEADS = 12
 # mixed shapes and text lengths; a sequence of one token leaves the other ranks of a bag without rows of it
 MIXED = (Sequence((3, 4, 5), 7), Sequence((1, 1, 1), 2), Sequence((2, 3, 3), 11), Sequence((1, 1, 2), 1))
 SHORT = (Sequence((1, 1, 2), 3),)  # fewer tokens than ranks
-WAN = DiTConfig(num_layers=2, num_heads=HEADS, head_dim=6, ffn_dim=40, freq_dim=16, text_dim=10, in_channels=2,
-                out_channels=2)
-HUNYUAN = replace(WAN, architecture="hunyuan", num_single_layers=1, num_refiner_layers=1, rope_axes=(2, 2, 2),
-                  guidance_embeds=True)
+WAN = DiTConfig(
+    num_layers=2, num_heads=HEADS, head_dim=6, ffn_dim=40, freq_dim=16, text_dim=10, in_channels=2, out_channels=2
+)
+HUNYUAN = replace(
+    WAN, architecture="hunyuan", num_single_layers=1, num_refiner_layers=1, rope_axes=(2, 2, 2), guidance_embeds=True
+)
 
 
 class Case:
@@ -62,8 +64,10 @@ def assemble(parts: list[Tensor], sequences: tuple[Sequence, ...]) -> Tensor:
     """Whole sequences, one after the other, from the rows of every rank."""
     rows = []
     layouts = [Layout(sequences, len(parts), rank) for rank in range(len(parts))]
-    split = [part.split([layout.chunk(i).stop - layout.chunk(i).start for i in range(len(sequences))])
-             for part, layout in zip(parts, layouts)]
+    split = [
+        part.split([layout.chunk(i).stop - layout.chunk(i).start for i in range(len(sequences))])
+        for part, layout in zip(parts, layouts)
+    ]
     for index in range(len(sequences)):
         rows += [of_rank[index] for of_rank in split]
     return torch.cat(rows)
@@ -176,14 +180,17 @@ def test_rows_arrive_in_sequence_order_with_their_heads(run_ranks) -> None:
         layout = Layout(MIXED, group.size, group.rank)
         (heads,) = rows_to_heads([layout.local(whole)], layout.video_exchange, group)
         share = HEADS // group.size
-        assert torch.equal(heads, torch.cat(whole)[:, group.rank * share:(group.rank + 1) * share])
+        assert torch.equal(heads, torch.cat(whole)[:, group.rank * share : (group.rank + 1) * share])
 
     run_ranks(4, work)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5), st.sampled_from([2, 3, 4, 6]),
-       st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5),
+    st.sampled_from([2, 3, 4, 6]),
+    st.booleans(),
+)
 def test_attention_of_any_lengths_equals_one_process(run_ranks, lengths, degree, joint) -> None:
     sequences = [Sequence((1, 1, length), text) for length, text in lengths]
     seed = torch.Generator().manual_seed(0)
@@ -203,9 +210,9 @@ def test_attention_of_any_lengths_equals_one_process(run_ranks, lengths, degree,
         out = sequence_parallel_attention(*own.unbind(1), exchange, group)
         out.pow(3).sum().backward()
         both = torch.cat([out[:, None], own.grad], dim=1).detach()  # [n, 4, H, d]
-        chunks = both[:layout.local_tokens].split(list(layout.local_lengths.host))
+        chunks = both[: layout.local_tokens].split(list(layout.local_lengths.host))
         text_lengths = [layout.text_chunk(i).stop - layout.text_chunk(i).start for i in range(len(sequences))]
-        return list(chunks) + (list(both[layout.local_tokens:].split(text_lengths)) if joint else [])
+        return list(chunks) + (list(both[layout.local_tokens :].split(text_lengths)) if joint else [])
 
     expected, parts = run(Group.solo()), run_ranks(degree, run)
     for whole, chunks in zip(expected, zip(*parts, strict=True), strict=True):

@@ -20,6 +20,7 @@ CHANNELS = 6
 
 def attention_layers(count: int, dim: int) -> list[Layer]:
     """Layers that attend over one dimension and know where the rows of the other one lie."""
+
     def make(weight: Tensor) -> Layer:
         def layer(block: Tensor, rows: Tensor) -> Tensor:
             place = rows.double().sin()[:, None, None] if dim == 2 else rows.double().sin()[:, None]
@@ -27,6 +28,7 @@ def attention_layers(count: int, dim: int) -> list[Layer]:
             x = x if dim == 2 else x.transpose(1, 2)
             x = torch.softmax(x @ x.transpose(-1, -2), dim=-1) @ x
             return block + (x if dim == 2 else x.transpose(1, 2))
+
         return layer
 
     numbers = torch.Generator().manual_seed(dim)
@@ -46,6 +48,7 @@ def whole_layers(x: Tensor, layers: list[tuple[Layer, Layer]]) -> Tensor:
 
 def parallel(x: Tensor, schedule: Schedule, degree: int, run_ranks: Callable) -> Tensor:
     """The whole result, put together from all ranks."""
+
     def grid(rank: int) -> Grid:
         return Grid(frames=x.shape[1], positions=x.shape[2], schedule=schedule, degree=degree, rank=rank)
 
@@ -64,8 +67,12 @@ def parallel(x: Tensor, schedule: Schedule, degree: int, run_ranks: Callable) ->
 @given(st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 11)), st.integers(1, 4), st.data())
 def test_any_slicing_on_any_degree_equals_whole_layers(run_ranks, shape, degree, data) -> None:
     n_t, n_s = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    schedule = Schedule(temporal_slices=n_t, spatial_slices=n_s, temporal_lead=data.draw(st.integers(0, n_t)),
-                        spatial_lead=data.draw(st.integers(0, n_s)))
+    schedule = Schedule(
+        temporal_slices=n_t,
+        spatial_slices=n_s,
+        temporal_lead=data.draw(st.integers(0, n_t)),
+        spatial_lead=data.draw(st.integers(0, n_s)),
+    )
     x = torch.randn(*shape, CHANNELS, dtype=torch.float64)
     torch.testing.assert_close(parallel(x, schedule, degree, run_ranks), whole_layers(x, pairs(2)), **FP64)
 
@@ -109,10 +116,13 @@ def test_exchanges_are_launched_before_the_slice_that_hides_them() -> None:
     assert [without[:index].count("exchange") for index in computes][:5] == [16, 16, 16, 16, 32]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"temporal_lead": 5}, "temporal_lead 5 of temporal_slices 4"),
-    ({"spatial_slices": 0, "spatial_lead": 0}, "spatial_lead 0 of spatial_slices 0"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temporal_lead": 5}, "temporal_lead 5 of temporal_slices 4"),
+        ({"spatial_slices": 0, "spatial_lead": 0}, "spatial_lead 0 of spatial_slices 0"),
+    ],
+)
 def test_a_schedule_that_cannot_be_is_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(**change)

@@ -13,8 +13,14 @@ from ops.models.load import build_text
 from ops.models.text import length_groups
 
 FP32_ATOL = 1e-5
-CAPTIONS = ["a red circle", "", "a blue square moves to the right over a dark background", "kleines grünes Dreieck",
-            "a red circle", "x" * 500]
+CAPTIONS = [
+    "a red circle",
+    "",
+    "a blue square moves to the right over a dark background",
+    "kleines grünes Dreieck",
+    "a red circle",
+    "x" * 500,
+]
 
 
 def test_batch_equals_captions_one_by_one() -> None:

@@ -18,25 +18,51 @@ TILES = {"tiling": True, "tile_sample_min": (32, 32), "tile_sample_stride": (24,
 
 
 def wan() -> torch.nn.Module:
-    return AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1,
-                            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 2.0, 0.5, 1.0])
+    return AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 2.0, 0.5, 1.0],
+    )
 
 
 def wan_patched() -> torch.nn.Module:
-    return AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1, patch_size=2, in_channels=12,
-                            out_channels=12, scale_factor_spatial=16, is_residual=True, latents_mean=[0.0] * 4,
-                            latents_std=[1.0] * 4)
+    return AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+        scale_factor_spatial=16,
+        is_residual=True,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
 
 
 def hunyuan() -> torch.nn.Module:
-    return AutoencoderKLHunyuanVideo(latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
-                                     norm_num_groups=2, mid_block_add_attention=False)
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        mid_block_add_attention=False,
+    )
 
 
 def cogvideox() -> torch.nn.Module:
-    return AutoencoderKLCogVideoX(latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
-                                  norm_num_groups=2, down_block_types=("CogVideoXDownBlock3D",) * 4,
-                                  up_block_types=("CogVideoXUpBlock3D",) * 4)
+    return AutoencoderKLCogVideoX(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+    )
 
 
 FAMILIES = {"wan": wan, "wan_patched": wan_patched, "hunyuan": hunyuan, "cogvideox": cogvideox}

@@ -17,8 +17,9 @@ from ops.packing import Layout, Sequence, patchify, unpatchify
 from ops.weights import STEM, check_state, read_state, weight_files, write_folder
 
 FP32_ATOL = 1e-5
-SMALL = DiTConfig(num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4,
-                  out_channels=4)
+SMALL = DiTConfig(
+    num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4, out_channels=4
+)
 
 
 def published(folder: Path, **save: object) -> WanTransformer3DModel:
@@ -85,14 +86,17 @@ def spoil(folder: Path, change: str) -> None:
         path.rename(path.with_name("diffusion_pytorch_model.bin"))
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    ("missing", r"lacks proj_out\.bias, which the model has"),
-    ("unexpected", r"holds blocks\.9\.ffn\.bias, which the model does not have"),
-    ("shape", r"proj_out\.bias has shape \[3\], the model's is \[16\]"),
-    ("dtype", r"proj_out\.bias is int8; weights must be float32"),
-    ("torn", "is not a whole safetensors file"),
-    ("absent", "pickled weights are not read"),
-])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("missing", r"lacks proj_out\.bias, which the model has"),
+        ("unexpected", r"holds blocks\.9\.ffn\.bias, which the model does not have"),
+        ("shape", r"proj_out\.bias has shape \[3\], the model's is \[16\]"),
+        ("dtype", r"proj_out\.bias is int8; weights must be float32"),
+        ("torn", "is not a whole safetensors file"),
+        ("absent", "pickled weights are not read"),
+    ],
+)
 def test_weights_that_do_not_fit_are_one_sentence(tmp_path: Path, change: str, sentence: str) -> None:
     published(tmp_path)
     spoil(tmp_path, change)

@@ -36,8 +36,9 @@ def test_a_search_that_found_little_is_replaced_by_knapsack(h100: Profile, monke
     steps = read_workload(BENCH / "A-16gpu.json").steps[:1]
     cluster = Cluster(nodes=(8, 8))
 
-    def one_by_one(problem: Problem, numbers: list[int], seed: int, budget_s: float,
-                   plan_s: list[float]) -> list[Cascade]:
+    def one_by_one(
+        problem: Problem, numbers: list[int], seed: int, budget_s: float, plan_s: list[float]
+    ) -> list[Cascade]:
         plan_s += [0.0] * len(numbers)
         end, found = 0.0, []
         for cascade in cascade_plan(problem, numbers, seed, 0.0):

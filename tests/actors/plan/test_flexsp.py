@@ -12,10 +12,20 @@ from actors.plan.types import Cluster, Item
 
 @pytest.mark.parametrize("strategy", ["flexsp", "flexsp_greedy"])
 def test_pieces_without_a_common_degree_take_their_own(strategy: str) -> None:
-    latency = [{"module": "dit", "batch": batch, "frames": 17, "height": 64, "width": 64, "degree": degree,
-                "seconds": 1.0} for batch, degree in ((2, 2), (1, 1))]
-    profile = parse_profile({"model": "m", "device": "d", "degrees": {"dit": [1, 2]}, "latency": latency,
-                             "limits": {"gpu_memory_gib": 80}, "extrapolate": False})
+    latency = [
+        {"module": "dit", "batch": batch, "frames": 17, "height": 64, "width": 64, "degree": degree, "seconds": 1.0}
+        for batch, degree in ((2, 2), (1, 1))
+    ]
+    profile = parse_profile(
+        {
+            "model": "m",
+            "device": "d",
+            "degrees": {"dit": [1, 2]},
+            "latency": latency,
+            "limits": {"gpu_memory_gib": 80},
+            "extrapolate": False,
+        }
+    )
     steps = [[Item(id="a", batch=3, frames=17, height=64, width=64, cached=("text", "vae"))]]
     plan = make_plan(steps, profile, Cluster(nodes=(4,)), PlanOptions(strategy=strategy))
     check(plan, steps, profile, Cluster(nodes=(4,)))

@@ -23,8 +23,10 @@ SHAPES = [(6, 5), (6, 13), (5, 25), (3, 41), (2, 57), (1, 81), (1, 97), (1, 113)
 
 
 def step_of(*numbers: int) -> list[Item]:
-    return [Item(id=f"i{n}", batch=SHAPES[number][0], frames=SHAPES[number][1], height=1280, width=720)
-            for n, number in enumerate(numbers)]
+    return [
+        Item(id=f"i{n}", batch=SHAPES[number][0], frames=SHAPES[number][1], height=1280, width=720)
+        for n, number in enumerate(numbers)
+    ]
 
 
 def alone(problem: Problem) -> tuple[State, StepJobs]:
@@ -39,10 +41,14 @@ def plainest(space: batch.Space) -> tuple[np.ndarray, np.ndarray]:
 
 @needs_compiler
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=5), min_size=1, max_size=2),
-       st.integers(1, 4), st.integers(0, 5))
-def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(h100: Profile, steps: list[list[int]], nodes: int,
-                                                                     seed: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=5), min_size=1, max_size=2),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(
+    h100: Profile, steps: list[list[int]], nodes: int, seed: int
+) -> None:
     """Forward or from its end, alone or with encodes of the next step: the evaluator's end is the search's makespan."""
     problem = Problem([step_of(*step) for step in steps], h100, Cluster(nodes=(8,) * nodes), PlanOptions())
     state, chosen = alone(problem)
@@ -58,8 +64,9 @@ def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(h100: Profi
 
 
 @needs_compiler
-def test_the_vectorised_and_the_compiled_search_agree_on_a_small_step(h100: Profile, monkeypatch: pytest.MonkeyPatch) \
-        -> None:
+def test_the_vectorised_and_the_compiled_search_agree_on_a_small_step(
+    h100: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = step_of(1, 7)
     compiled = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
     monkeypatch.setattr(native, "library", lambda: None)

@@ -20,15 +20,25 @@ from ops.config import DiTConfig
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
 FLOPS = Profile.from_flops(DiTConfig(num_heads=4))
 
-items = st.builds(lambda batch, frames, side, text: (batch, frames, 32 * side, 32 * side, text),
-                  st.integers(1, 5), st.sampled_from([1, 5, 17, 33]), st.integers(1, 4), st.integers(0, 40))
+items = st.builds(
+    lambda batch, frames, side, text: (batch, frames, 32 * side, 32 * side, text),
+    st.integers(1, 5),
+    st.sampled_from([1, 5, 17, 33]),
+    st.integers(1, 4),
+    st.integers(0, 40),
+)
 workloads = st.lists(st.lists(items, min_size=1, max_size=6), min_size=1, max_size=3)
 clusters = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda nodes: Cluster(nodes=tuple(nodes)))
 
 
 def named(steps: list[list[tuple[int, int, int, int, int]]]) -> list[list[Item]]:
-    return [[Item(id=f"i{n}", batch=b, frames=f, height=h, width=w, text_tokens=t)
-             for n, (b, f, h, w, t) in enumerate(step)] for step in steps]
+    return [
+        [
+            Item(id=f"i{n}", batch=b, frames=f, height=h, width=w, text_tokens=t)
+            for n, (b, f, h, w, t) in enumerate(step)
+        ]
+        for step in steps
+    ]
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,8 +73,9 @@ def test_same_input_and_seed_give_the_same_plan(steps: list, cluster: Cluster, s
 @given(workloads, clusters)
 def test_cascade_is_never_worse_than_its_starting_plan(steps: list, cluster: Cluster) -> None:
     workload = named(steps[:1])
-    start, searched = (make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=budget)).steps[0].makespan_s
-                       for budget in (0.0, 0.02))
+    start, searched = (
+        make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=budget)).steps[0].makespan_s for budget in (0.0, 0.02)
+    )
     assert searched <= start * (1 + 1e-9)
 
 
@@ -72,8 +83,10 @@ def test_cascade_is_never_worse_than_its_starting_plan(steps: list, cluster: Clu
 @given(st.lists(items, min_size=1, max_size=5), st.integers(1, 4))
 def test_adding_a_worker_never_makes_the_plan_slower_by_more_than_one_percent(step: list, workers: int) -> None:
     workload = named([step])
-    fewer, more = (make_plan(workload, FLOPS, Cluster(nodes=(n,)), PlanOptions(budget_s=0.05)).steps[0].makespan_s
-                   for n in (workers, workers + 1))
+    fewer, more = (
+        make_plan(workload, FLOPS, Cluster(nodes=(n,)), PlanOptions(budget_s=0.05)).steps[0].makespan_s
+        for n in (workers, workers + 1)
+    )
     assert more <= 1.01 * fewer
 
 
@@ -110,10 +123,19 @@ def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
     for _ in range(10_000):
         workers = source.randint(1, 6)
         cascades = tuple(
-            Cascade(id=f"c{n}", module=source.choice(("vae", "dit")), step=0, parts=(), degree=len(bag), workers=bag,
-                    start_s=float(source.randint(0, 3)), end_s=9.0)
+            Cascade(
+                id=f"c{n}",
+                module=source.choice(("vae", "dit")),
+                step=0,
+                parts=(),
+                degree=len(bag),
+                workers=bag,
+                start_s=float(source.randint(0, 3)),
+                end_s=9.0,
+            )
             for n in range(source.randint(1, 10))
-            for bag in [tuple(source.sample(range(workers), source.randint(1, workers)))])
+            for bag in [tuple(source.sample(range(workers), source.randint(1, workers)))]
+        )
         step = StepPlan(step=0, cascades=cascades, makespan_s=9.0, lower_bound_s=0.0, plan_s=0.0, idle_ratio=0.0)
         executed = rolling_cut(Plan(strategy="cascade", steps=(step,)))
         assert len(executed) == len(cascades) and bag_order_is_deadlock_free(executed)
@@ -134,7 +156,8 @@ def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(step: list, 
         patch.setattr("actors.plan.exact.EXACT_S", 0.5)
         start, cascade, exact = (
             make_plan(workload, FLOPS, cluster, PlanOptions(strategy=name, budget_s=budget)).steps[0].makespan_s
-            for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02)))
+            for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02))
+        )
     assert exact <= cascade * (1 + 1e-9) and cascade <= start * (1 + 1e-9)
 
 
@@ -175,7 +198,7 @@ def brute_force(problem: Problem) -> float:
                 start = max([free[degree - 1]] + [end[p] for p in jobs[index].preds])
                 end[index] = start + seconds
                 usable = sum(time <= start + 1e-12 for time in free)
-                free[usable - degree:usable] = [end[index]] * degree  # best fit: those that were free last
+                free[usable - degree : usable] = [end[index]] * degree  # best fit: those that were free last
                 free.sort()
             best = min(best, max(end))
     return best

@@ -78,8 +78,12 @@ def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
 
 def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
     assert costs.vae_tiles(16, 256, 448) == (2, 16 * 256 * 256)
-    one, two = (costs.FORMS["tiles"].features(Load(batch=1, frames=16, height=256, width=640, text_tokens=0, tokens=0,
-                                                   degree=k), 2.0)[1] for k in (1, 2))
+    one, two = (
+        costs.FORMS["tiles"].features(
+            Load(batch=1, frames=16, height=256, width=640, text_tokens=0, tokens=0, degree=k), 2.0
+        )[1]
+        for k in (1, 2)
+    )
     assert one == 3 * 16 * 256 * 256 and two == 2 * 16 * 256 * 256
 
 
@@ -108,8 +112,17 @@ def tiled_vae(points: int) -> dict:
     for batch, frames, height in islice(shapes, points):
         tiles, volume = costs.vae_tiles(frames, height, 256)
         seconds = (0.05 + 4e-7 * batch * tiles * volume) * (1.35 if height > 480 else 1.0)
-        entries.append({"module": "vae", "batch": batch, "frames": frames, "height": height, "width": 256, "degree": 1,
-                        "seconds": seconds})
+        entries.append(
+            {
+                "module": "vae",
+                "batch": batch,
+                "frames": frames,
+                "height": height,
+                "width": 256,
+                "degree": 1,
+                "seconds": seconds,
+            }
+        )
     return {"latency": entries, "degrees": {"vae": [1]}, "extrapolate": True}
 
 
@@ -126,8 +139,9 @@ def test_a_profile_that_asks_for_the_residual_is_refused_without_xgboost(monkeyp
 
 
 def test_the_residual_explains_what_the_tiles_do_not() -> None:
-    plain, helped = (Profile.load(tiled_vae(36) | {"residual": residual}).model_of("vae")
-                     for residual in ("none", "xgboost"))
+    plain, helped = (
+        Profile.load(tiled_vae(36) | {"residual": residual}).model_of("vae") for residual in ("none", "xgboost")
+    )
     assert plain is not None and helped is not None
     assert "XGBoost" in helped.source and helped.worst < 0.5 * plain.worst
 
@@ -148,15 +162,20 @@ def test_cross_node_factor_follows_common_rails() -> None:
     assert topology.factor((0, 2, 4)) == pytest.approx(1 + 0.2 * math.exp(-0.75))
 
 
-@pytest.mark.parametrize("change, sentence", [
-    ({"latency": [{**ENTRY, "seconds": -1}]}, "positive"),
-    ({"latency": [{**ENTRY, "seconds": float("nan")}]}, "positive"),
-    ({"latency": [{**ENTRY, "module": "audio"}]}, "unknown module 'audio'"),
-    ({"latency": []}, "nothing can be priced"),
-    ({"latency": [{**ENTRY, "degree": 0}]}, "degree is 0"),
-    ({"latency": [ENTRY], "degrees": {"dit": [5]}, "num_heads": 12}, "does not divide the 12"),
-    ({"latency": [ENTRY], "residual": "trees"}, "residual is 'trees'; use one of none, xgboost"),
-    ({"latency": [ENTRY], "degrees": []}, "must map"), ({"latency": [ENTRY], "cross_node": {"decay": "x"}}, "decay")])
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"latency": [{**ENTRY, "seconds": -1}]}, "positive"),
+        ({"latency": [{**ENTRY, "seconds": float("nan")}]}, "positive"),
+        ({"latency": [{**ENTRY, "module": "audio"}]}, "unknown module 'audio'"),
+        ({"latency": []}, "nothing can be priced"),
+        ({"latency": [{**ENTRY, "degree": 0}]}, "degree is 0"),
+        ({"latency": [ENTRY], "degrees": {"dit": [5]}, "num_heads": 12}, "does not divide the 12"),
+        ({"latency": [ENTRY], "residual": "trees"}, "residual is 'trees'; use one of none, xgboost"),
+        ({"latency": [ENTRY], "degrees": []}, "must map"),
+        ({"latency": [ENTRY], "cross_node": {"decay": "x"}}, "decay"),
+    ],
+)
 def test_bad_profiles_are_refused_with_one_sentence(change: dict, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         Profile.load(change)
@@ -179,22 +198,36 @@ def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> N
     with pytest.raises(PlanError, match="Use batch 1"):
         make_plan([[many]], h100, Cluster(nodes=(8,)), PlanOptions(split=False))
     with pytest.raises(PlanError, match="The profile lists"):
-        make_plan([[Item(id="odd", batch=1, frames=130, height=1280, width=720)]], h100, Cluster(nodes=(8,)),
-                  PlanOptions())
+        make_plan(
+            [[Item(id="odd", batch=1, frames=130, height=1280, width=720)]], h100, Cluster(nodes=(8,)), PlanOptions()
+        )
 
 
 def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
-    profile = Profile.load({"latency": [ENTRY], "degrees": {"dit": [1]}, "extrapolate": True, "num_heads": 8,
-                            "memory": {"states_gib": 10, "gib_per_token": 1}, "limits": {"gpu_memory_gib": 40}})
+    profile = Profile.load(
+        {
+            "latency": [ENTRY],
+            "degrees": {"dit": [1]},
+            "extrapolate": True,
+            "num_heads": 8,
+            "memory": {"states_gib": 10, "gib_per_token": 1},
+            "limits": {"gpu_memory_gib": 40},
+        }
+    )
     with pytest.raises(PlanError, match="It fits at degree 4"):
-        make_plan([[Item(id="x", batch=1, frames=17, height=64, width=64)]], profile, Cluster(nodes=(8,)),
-                  PlanOptions())
+        make_plan(
+            [[Item(id="x", batch=1, frames=17, height=64, width=64)]], profile, Cluster(nodes=(8,)), PlanOptions()
+        )
 
 
 def test_degrees_must_divide_the_heads() -> None:
     with pytest.raises(PlanError, match="degree 5 does not divide the 4"):
-        make_plan([[Item(id="x", batch=1, frames=17, height=64, width=64)]], Profile.from_flops(DiTConfig(num_heads=4)),
-                  Cluster(nodes=(8,)), PlanOptions(degrees=(5,)))
+        make_plan(
+            [[Item(id="x", batch=1, frames=17, height=64, width=64)]],
+            Profile.from_flops(DiTConfig(num_heads=4)),
+            Cluster(nodes=(8,)),
+            PlanOptions(degrees=(5,)),
+        )
 
 
 def test_profiles_are_json(h100: Profile) -> None:

@@ -21,8 +21,10 @@ TWO_NODES = Cluster(nodes=(8, 8))
 
 def case_study() -> list[Item]:
     """13, 37, 105 and 113 frames on 16 GPUs: Arachne's Figures 1b, 3 and 9."""
-    return [Item(id=f"{frames}f", batch=batch, frames=frames, height=1280, width=720)
-            for batch, frames in ((6, 13), (3, 37), (1, 105), (1, 113))]
+    return [
+        Item(id=f"{frames}f", batch=batch, frames=frames, height=1280, width=720)
+        for batch, frames in ((6, 13), (3, 37), (1, 105), (1, 113))
+    ]
 
 
 def planned(h100: Profile, strategy: str, **options: float) -> Plan:
@@ -33,8 +35,9 @@ def planned(h100: Profile, strategy: str, **options: float) -> Plan:
 
 def test_static_degree_four_waits_for_the_longest_clip(h100: Profile) -> None:
     step = planned(h100, "static", static_degree=4).steps[0]
-    assert step.makespan_s == pytest.approx(h100.seconds("vae", 1, 113, 1280, 720, 4)
-                                            + h100.seconds("dit", 1, 113, 1280, 720, 4))
+    assert step.makespan_s == pytest.approx(
+        h100.seconds("vae", 1, 113, 1280, 720, 4) + h100.seconds("dit", 1, 113, 1280, 720, 4)
+    )
     assert step.idle_ratio > 0.33  # Figure 1b: the groups of short clips wait
 
 
@@ -96,8 +99,10 @@ def test_the_evaluator_reproduces_every_start_from_the_order_alone(h100: Profile
 def test_a_large_cluster_is_planned_near_its_bound(h100: Profile) -> None:
     source = random.Random(1)
     shapes = sorted({key[1:5] for key in h100.measured if key[0] == "dit"})
-    step = [Item(id=f"i{n}", batch=b, frames=f, height=h, width=w)
-            for n, (b, f, h, w) in enumerate(source.choice(shapes) for _ in range(128))]
+    step = [
+        Item(id=f"i{n}", batch=b, frames=f, height=h, width=w)
+        for n, (b, f, h, w) in enumerate(source.choice(shapes) for _ in range(128))
+    ]
     cluster = Cluster(nodes=(8,) * 32)
     plan = make_plan([step], h100, cluster, PlanOptions(budget_s=1.0))
     check(plan, [step], h100, cluster)
@@ -105,8 +110,10 @@ def test_a_large_cluster_is_planned_near_its_bound(h100: Profile) -> None:
 
 
 def test_split_batches_are_chosen_where_whole_ones_leave_workers_idle() -> None:
-    latency = [{"module": "dit", "batch": b, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": float(b)}
-               for b in (1, 2, 4)]
+    latency = [
+        {"module": "dit", "batch": b, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": float(b)}
+        for b in (1, 2, 4)
+    ]
     profile = Profile.load({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
     step = [Item(id="x", batch=4, frames=17, height=64, width=64)]
     whole, split = (make_plan([step], profile, Cluster(nodes=(2,)), PlanOptions(split=flag)) for flag in (False, True))
@@ -125,20 +132,28 @@ def test_a_slow_worker_gets_less(h100: Profile) -> None:
 
 
 def test_a_handoff_keeps_the_consumer_with_its_producer_or_costs_its_time() -> None:
-    latency = [{"module": module, "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 1.0}
-               for module in ("vae", "dit")]
-    profile = Profile.load({"latency": latency, "degrees": {"dit": [1], "vae": [1]}, "extrapolate": False,
-                            "handoff": {"latency_s": 5.0}})
+    latency = [
+        {"module": module, "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 1.0}
+        for module in ("vae", "dit")
+    ]
+    profile = Profile.load(
+        {"latency": latency, "degrees": {"dit": [1], "vae": [1]}, "extrapolate": False, "handoff": {"latency_s": 5.0}}
+    )
     step = [Item(id=f"i{n}", batch=1, frames=17, height=64, width=64) for n in range(2)]
     plan = make_plan([step], profile, Cluster(nodes=(2,)), PlanOptions(budget_s=0.02))
     check(plan, [step], profile, Cluster(nodes=(2,)))
     assert plan.steps[0].makespan_s == 2.0
 
 
-@pytest.mark.parametrize("break_it, sentence", [
-    (lambda c: {"end_s": c.end_s + 1}, "lasts"), (lambda c: {"workers": c.workers[:-1]}, "has degree"),
-    (lambda c: {"start_s": c.start_s - 5, "end_s": c.end_s - 5}, "starts at|same time"),
-    (lambda c: {"workers": tuple(w + 100 for w in c.workers)}, "outside")])
+@pytest.mark.parametrize(
+    "break_it, sentence",
+    [
+        (lambda c: {"end_s": c.end_s + 1}, "lasts"),
+        (lambda c: {"workers": c.workers[:-1]}, "has degree"),
+        (lambda c: {"start_s": c.start_s - 5, "end_s": c.end_s - 5}, "starts at|same time"),
+        (lambda c: {"workers": tuple(w + 100 for w in c.workers)}, "outside"),
+    ],
+)
 def test_the_check_refuses_a_broken_plan(h100: Profile, break_it: object, sentence: str) -> None:
     from dataclasses import replace
 

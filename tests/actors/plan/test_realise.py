@@ -28,8 +28,15 @@ def found(*rows: tuple[float, int, tuple[int, ...]], seconds: float = 1.0) -> tu
     """A schedule of unrelated jobs (start, degree, nodes), each as long."""
     jobs = [Job("dit", 0, (0, "a"), 0, 1, ((degree, seconds),), []) for _, degree, _ in rows]
     end = max(start for start, _, _ in rows) + seconds
-    return jobs, Found(end, end, list(range(len(rows))), [degree for _, degree, _ in rows],
-                       [nodes for _, _, nodes in rows], [start for start, _, _ in rows], 0)
+    return jobs, Found(
+        end,
+        end,
+        list(range(len(rows))),
+        [degree for _, degree, _ in rows],
+        [nodes for _, _, nodes in rows],
+        [start for start, _, _ in rows],
+        0,
+    )
 
 
 def test_a_bag_over_nodes_uses_the_same_rails_on_each(problem: Problem) -> None:
@@ -49,10 +56,17 @@ def test_whole_rails_stay_free_beside_small_jobs(problem: Problem) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.5]), st.sampled_from([1, 2, 4, 6, 8, 12, 16])),
-                min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_a_drawn_bag_has_its_size_on_its_nodes_whatever_is_busy(problem: Problem, rows: list[tuple[float, int]],
-                                                                source: random.Random) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.5]), st.sampled_from([1, 2, 4, 6, 8, 12, 16])),
+        min_size=1,
+        max_size=12,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_a_drawn_bag_has_its_size_on_its_nodes_whatever_is_busy(
+    problem: Problem, rows: list[tuple[float, int]], source: random.Random
+) -> None:
     jobs, plan = found(*[(start, degree, (0, 1) if degree > 8 else (source.randrange(2),)) for start, degree in rows])
     lister = Lister(problem, jobs)
     for index in plan.order:

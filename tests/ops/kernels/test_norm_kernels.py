@@ -69,8 +69,9 @@ def test_ln_modulate(device: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer norm", "rms norm"])
-@pytest.mark.parametrize("tables", [("scale",), ("shift",), ("weight", "bias"), ("weight", "bias", "scale", "shift")],
-                         ids="-".join)
+@pytest.mark.parametrize(
+    "tables", [("scale",), ("shift",), ("weight", "bias"), ("weight", "bias", "scale", "shift")], ids="-".join
+)
 def test_every_combination_of_tables(device: str, rms: bool, tables: tuple[str, ...]) -> None:
     segments, width = MANY_RUNS.to(device), 72
     given = {"x": make(device, torch.float32, segments.num_rows, width)}
@@ -87,8 +88,10 @@ def test_every_combination_of_tables(device: str, rms: bool, tables: tuple[str, 
 def test_gate_residual_ln_modulate(device: str, residual: torch.dtype, width: int) -> None:
     torch.manual_seed(width)
     segments = PACKED.to(device)
-    given = {"x": make(device, residual, segments.num_rows, width),
-             "y": make(device, torch.bfloat16, segments.num_rows, width)}
+    given = {
+        "x": make(device, residual, segments.num_rows, width),
+        "y": make(device, torch.bfloat16, segments.num_rows, width),
+    }
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("gate", "scale", "shift")}
     wanted = exact(given)
     actual = fused.gate_residual_ln_modulate(**given, segments=segments, out_dtype=torch.bfloat16)
@@ -122,8 +125,12 @@ def test_frozen_tables_need_no_sums(device: str, frozen: tuple[str, ...]) -> Non
     def gradients(tensors: dict[str, Tensor]) -> list[Tensor]:
         residual, h = fused.gate_residual_ln_modulate(**tensors, segments=segments)
         tables = {name: tensors[name] for name in ("scale", "shift")}
-        outs = [residual, h, fused.ln_modulate(tensors["x"], **tables, segments=segments),
-                fused.gate_residual(tensors["x"], tensors["y"], tensors["gate"], segments)]
+        outs = [
+            residual,
+            h,
+            fused.ln_modulate(tensors["x"], **tables, segments=segments),
+            fused.gate_residual(tensors["x"], tensors["y"], tensors["gate"], segments),
+        ]
         wrt = [given[name] for name in given if name not in frozen]
         return list(torch.autograd.grad(outs, wrt, [cotangent.to(out.dtype) for out in outs]))
 
@@ -141,8 +148,11 @@ def test_gate_residual(device: str) -> None:
 
 @pytest.mark.parametrize("table_rows", [1, 9], ids=["one row", "a row per token"])
 def test_tables_without_segments(device: str, table_rows: int) -> None:
-    given = {"x": make(device, torch.bfloat16, 9, 136), "scale": make(device, torch.float32, table_rows, 136),
-             "shift": make(device, torch.float32, table_rows, 136)}
+    given = {
+        "x": make(device, torch.bfloat16, 9, 136),
+        "scale": make(device, torch.float32, table_rows, 136),
+        "shift": make(device, torch.float32, table_rows, 136),
+    }
     wanted = exact(given)
     compare([fused.ln_modulate(**given)], [reference.ln_modulate(**wanted)], given, wanted)
     given["y"], given["gate"] = make(device, torch.bfloat16, 9, 136), make(device, torch.float32, table_rows, 136)
@@ -182,7 +192,7 @@ def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) ->
     wide = make(device, torch.float32, segments.num_rows, 3 * width)
     table = make(device, torch.float32, segments.num_mods, 6, width)
     odd = make(device, torch.float32, segments.num_rows, width + 3)
-    for x in (wide[:, width:2 * width], odd[:, 3:]):
+    for x in (wide[:, width : 2 * width], odd[:, 3:]):
         scale, shift = table[:, 1], table[:, 4]
         actual = fused.ln_modulate(x, scale, shift, segments)
         expected = reference.ln_modulate(x.double(), scale.double(), shift.double(), rows_of(segments))
@@ -227,8 +237,12 @@ def test_small_values_under_a_tiny_epsilon(device: str, rms: bool) -> None:
 def test_gradients_repeat_bit_by_bit(device: str) -> None:
     segments = MANY_RUNS.to(device)
     x, scale = make(device, torch.bfloat16, segments.num_rows, 128), make(device, torch.float32, 6, 128)
-    runs = [torch.autograd.grad(fused.gate_residual_ln_modulate(x, x, scale, scale, scale, segments)[1].float().sum(),
-                                [x, scale]) for _ in range(2)]
+    runs = [
+        torch.autograd.grad(
+            fused.gate_residual_ln_modulate(x, x, scale, scale, scale, segments)[1].float().sum(), [x, scale]
+        )
+        for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 

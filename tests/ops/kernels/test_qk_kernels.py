@@ -20,18 +20,25 @@ def make(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def check(
-    given: list[Tensor], weights: list[Tensor | None], cos: Tensor | None, sin: Tensor | None,
-    head_dim: int, per_head: bool,
+    given: list[Tensor],
+    weights: list[Tensor | None],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    head_dim: int,
+    per_head: bool,
 ) -> None:
     actual = fused.qk_norm_rope(*given, *weights, cos, sin, head_dim=head_dim, per_head=per_head)
     wanted = [t.detach().double().requires_grad_() for t in given]
     wanted_weights = [None if w is None else w.detach().double().requires_grad_() for w in weights]
-    expected = [reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head)
-                for x, w in zip(wanted, wanted_weights)]
+    expected = [
+        reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head)
+        for x, w in zip(wanted, wanted_weights)
+    ]
     cotangents = [torch.randn_like(out) for out in actual]
     got = torch.autograd.grad(actual, given + [w for w in weights if w is not None], cotangents)
-    want = torch.autograd.grad(expected, wanted + [w for w in wanted_weights if w is not None],
-                               [c.double() for c in cotangents])
+    want = torch.autograd.grad(
+        expected, wanted + [w for w in wanted_weights if w is not None], [c.double() for c in cotangents]
+    )
     low = given[0].dtype == torch.bfloat16
     for a, b in zip([*actual, *got], [*expected, *want]):
         assert a.isfinite().all()
@@ -46,7 +53,7 @@ def test_qk_norm_rope(device: str, dtype: torch.dtype, per_head: bool, heads: in
     torch.manual_seed(heads)
     tokens, batch, width = 5, 2, heads * head_dim
     packed = make(device, dtype, batch * tokens, 3 * width)  # q and k are views of a packed qkv
-    given = [packed[:, :width], packed[:, width:2 * width]]
+    given = [packed[:, :width], packed[:, width : 2 * width]]
     weights = [make(device, torch.float32, head_dim if per_head else width) for _ in "qk"]
     angles = torch.randn(tokens, head_dim // 2, device=device, dtype=torch.float64)
     check(given, weights, angles.cos().float(), angles.sin().float(), head_dim, per_head)
