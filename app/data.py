@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from data.config import LimitsConfig, SourceConfig
-    from data.index import Index
+    from data.dataset.index import Index
     from data.ledger import Ledger
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -81,7 +81,7 @@ def lint(
     """
     from data.errors import DataError
     from data.ledger import Ledger
-    from data.lint import lint as check
+    from data.tools.lint import lint as check
 
     sources, limits = _sources(paths, config, overrides, kind, media, caption)
     out.unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def stats(
 ) -> None:
     """Shapes, lengths, frame rates, captions and scores of a data set."""
     from data.ledger import Ledger
-    from data.stats import statistics
+    from data.tools.stats import statistics
 
     sources, limits = _sources(paths, config, overrides, kind, media, caption)
     found = [statistics(index) for index in _open(sources, limits, cache, Ledger(limits), workers)]
@@ -151,8 +151,8 @@ def convert(
     crf: Annotated[int, typer.Option(help="H.264 quality of clips cut out of longer videos.")] = 18,
 ) -> None:
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
-    from data.convert import convert as write
     from data.ledger import Ledger
+    from data.tools.convert import convert as write
 
     sources, limits = _sources([path], None, None, kind, media, caption)
     ledger = Ledger(limits, out / "bad.jsonl")
@@ -202,7 +202,7 @@ def _sources(
 ) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
     """Sources of the command line or of a run's config, and the limits that apply."""
     from data.config import LimitsConfig, SourceConfig
-    from data.sources import guess_kind
+    from data.readers.registry import guess_kind
 
     if bool(paths) == (config is not None):
         raise typer.BadParameter("give PATH or --config, one of them")
@@ -221,10 +221,10 @@ def _sources(
 
 def _admitted(config: Path, overrides: list[str] | None, indexes: list[Index], ledger: Ledger) -> list[np.ndarray]:
     """Masks of the rows that a run trains; what its filters and buckets refuse is counted in the ledger."""
-    from actors.batching import TargetBatch
+    from actors.feed.batching import TargetBatch
     from app.config import RunConfig, from_here
     from app.plan_inputs import profile_of
-    from data.dataset import Dataset
+    from data.dataset.dataset import Dataset
     from ops.folders import resolve
 
     run = from_here(RunConfig.load(config, overrides or []))
@@ -238,7 +238,7 @@ def _long_captions(
 ) -> dict[str, int]:
     """How many captions the run's text encoder cuts."""
     from app.config import RunConfig, from_here
-    from data.lint import count_long_captions
+    from data.tools.lint import count_long_captions
     from ops.models.text import token_counter
 
     text = from_here(RunConfig.load(config, overrides or [])).model.text
@@ -254,7 +254,7 @@ def _open(
     workers: int,
     allow_empty: bool = False,
 ) -> list[Index]:
-    from data.index import build_index
+    from data.dataset.index import build_index
 
     with _progress("indexing") as progress:
         return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.config import RunConfig
-from data.accounting import Accounting
+from data.dataset.coverage import Accounting
 from data.errors import DataError
 from data.types import Bucket
 from ops.geometry import Geometry

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from app.config import RunConfig
-    from data.dataset import Dataset
+    from data.dataset.dataset import Dataset
     from data.types import Batch, Bucket, DataItem
 
 CAPTION_WIDTH, MARGIN, LINE = 300, 6, 12  # pixels

@@ -20,7 +20,7 @@ def synth(
 
     Raises ValueError when `folder` already holds either.
     """
-    from data.synthetic import SynthConfig, synthesize
+    from data.tools.synthetic import SynthConfig, synthesize
 
     base = SynthConfig()
     config = SynthConfig(

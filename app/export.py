@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.checkpoint import load, model_state
+from actors.state.checkpoint_files import load, model_state
 from app import pipeline_parts
 from app.config import RunConfig
 from app.parity import compare_forward, compare_weights

@@ -38,7 +38,7 @@ class LiveSamples:
             return
         import ray
 
-        from actors.pool import uses_gpu
+        from actors.pool.workers import uses_gpu
 
         if self._running is not None and not self._collect(0.0):
             log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)

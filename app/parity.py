@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.checkpoint import CheckpointError
+from actors.state.checkpoint_files import CheckpointError
 from ops.comm import Group
 from ops.config import DiTConfig
 from ops.folders import TRANSFORMER_CLASSES

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.batching import TargetBatch
+from actors.feed.batching import TargetBatch
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Item, PlanError
 from app.settings import ConfigError, parse, plain
@@ -22,7 +22,7 @@ from ops.geometry import Geometry
 
 if TYPE_CHECKING:
     from app.config import RunConfig
-    from data.dataset import Dataset
+    from data.dataset.dataset import Dataset
 
 ITEM_KEYS = ("batch", "frames", "height", "width")
 
@@ -175,7 +175,7 @@ def items_from_data(dataset: Dataset, step: int, config: RunConfig, model: Model
 
 def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dataset:
     """The data of a run as training opens it. Raises DataError and ValueError as training would."""
-    from data.dataset import Dataset
+    from data.dataset.dataset import Dataset
 
     return Dataset.open(config.data, geometry, config.train.seed, timed=TargetBatch(profile=profile, geometry=geometry))
 

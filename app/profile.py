@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.batching import TargetBatch
+from actors.feed.batching import TargetBatch
 from actors.plan.profile import Profile
 from actors.plan.types import Module
 from app.config import RunConfig, from_here

@@ -22,7 +22,7 @@ import typer
 from app.config import RunConfig, run_dir
 from app.settings import ConfigError
 from app.video import contact_sheet
-from data.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, synthesize
+from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, synthesize
 
 _LEAST_SHARE = 0.01  # of the pixels; with less of every shape colour a clip names none
 

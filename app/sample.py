@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from actors.checkpoint import CheckpointError, is_complete, latest, load, model_state
+from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.config import RunConfig, names
 from app.profile import pick_device
 from app.settings import ConfigError, build, parse

@@ -1,7 +1,7 @@
 """Trains one run. On a cluster:  ray job submit --working-dir . -- python -m app.train --config configs/runs/demo.yaml
 
 Ray Train owns the run: its single worker is the controller, which it starts again when it dies. The controller starts
-the GPU workers (`actors/controller.py`) and writes the run directory through `Recorder`; this process follows the
+the GPU workers (`actors/run/controller.py`) and writes the run directory through `Recorder`; this process follows the
 files and shows the progress.
 """
 
@@ -145,7 +145,7 @@ def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Chan
 
 def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     """The controller has left no outcome. What the keepers hold goes to disk from here."""
-    from actors.rescue import rescue
+    from actors.run.rescue import rescue
 
     reason = f"Ray Train gave the run up: {one_line(error)}"
     try:
@@ -307,9 +307,9 @@ def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
 
 def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
     """The controller's life with its files. Raises Superseded, and Ray's errors that another controller answers."""
-    from actors.controller import Controller
     from actors.outcome import Superseded, continues
-    from actors.rescue import rescue
+    from actors.run.controller import Controller
+    from actors.run.rescue import rescue
 
     folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
     controller: Any = None

@@ -6,8 +6,8 @@ to it: during its last backward of the step (`watch`, by hooks), or after it (`s
 the step starts all of them at once (not on CUDA, where waiting kernels hold SMs). `finish` waits for what is left.
 
 Order of launches. A worker starts buckets only when it will run no further collective of a bag before the end of the
-step (actors.dispatch decides it). So on every device all bag collectives of a step precede all buckets, which precede
-those of the next step: kernels of several NCCL communicators never wait for each other in a circle.
+step (actors.run.dispatch decides it). So on every device all bag collectives of a step precede all buckets, which
+precede those of the next step: kernels of several NCCL communicators never wait for each other in a circle.
 
 A sum of a range is made in rank order by its owner (Gloo), so cutting and starting change no bit of the result.
 """

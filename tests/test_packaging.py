@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,14 +46,14 @@ def test_triton_is_asked_for_only_where_it_has_wheels() -> None:
     assert not triton.marker.evaluate({"platform_system": "Darwin"})
 
 
-def test_every_package_is_installed() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+def test_every_folder_with_code_is_a_package_that_gets_installed() -> None:
+    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     present = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for layer in ("app", "actors", "data", "ops")
-        for path in (ROOT / layer).rglob("__init__.py")
+        for path in (ROOT / layer).rglob("*.py")
     }
-    assert listed == present
+    assert set(find_packages(ROOT, include=find["include"])) == present
 
 
 def test_the_container_cluster_publishes_on_loopback_and_asks_for_the_token() -> None:

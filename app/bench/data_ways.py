@@ -21,10 +21,10 @@ from av.video.reformatter import VideoReformatter
 
 from app.bench.data import Cost, timed
 from app.bench.tree import Tree
-from data.blocks import as_batch
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
-from data.dataset import Dataset
+from data.dataset.dataset import Dataset
 from data.decode import SCALING, covering, decode_job, decode_video
+from data.engines.blocks import as_batch
 from data.types import Clip, Job
 from ops.geometry import Geometry
 
@@ -196,7 +196,7 @@ def torch_loader(setting: Setting) -> Cost:
 
 
 def pool(setting: Setting) -> Cost:
-    from data.pool import PoolEngine
+    from data.engines.processes import PoolEngine
 
     data = dataset(setting)
     return _engine(PoolEngine(data), data)
@@ -205,7 +205,7 @@ def pool(setting: Setting) -> Cost:
 def ray_data(setting: Setting) -> Cost:
     import ray
 
-    from data.stream import RayEngine
+    from data.engines.ray_data import RayEngine
 
     _init_ray()
     data = dataset(setting)
@@ -272,7 +272,7 @@ def import_decoder(rows: Any) -> Any:
 
 
 def index(setting: Setting) -> Cost:
-    from data.index import build_index
+    from data.dataset.index import build_index
     from data.ledger import Ledger
 
     source = config(setting).sources[0]
@@ -309,7 +309,7 @@ def first_batch(setting: Setting) -> Cost:
 
     import ray
 
-    from data.stream import RayEngine
+    from data.engines.ray_data import RayEngine
 
     _init_ray(warm=True)
     engines = []
@@ -332,7 +332,7 @@ def first_batch(setting: Setting) -> Cost:
 def first_batch_of_read_webdataset(setting: Setting) -> Cost:
     import ray
 
-    from data.stream import await_executions
+    from data.engines.ray_data import await_executions
 
     data = dataset(setting)
     decode = WebDecode(data.job(data.step(0).items[0]))
@@ -356,7 +356,7 @@ def memory(setting: Setting) -> Cost:
     """The largest private memory of any process of the Ray engine, as the clips go by."""
     import ray
 
-    from data.stream import RayEngine
+    from data.engines.ray_data import RayEngine
 
     _init_ray()
     data = dataset(setting)

@@ -148,10 +148,10 @@ def baseline_loop(settings: dict[str, Any]) -> None:
     import torch.distributed as dist
     from ray import train
 
-    from actors.feeder import Encoders, Feeder
+    from actors.feed.feeder import Encoders, Feeder
     from app.config import RunConfig
-    from data.blocks import as_batch
-    from data.pool import PoolEngine
+    from data.engines.blocks import as_batch
+    from data.engines.processes import PoolEngine
     from ops.config import geometry
     from ops.models.load import build_dit, build_text, build_vae, resolve
 

@@ -53,7 +53,7 @@ class Lab:
         import ray
         from ray.cluster_utils import Cluster
 
-        from data.synthetic import SynthConfig, synthesize
+        from data.tools.synthetic import SynthConfig, synthesize
 
         self.folder = folder
         self.data = folder / "data"
@@ -135,7 +135,7 @@ class LabRun:
     """A controller in a thread, what it has said so far, and ways to hurt it."""
 
     def __init__(self, config: RunConfig, worker_class: Any, replacements: Mapping[str, Any]) -> None:
-        from actors.worker import Worker
+        from actors.worker.worker import Worker
 
         self.config = config
         self.run_dir = Path(config.run.dir) / config.run.name
@@ -287,7 +287,7 @@ class LabRun:
     # -- the controller's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        from actors.controller import Controller
+        from actors.run.controller import Controller
         from app.train import runtime_config
 
         try:

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 import typer
 
-from actors.executor import Executor, Modules, _Measure
-from actors.feeder import StepBatches, StepItems
-from actors.handoff import Encoded
+from actors.feed.feeder import StepBatches, StepItems
 from actors.messages import CascadeTask
 from actors.plan.types import Item
-from actors.worker import Worker
+from actors.worker.executor import Executor, Modules, _Measure
+from actors.worker.handoff import Encoded
+from actors.worker.worker import Worker
 from app.bench import memory
 from app.bench.lab import Lab
 from data.types import Batch
@@ -142,8 +142,8 @@ def run(
 
 def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     """Part (a)."""
+    from actors.feed.step_source import actor_factory
     from actors.plan.profile import Profile
-    from actors.source import actor_factory
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
     items = _workload(steps)

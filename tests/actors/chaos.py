@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from actors.worker import Worker
+from actors.worker.worker import Worker
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from actors.config import TrainConfig
-from actors.dispatch import Call, Holdings, StepSamples, calls_of, finish_of
-from actors.executor import Executor, FinishedStep, Modules
 from actors.plan.types import Cascade, Item, Part
+from actors.run.dispatch import Call, Holdings, StepSamples, calls_of, finish_of
+from actors.worker.executor import Executor, FinishedStep, Modules
 from ops import sync as ops_sync
 from ops.comm import CancelToken, Groups
 from ops.config import DiTConfig, FlowConfig, ModelConfig, OptimizerConfig, TextConfig, VAEConfig

@@ -12,11 +12,11 @@ from unittest.mock import Mock
 import pytest
 import ray
 
-from actors.checkpoint import load
-from actors.controller import Controller
+from actors.feed.step_source import feeder_of
 from actors.names import run_id
 from actors.outcome import Outcome, StopRun, Superseded, continues, only_in_memory
-from actors.source import feeder_of
+from actors.run.controller import Controller
+from actors.state.checkpoint_files import load
 from app.bench.lab import OPEN_END, Lab, LabRun
 from data.errors import DataError
 

@@ -18,14 +18,14 @@ import pytest
 import ray
 import torch
 
-from actors import controller
-from actors.dispatch import Call
-from actors.executor import Executor
+from actors.feed.step_source import StepData
 from actors.messages import CascadeTask, Published
-from actors.source import StepData
-from actors.steps import StepRunner, Submitted
-from actors.transfer import Copying, HostCopies
-from actors.worker import Worker
+from actors.run import controller
+from actors.run.dispatch import Call
+from actors.run.steps import StepRunner, Submitted
+from actors.worker.executor import Executor
+from actors.worker.transfer import Copying, HostCopies
+from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.dispatch import Holdings, StepSamples, calls_of, finish_of
-from actors.executor import Executor
-from actors.handoff import HandoffError
 from actors.plan.types import Cascade, Item
+from actors.run.dispatch import Holdings, StepSamples, calls_of, finish_of
+from actors.worker.executor import Executor
+from actors.worker.handoff import HandoffError
 from ops.geometry import Geometry
 from ops.sync import StepIncomplete
 from ops.waiting import GroupError

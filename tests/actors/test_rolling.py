@@ -10,13 +10,13 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from actors.dispatch import Holdings, StepSamples, calls_of
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan, rolling_cut
 from actors.plan.profile import Profile
 from actors.plan.types import Cascade, Cluster, Done, Item, Part, StepPlan
-from actors.planner import Assignment
-from actors.steps import Seat, StepRunner
+from actors.planning.planner import Assignment
+from actors.run.dispatch import Holdings, StepSamples, calls_of
+from actors.run.steps import Seat, StepRunner
 from ops.config import DiTConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 

@@ -109,7 +109,7 @@ def test_an_existing_run_directory_is_refused_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from data.synthetic import SynthConfig, synthesize
+    from data.tools.synthetic import SynthConfig, synthesize
 
     folder = tmp_path_factory.mktemp("data")
     synthesize(folder, SynthConfig(clips=24, images=6, shards=1, koala=False))

@@ -213,7 +213,7 @@ def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(
 
 
 def test_an_interrupted_synthetic_set_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from data import synthetic
+    from data.tools import synthetic
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

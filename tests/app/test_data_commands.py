@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from app.data import app
-from data import convert
 from data.config import SourceConfig
+from data.dataset.index import build_index
 from data.errors import DataError
-from data.index import build_index
 from data.ledger import Ledger
-from data.synthetic import SynthConfig
+from data.tools import convert
+from data.tools.synthetic import SynthConfig
 from tests.data.making import clip, good, sample, shard
 
 RUNNER = CliRunner()

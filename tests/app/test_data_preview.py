@@ -7,7 +7,7 @@ from PIL import Image
 from app.config import RunConfig
 from app.data_preview import preview
 from data.errors import DataError
-from data.synthetic import SynthConfig, synthesize
+from data.tools.synthetic import SynthConfig, synthesize
 
 
 def run_config(folder: Path, *overrides: str) -> RunConfig:

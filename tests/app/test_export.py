@@ -20,7 +20,7 @@ from diffusers import (
 from safetensors.torch import load_file
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from actors import checkpoint
+from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
 from app.settings import ConfigError

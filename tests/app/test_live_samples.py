@@ -61,7 +61,7 @@ def test_the_task_asks_for_the_gpu_that_it_uses(
 ) -> None:
     import ray
 
-    import actors.pool  # noqa: F401  before ray.remote is another
+    import actors.pool.workers  # noqa: F401  before ray.remote is another
 
     class Task:
         """Stands for a remote function: keeps what is asked for."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.prove import independent_rate, prompted_scenes, shown_color
-from data.synthetic import BACKGROUNDS, COLORS, Scene, mask
+from data.tools.synthetic import BACKGROUNDS, COLORS, Scene, mask
 
 
 def render(scene: Scene) -> np.ndarray:

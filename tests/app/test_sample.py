@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from actors import checkpoint
 from actors.config import TrainConfig
+from actors.state import checkpoint_files as checkpoint
 from app import sample
 from app.config import RunConfig, RunSection, SampleConfig
 from app.sample import ClipSettings, read_prompts, run

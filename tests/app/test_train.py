@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from data.synthetic import SynthConfig, synthesize
+from data.tools.synthetic import SynthConfig, synthesize
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]

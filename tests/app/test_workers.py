@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     """A run folder and its monitor, which has heard of two workers."""
-    from actors.pool import start_monitor
+    from actors.pool.workers import start_monitor
 
     folder = tmp_path_factory.mktemp("live")
     ray.init(address="local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
@@ -77,7 +77,7 @@ def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any]) -> 
 
 
 def test_overwriting_a_dead_run_frees_its_actors(tmp_path: Path, live_run: tuple[Path, Any]) -> None:
-    from actors.pool import start_monitor
+    from actors.pool.workers import start_monitor
 
     monitor = start_monitor(run_id(tmp_path))
     end_leftovers(RunConfig.load(DEMO, [f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}"]), overwrite=True)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from data.synthetic import SynthConfig, synthesize
+from data.tools.synthetic import SynthConfig, synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS = 3

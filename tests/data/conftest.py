@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from data.synthetic import SynthConfig, synthesize
+from data.tools.synthetic import SynthConfig, synthesize
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from data.config import LimitsConfig, SourceConfig
-from data.index import Index, build_index
+from data.dataset.index import Index, build_index
 from data.ledger import Ledger
 
 

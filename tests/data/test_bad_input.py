@@ -18,7 +18,7 @@ import pytest
 from data.config import LimitsConfig
 from data.errors import DataError
 from data.ledger import Ledger, Reason
-from data.lint import lint
+from data.tools.lint import lint
 from tests.data.making import clip, good, index_of, notes, rejected, sample, shard, shard_faults
 
 COUNT = 8

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from data.blocks import from_block, to_block
 from data.captions import check_lengths, read_caption
 from data.config import LimitsConfig
 from data.decode import caption_or_empty, decode_job
+from data.engines.blocks import from_block, to_block
 from data.ledger import BadSample, Ledger, Reason
-from data.lint import lint
+from data.tools.lint import lint
 from data.types import Bucket, CaptionRef, Clip, Job
 from tests.data.making import clip, good, index_of, rejected, sample, shard
 

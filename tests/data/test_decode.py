@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.blocks import to_block
 from data.config import LimitsConfig
 from data.decode import SCALING, covering, decode_clip, decode_job
+from data.engines.blocks import to_block
 from data.errors import DataIOError
 from data.ledger import BadSample, Reason
 from data.types import Bucket, CaptionRef, Clip, Job

@@ -9,8 +9,8 @@ import pytest
 
 from data import storage
 from data.config import SourceConfig
+from data.dataset.index import build_index
 from data.errors import DataError
-from data.index import build_index
 from data.ledger import Ledger
 from data.storage import absolute, expand, list_files, read_range, resolve, stat
 from tests.data.making import clip, good, index_of, shard

@@ -7,7 +7,7 @@ import pytest
 
 from actors.messages import Span
 from actors.plan.profile import Handoff, Profile
-from actors.planner import fetches
+from actors.planning.planner import fetches
 from ops.config import DiTConfig
 
 GIB = 2**30

@@ -1,0 +1,258 @@
+"""The actor in front of the data layer: items of step t as metadata for the planner, and references to their pixels.
+
+Everything it hands out is a pure function of (index, config, seed, step), so a new feeder continues where a dead one
+stopped: the controller starts it again at the first step that is not committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.messages import Published
+from actors.plan.types import Item, Module
+from data.buckets import BatchSize
+from data.cache import Cache, CachedLatents, Kind, text_key
+from data.config import DataConfig
+from data.dataset.dataset import Dataset
+from data.decode import caption_or_empty
+from data.engines.engine import make_engine
+from data.types import DataItem
+from ops.config import ModelConfig
+from ops.folders import component, tokenizer_of
+from ops.geometry import Geometry
+
+log = logging.getLogger(__name__)
+
+_MODULES: tuple[Module, ...] = ("text", "vae")
+CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
+_READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepItems:
+    """The items of a step: for the planner, and the random-draw key of each of their samples."""
+
+    step: int
+    items: tuple[Item, ...]
+    keys: tuple[tuple[str, ...], ...]  # per item, per sample
+    cache_keys: Mapping[str, CacheKeys] = field(default_factory=dict)
+    """Item id -> names of its samples' latents and text embeddings in the cache; empty without a cache."""
+    cached: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    """(module, item id) -> reference to what a worker would have published, for modules named in `items`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatches:
+    """The decoded batches of a step, and where the data stands behind it: with the counts of the ledger, so that who
+    commits the step holds all that the next feeder needs."""
+
+    references: tuple[Any, ...]  # in item order
+    position: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """What the data layer must know of the frozen encoders: their names in the cache, and how text becomes tokens."""
+
+    vae: str
+    text: str
+    max_length: int  # tokens
+    chars_per_token: float
+    latent_width: int = 0  # numbers per token row of a result
+    text_width: int = 0
+    most_text: int = 0  # token rows of a text result
+
+    @staticmethod
+    def of(model: ModelConfig, text_dtype: str = "float32") -> Encoders:
+        """For a resolved model. Names hold every setting of an encoder, what it computes in, and each of its files."""
+        vae_folders = [component(model.vae.path, "vae")] if model.vae.path else []
+        text_folders = [component(model.text.path, "text_encoder")] if model.text.path else []
+        text_folders += [tokenizer_of(folder) for folder in text_folders]
+        vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
+        text = {**asdict(model.text), "dtype": text_dtype, "files": _stamp(text_folders)}
+        return Encoders(
+            vae=json.dumps(vae, sort_keys=True),
+            text=json.dumps(text, sort_keys=True),
+            max_length=model.text.max_length,
+            chars_per_token=1.0 if model.text.path is None else 4.0,
+            latent_width=model.vae.channels * math.prod(model.dit.patch),
+            text_width=model.text.d_model,
+            most_text=max(model.text.max_length, model.text.pad_to),
+        )
+
+
+def _end_when_terminated() -> None:
+    """In an actor's process, SIGTERM ends it at once. Ray would first wait for the tasks that the actor has submitted,
+    and a window that is being decoded waits for the actor: neither would end, nor would anybody be answered."""
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+
+
+def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
+    """Every file of these folders: small ones by content, weights by size and time."""
+    found = []
+    for folder in dict.fromkeys(folders):
+        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+            stat = file.stat()
+            small = stat.st_size <= _READ_BELOW_BYTES
+            mark = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if small else str(stat.st_mtime_ns)
+            found.append((f"{folder.name}/{file.relative_to(folder)}", stat.st_size, mark))
+    return found
+
+
+class Feeder:
+    """Plain class; `actors.feed.step_source` makes the actor of it."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        geometry: Geometry,
+        seed: int,
+        encoders: Encoders,
+        run_dir: str,
+        timed: BatchSize | None = None,
+    ) -> None:
+        """`timed` sizes the batches of buckets with a `target_s`."""
+        self._config, self._geometry, self._seed, self._run_dir = config, geometry, seed, run_dir
+        self._timed = timed
+        self._dataset: Dataset | None = None
+        self._engine: Any = None
+        self._items: dict[int, StepItems] = {}  # told and not released
+        self._encoders = encoders
+        self._cache = Cache(config.cache) if config.cache.path else None
+
+    @property
+    def dataset(self) -> Dataset:
+        """Opened on first use, not by the constructor: an actor whose constructor fails cannot say why."""
+        if self._dataset is None:
+            self._dataset = Dataset.open(
+                self._config,
+                self._geometry,
+                self._seed,
+                bad_list=f"{self._run_dir}/bad.jsonl",
+                timed=self._timed,
+            )
+            if self._cache is not None and self._cache.config.latents:  # the engine reads no pixels of what it holds
+                self._dataset.latents = CachedLatents(self._cache, self._encoders.vae, self._config)
+        return self._dataset
+
+    def start(self, first_step: int, token: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Begin decoding at this step. Returns the dataset's accounting, shown once at the start of a run.
+
+        Raises DataError when no item can be formed, and with the `token` of a checkpoint when index or data settings
+        have changed since.
+        """
+        self._items.clear()
+        _end_when_terminated()
+        if token is not None:
+            self.dataset.resume(token)
+        if self._engine is not None:
+            self._engine.stop()
+        self._engine = make_engine(self.dataset, self._config)
+        self._engine.start(first_step)
+        return self.dataset.accounting()
+
+    def items(self, step: int) -> StepItems:
+        """Metadata, and what a cache holds of it: possible for any step at any time, and the same answer each time
+        until the step is released. Ask before `batches`: what the cache should hold and does not is decoded then."""
+        if step not in self._items:
+            self._items[step] = self._look_up(step)
+        return self._items[step]
+
+    def batches(self, step: int) -> StepBatches:
+        """References to the decoded batches of a step; returns when all are decoded."""
+        values = self._engine.batches(step)  # references, or batches of an engine without Ray
+        references = tuple(value if isinstance(value, ray.ObjectRef) else ray.put(value) for value in values)
+        return StepBatches(references=references, position=self.token(step + 1))
+
+    def release(self, step: int) -> None:
+        """The step is committed: its pixels will not be asked for again."""
+        self._items = {held: items for held, items in self._items.items() if held > step}
+        self._engine.release(step)
+
+    def token(self, step: int) -> dict[str, Any]:
+        return self.dataset.token(step)
+
+    def ledger(self) -> dict[str, Any]:
+        """Counts of delivered and skipped samples so far."""
+        return self._engine.counts() if self._engine is not None else {}
+
+    def _look_up(self, step: int) -> StepItems:
+        found = self.dataset.step(step).items
+        cache_keys = {i.id: self._cache_keys(i) for i in found} if self._cache is not None else {}
+        cached = {key: value for i in found for key, value in self._cached(step, i, cache_keys).items()}
+        return StepItems(
+            step=step,
+            cache_keys=cache_keys,
+            cached=cached,
+            items=tuple(
+                Item(
+                    id=i.id,
+                    batch=len(i.samples),
+                    frames=i.bucket.frames,
+                    height=i.bucket.height,
+                    width=i.bucket.width,
+                    text_tokens=self._text_tokens(i.samples),
+                    cached=tuple(module for module in _MODULES if (module, i.id) in cached),
+                )
+                for i in found
+            ),
+            keys=tuple(tuple(f"{s.source}/{s.epoch}/{s.row}" for s in i.samples) for i in found),
+        )
+
+    def _cache_keys(self, item: DataItem) -> CacheKeys:
+        encoders, job, known = self._encoders, self.dataset.job(item), self.dataset.latents
+        return known.keys(item) if known is not None else ("",) * item.batch, tuple(
+            text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length) for clip in job.clips
+        )
+
+    def _cached(self, step: int, item: DataItem, keys: Mapping[str, CacheKeys]) -> dict[tuple[str, str], Any]:
+        """References to the results that are there, whole, for every sample of the item."""
+        if self._cache is None:
+            return {}
+        cache, latents, (latent_keys, text_keys) = self._cache, self.dataset.latents, keys[item.id]
+        found: dict[tuple[str, str], Any] = {}
+        if cache.config.text and all(cache.has("text", name) for name in text_keys):
+            results = self._load("text", step, item, text_keys)
+            if results is not None:
+                found["text", item.id] = ray.put(results)
+        if latents is not None and latents.has(item):  # the answer that the engine got, or will get
+            results = self._load("vae", step, item, latent_keys)
+            if results is None:
+                latents.deny(item)
+            else:
+                found["vae", item.id] = ray.put(results)
+        return found
+
+    def _load(self, module: Module, step: int, item: DataItem, names: tuple[str, ...]) -> list[Published] | None:
+        """Results of all samples of an item; None when one of them is not there, or not what the encoder makes."""
+        assert self._cache is not None
+        encoders, bucket = self._encoders, item.bucket
+        kind: Kind = "latents" if module == "vae" else "text"
+        tokens = self._geometry.tokens(bucket.frames, bucket.height, bucket.width)
+        rows = range(tokens, tokens + 1) if module == "vae" else range(encoders.most_text + 1)
+        width = encoders.latent_width if module == "vae" else encoders.text_width
+        results: list[Published] = []
+        for index, name in enumerate(names):
+            array = self._cache.get(kind, name, rows, width)
+            if array is None:
+                return None
+            results.append(Published(module=module, id=(step, item.id, index), rows=array, ok=True))
+        return results
+
+    def _text_tokens(self, samples: tuple[Any, ...]) -> int:
+        lengths = [
+            min(self._encoders.max_length, int(s.caption_chars / self._encoders.chars_per_token) + 1) for s in samples
+        ]
+        return sum(lengths) // max(len(lengths), 1)

@@ -1,0 +1,264 @@
+"""The controller's side of feeder and planner: requests sent ahead, results kept until their step is committed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.config import PlannerConfig, RuntimeConfig
+from actors.feed.batching import TargetBatch
+from actors.feed.feeder import Encoders, Feeder, StepItems
+from actors.messages import Span
+from actors.plan.profile import Profile
+from actors.plan.types import Cluster, Done, PlanError
+from actors.planning.planner import Assignment, Planner
+from actors.pool.workers import uses_gpu
+from actors.ray_errors import GONE
+from actors.run.dispatch import StepSamples
+from data.engines.placement import beside_me
+from data.errors import DataError, DataIOError
+from ops.config import ModelConfig
+from ops.config import geometry as geometry_of
+from ops.geometry import Geometry
+from ops.models.text import text_dtype
+
+log = logging.getLogger(__name__)
+
+
+_ALARMS = 5  # so many times the engine's own stall alarm without an answer, and the feeder is replaced
+_LEAST_PATIENCE_S = 60.0
+_STARTS = 3
+_POSITIONS_KEPT = 256  # of a few kB each: what a checkpoint or a fallback of some steps asks for
+
+
+class DataLost(RuntimeError):
+    """The feeder died or froze: its pixels are gone with it, running steps cannot be repeated without a new one."""
+
+
+def unwrap(call: Callable[[], Any]) -> Any:
+    """Run `ray.get` and raise a known cause of a task's failure as itself, so that callers can answer it."""
+    try:
+        return call()
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, DataError | DataIOError | PlanError):
+            raise error.cause from None
+        raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepData:
+    """A step's items, their samples, and references to their decoded batches."""
+
+    items: StepItems
+    samples: StepSamples
+    batches: dict[str, Any]  # item id -> reference
+    cached: dict[tuple[str, str], Any]  # (module, item id) -> reference to results that need no encoding
+
+
+class StepSource:
+    """Data of coming steps, requested ahead. A step's references live until `release`."""
+
+    def __init__(
+        self, make: Callable[[], Any], geometry: Geometry, loss_weight: str, last_step: int, stall_s: float
+    ) -> None:
+        """`stall_s` is the engine's alarm (`data.engine.stall_s`); a feeder silent for several of them is replaced."""
+        self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
+        self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
+        self._feeder: Any = None
+        self._items: dict[int, Any] = {}
+        self._batches: dict[int, Any] = {}
+        self._asked_at: dict[int, float] = {}
+        self._ready: dict[int, StepData] = {}
+        self._positions: OrderedDict[int, Mapping[str, Any]] = OrderedDict()  # before each of the last steps
+
+    def open(self, first_step: int, token: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
+        the data is not that of the checkpoint whose `token` is given.
+
+        `token` may stand before `first_step`; the exact position goes before it where this object has seen it.
+        """
+        for known in (self._items, self._batches, self._asked_at, self._ready):
+            known.clear()
+        for later in [step for step in self._positions if step > first_step]:
+            del self._positions[later]
+        if token is not None and token["step"] == first_step:
+            self._positions.setdefault(first_step, token)
+        token = self._positions.get(first_step, token)
+        for attempt in range(_STARTS):
+            try:
+                return self._open(first_step, token)
+            except GONE as error:
+                log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
+        raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
+
+    def _open(self, first_step: int, token: Mapping[str, Any] | None) -> dict[str, Any]:
+        if self._feeder is not None:
+            ray.kill(self._feeder, no_restart=True)
+        self._feeder = self._make()
+        started, opened = time.monotonic(), self._feeder.start.remote(first_step, token)
+        while not ray.wait([opened], timeout=_LEAST_PATIENCE_S)[0]:  # a first index of a large data set takes its time
+            log.warning("the data is being opened since %.0f s", time.monotonic() - started)
+        return unwrap(lambda: ray.get(opened))
+
+    def request(self, step: int) -> None:
+        """Ask for a step ahead of its use; idempotent, steps past the end of the run are ignored."""
+        if step < self._last and step not in self._items and step not in self._ready:
+            self._items[step] = self._feeder.items.remote(step)
+            self._batches[step] = self._feeder.batches.remote(step)
+            self._asked_at[step] = time.monotonic()
+
+    def has(self, step: int, timeout_s: float = 0.0) -> bool:
+        """Whether a step and the next one, whose encode work may run early, are decoded, after at most this long.
+
+        Raises DataError or DataIOError as soon as one of them has failed, whatever became of the other, and DataLost
+        when the feeder is gone or has been silent for too long.
+        """
+        for wanted in (step, step + 1):
+            self.request(wanted)
+        asked = [known[s] for s in (step, step + 1) for known in (self._items, self._batches) if s in known]
+        done = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)[0] if asked else []
+        for answer in done:
+            self._get(answer)  # of a failed one its error; the others are lists of references
+        if len(done) == len(asked):
+            return True
+        if (waited := time.monotonic() - self._asked_at[min(self._asked_at)]) > self._patience_s:
+            raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")
+        return False
+
+    def items(self, step: int) -> StepItems | None:
+        """Metadata of a step, or None past the end of the run."""
+        if step in self._ready:
+            return self._ready[step].items
+        self.request(step)
+        return self._get(self._items[step]) if step in self._items else None
+
+    def data(self, step: int) -> StepData:
+        """Everything of a step; waits for its decoding. Raises DataError or DataLost."""
+        if step not in self._ready:
+            self.request(step)
+            items, batches = self._get(self._items[step]), self._get(self._batches[step])
+            listed = [(i.id, (i.frames, i.height, i.width), keys) for i, keys in zip(items.items, items.keys)]
+            samples = StepSamples.of(step, listed, self._geometry, self._loss_weight)
+            for item, (latent_keys, text_keys) in items.cache_keys.items():
+                samples = samples.cached(item, latent_keys, text_keys)
+            self._ready[step] = StepData(
+                items=items,
+                samples=samples,
+                cached=dict(items.cached),
+                batches={i.id: r for i, r in zip(items.items, batches.references, strict=True)},
+            )
+            self._positions[step + 1] = batches.position
+            while len(self._positions) > _POSITIONS_KEPT:
+                self._positions.popitem(last=False)
+            del self._items[step], self._batches[step], self._asked_at[step]
+        return self._ready[step]
+
+    def release(self, step: int) -> Mapping[str, Any] | None:
+        """The step is committed. Returns the data's position behind it."""
+        for known in [s for s in self._ready if s <= step]:
+            del self._ready[known]
+        self._feeder.release.remote(step)
+        return self._positions.get(step + 1)
+
+    def ledger(self) -> dict[str, Any]:
+        return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
+
+    def token(self, step: int) -> Mapping[str, Any]:
+        """The data's position before a step. Raises DataLost when no feeder can tell."""
+        if step in self._positions:
+            return self._positions[step]
+        if self._feeder is None:
+            raise DataLost("the data is not open")
+        return self._get(self._feeder.token.remote(step))
+
+    def close(self) -> None:
+        if self._feeder is not None:
+            ray.kill(self._feeder, no_restart=True)
+            self._feeder = None
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return unwrap(lambda: ray.get(reference, timeout=self._patience_s))
+        except GONE as error:
+            raise DataLost(f"the feeder died: {error}") from None
+        except ray.exceptions.GetTimeoutError:
+            raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
+
+
+class PlannerClient:
+    """The planner actor, started again when it dies; a plan requested ahead is asked for again."""
+
+    def __init__(self, profile: Profile, config: PlannerConfig) -> None:
+        self._profile, self._config = profile, config
+        self._actor = self._start()
+        self._asked: tuple[tuple[Any, ...], Any] | None = None
+
+    def request(
+        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
+    ) -> None:
+        """Ask ahead for the plan that `plan` will be called for."""
+        question = (step, tuple(map(tuple, window)), cluster, tuple(done))
+        self._asked = (question, self._actor.plan.remote(*question, budget_s))
+
+    def plan(
+        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
+    ) -> Assignment:
+        """The plan of a step. Raises PlanError."""
+        question = (step, tuple(map(tuple, window)), cluster, tuple(done))
+        if self._asked is None or self._asked[0] != question:
+            self.request(*question, budget_s)
+        for _ in range(3):
+            assert self._asked is not None
+            reference = self._asked[1]
+            try:
+                return unwrap(partial(ray.get, reference, timeout=60 + 10 * budget_s))
+            except (*GONE, ray.exceptions.GetTimeoutError) as error:
+                log.warning("the planner is started again, step %d is planned anew: %s", step, error)
+                ray.kill(self._actor, no_restart=True)
+                self._actor = self._start()
+                self.request(*question, budget_s)
+        raise RuntimeError(f"the planner died three times while planning step {step}.")
+
+    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
+        """Tell measured seconds; nobody waits for the answer."""
+        self._actor.observe.remote(spans, text_tokens)
+
+    def close(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+
+    def _start(self) -> Any:
+        return (
+            ray.remote(Planner).options(num_cpus=0, scheduling_strategy=beside_me()).remote(self._profile, self._config)
+        )
+
+
+def actor_factory(plain: type, *arguments: Any, **named: Any) -> Callable[[], Any]:
+    """A function that starts an actor of this class beside the caller; used again when the actor dies."""
+    return lambda: ray.remote(plain).options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
+
+
+def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> Callable[[], Any]:
+    """The feeder that a run's config describes."""
+    return actor_factory(
+        Feeder,
+        config=config.data,
+        geometry=geometry,
+        seed=config.train.seed,
+        encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
+        run_dir=config.run_dir,
+        timed=TargetBatch(profile=profile_of(config, model), geometry=geometry),
+    )
+
+
+def profile_of(config: RuntimeConfig, model: ModelConfig) -> Profile:
+    """Measured latencies where the config names them, else the FLOP model."""
+    if config.planner.profile:
+        return Profile.load(config.planner.profile)
+    return Profile.from_flops(model.dit, model.vae, model.text, geometry_of(model))

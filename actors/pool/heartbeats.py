@@ -1,0 +1,90 @@
+"""Reads heartbeats and says who is silent, who is leaving, who is late. Pure: report and time in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from actors.config import WorkersConfig
+from actors.messages import Progress
+from actors.pool.monitor import Report, Seen
+
+_LEAST_STALL_S = 30.0  # predictions of short cascades are off by more than any factor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """A cascade that runs far beyond its prediction. `first_late` is the worker that the others wait for."""
+
+    first_late: Progress
+    running_s: float
+    waiting: tuple[str, ...]  # workers that wait in a collective meanwhile
+
+    def __str__(self) -> str:
+        late, waiting = self.first_late, ", ".join(self.waiting) or "nobody"
+        return (
+            f"stall: {late.worker} has been in {late.activity!r} (phase {late.phase}, step {late.step}) for "
+            f"{self.running_s:.1f} s, planned {late.predicted_s:.1f} s; {waiting} wait for it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What one look at the heartbeats has shown."""
+
+    silent: tuple[str, ...] = ()
+    heard: tuple[str, ...] = ()  # suspected before, heard again
+    leaving: tuple[str, ...] = ()
+    stall: Stall | None = None
+
+
+@dataclass
+class Watch:
+    """Remembers whom it has already reported."""
+
+    config: WorkersConfig
+    _expected_at: dict[str, float] = field(default_factory=dict)  # when each member was first looked for
+    _suspected: set[str] = field(default_factory=set)
+    _leaving: set[str] = field(default_factory=set)
+    _stalled: set[tuple[str, float]] = field(default_factory=set)
+
+    def look(self, report: Report, members: Collection[str]) -> Findings:
+        """`members` are the workers that should be heard of; silence counts from the first look for one."""
+        seen = {name: report.seen[name] for name in members if name in report.seen}
+        self._expected_at = {name: self._expected_at.get(name, report.now) for name in members}
+        heard_at = {name: seen[name].at if name in seen else self._expected_at[name] for name in members}
+        silent = {name for name, at in heard_at.items() if report.now - at > self.config.suspect_s}
+        fresh = silent - self._suspected
+        heard = self._suspected - silent
+        self._suspected = silent
+        leaving = {name for name, s in seen.items() if s.progress.leaving} | (set(report.wishes.drain) & set(members))
+        news = leaving - self._leaving
+        self._leaving = leaving
+        return Findings(
+            silent=tuple(sorted(fresh)),
+            heard=tuple(sorted(heard & set(members))),
+            leaving=tuple(sorted(news)),
+            stall=self._stall(list(seen.values()), report.now),
+        )
+
+    def _stall(self, all_seen: list[Seen], now: float) -> Stall | None:
+        """The late one among the busy: not waiting in a collective, or else with the fewest collectives done."""
+        age = {seen.progress.worker: now - seen.since for seen in all_seen}
+        all_progress = [seen.progress for seen in all_seen]
+        self._stalled &= {(p.worker, p.since) for p in all_progress}
+        busy = [
+            p
+            for p in all_progress
+            if p.predicted_s > 0 and age[p.worker] > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
+        ]
+        first = first_late(busy)
+        if first is None or (first.worker, first.since) in self._stalled:
+            return None
+        self._stalled.add((first.worker, first.since))
+        waiting = tuple(p.worker for p in all_progress if p.waiting_in and p.worker != first.worker)
+        return Stall(first_late=first, running_s=age[first.worker], waiting=waiting)
+
+
+def first_late(busy: Collection[Progress]) -> Progress | None:
+    """Whom the others wait for: one that waits in no collective itself, or else the one with the fewest done."""
+    return min(busy, key=lambda p: (bool(p.waiting_in), p.collectives, p.worker), default=None)

@@ -1,0 +1,167 @@
+"""Turns what Ray and the heartbeats show into events of the membership: who is ready, lost, silent or leaving."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from actors.config import WorkersConfig
+from actors.messages import LOADING, Progress
+from actors.pool.heartbeats import Watch, first_late
+from actors.pool.membership_types import (
+    Alive,
+    Event,
+    Joined,
+    Leaving,
+    Ready,
+    Refused,
+    Resize,
+    Resources,
+    Suspect,
+)
+from actors.pool.monitor import Report, Wishes
+from actors.pool.workers import Pool, uses_gpu
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0  # the monitor answers at once, or is being started again
+_FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
+
+
+class Lookout:
+    """Looks once per call and never waits for a worker. `tell` is told what people want to read."""
+
+    def __init__(
+        self, config: WorkersConfig, pool: Pool, monitor: Any, tell: Callable[..., None], start_s: float = 600.0
+    ) -> None:
+        """`start_s` is how long a worker may load its modules."""
+        self._start_s = start_s
+        self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
+        self._watch = Watch(config)
+        self._target = config.max
+        self._failed_starts = 0
+        self.hopeless = ""  # why no further start is worth trying
+        self.stop = ""  # why somebody wants the run to end
+        self._doing: dict[str, Progress] = {}  # at the last look
+        self._life, self._generation, self._wishes = "", -1, Wishes()  # what a monitor started anew has to be told
+
+    def look(self) -> list[Event]:
+        """Everything that has changed since the last look, in an order the membership can take."""
+        events = self._starts()
+        report = self._report()
+        if report is not None:
+            events += [*self._hanging_starts(report), *self._heartbeats(report), *self._wish()]
+        return [*events, Resources(available=self._room())]
+
+    def try_again(self) -> None:
+        """A worker has started, or the pool has become smaller: what failed to start before says nothing any more."""
+        self._failed_starts, self.hopeless = 0, ""
+
+    def doing(self, name: str) -> str:
+        """What a worker was doing when it was last heard of, to name the step and cascade that ended it."""
+        progress = self._doing.get(name)
+        if progress is None or progress.step < 0:
+            return ""
+        return f" in {progress.activity!r} (phase {progress.phase}) of step {progress.step}"
+
+    def late(self) -> str:
+        """Whom the others were waiting for when they were last heard of."""
+        busy = [progress for progress in self._doing.values() if progress.activity != "idle" and progress.step >= 0]
+        first = first_late(busy)
+        return f"; last heard of {first.worker}{self.doing(first.worker)}" if first is not None else ""
+
+    def _report(self) -> Report | None:
+        """The monitor's report, or None while it is being started again; a new one is told what the old one knew."""
+        try:
+            report: Report = ray.get(self._monitor.collect.remote(), timeout=_ANSWER_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            log.warning("the monitor does not answer: %s", type(error).__name__)
+            return None
+        if self._life and report.life != self._life:
+            self._monitor.restore.remote(self._generation, self._wishes)
+            self._tell("monitor_restarted")
+        else:
+            self._generation, self._wishes = max(self._generation, report.generation), report.wishes
+        self._life, self.stop = report.life, self._wishes.stop
+        return report
+
+    def _starts(self) -> list[Event]:
+        news = self._pool.poll()
+        events: list[Event] = []
+        for info in news.ready:
+            self.try_again()
+            self._tell("ready", worker=info.worker, node=info.node, pid=info.pid, host=info.host)
+            number = worker_number(info.worker)
+            events += [Joined(worker=number, node=info.node), Ready(worker=number)]
+        return events + [self._failed_start(name, why) for name, why in news.lost]
+
+    def _failed_start(self, name: str, why: str) -> Event:
+        self._failed_starts += 1
+        if self._failed_starts >= _FAILED_STARTS:
+            self.hopeless = f"{self._failed_starts} workers in a row failed to start: {why}"
+        log.warning("worker %s did not start: %s", name, why)
+        self._tell("lost", worker=name, why=why)
+        return Refused(count=1)
+
+    def _hanging_starts(self, report: Report) -> list[Event]:
+        """Its heartbeat begins before its modules are loaded; one that still waits for resources has none."""
+        events = []
+        for name in self._pool.pending:
+            seen = report.seen.get(name)
+            if seen is not None and seen.progress.activity == LOADING and report.now - seen.since > self._start_s:
+                self._pool.discard(name)
+                self._monitor.forget.remote(name)
+                why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
+                events.append(self._failed_start(name, why))
+        return events
+
+    def _heartbeats(self, report: Report) -> list[Event]:
+        self._doing = {name: seen.progress for name, seen in report.seen.items() if name in self._pool.names}
+        pending = set(self._pool.pending)
+        found = self._watch.look(report, [name for name in self._pool.names if name not in pending])
+        events: list[Event] = []
+        for name in found.silent:
+            self._tell("suspect", worker=name)
+            reason = f"silent for {self._config.suspect_s:g} s"
+            events.append(Suspect(worker=worker_number(name), reason=reason))
+        events += [Alive(worker=worker_number(name)) for name in found.heard]
+        for name in found.leaving:
+            self._tell("leaving", worker=name)
+            events.append(Leaving(worker=worker_number(name)))
+        if found.stall is not None:
+            log.warning("%s", found.stall)
+            self._tell("stall", detail=str(found.stall), worker=found.stall.first_late.worker)
+            self._monitor.ask_stacks.remote((found.stall.first_late.worker,))
+        for name, stack in report.stacks.items():
+            self._tell("stack", worker=name, stack=stack)
+        return events
+
+    def _wish(self) -> list[Event]:
+        """The size that somebody asked for, within the limits of the run."""
+        wish = self._wishes.target
+        target = self._config.max if wish is None else min(max(wish, self._config.min), self._config.max)
+        if target == self._target:
+            return []
+        self._target = target
+        self._tell("resize", target=target)
+        return [Resize(min=self._config.min, max=target)]
+
+    def _room(self) -> int:
+        """How many more workers the cluster could start right now."""
+        free = ray.available_resources()
+        room = int(free.get("CPU", 0) / self._config.cpus_per_worker + 1e-6)
+        if uses_gpu(self._config):
+            room = min(room, int(free.get("GPU", 0)))
+        return max(0, room - len(self._pool.pending))
+
+
+def worker_number(name: str) -> int:
+    """The membership counts workers, people and actors name them: w7 is 7."""
+    return int(name.removeprefix("w"))
+
+
+def worker_name(number: int) -> str:
+    return f"w{number}"

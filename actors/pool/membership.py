@@ -1,0 +1,335 @@
+"""Who belongs to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
+
+The controller feeds what it sees and applies what comes out (all words are in actors.pool.membership_types):
+
+    view, decisions = membership.observe(Ready(worker=3), now=time.monotonic())
+    for decision in decisions:
+        match decision:
+            case Form(): self.form(decision.generation, decision.workers)
+            ...
+
+Life of a worker:    Request -> Joined -> starting -> Ready -> ready -> Form -> active -> (loss of a peer) recovering
+                     -> Ready (it left its old groups) -> ready -> Form -> active ...
+It ends by Drain (it hands over and goes, at a step boundary), Dead, or Replace (it does not answer: kill it).
+
+Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; numbers of generations
+only grow; after a bounded number of generations in a row that finish no step, whatever ended them, the run fails; a
+worker that is gone never comes back under its number; late events about it are ignored; whenever enough workers are
+ready and no survivor is still expected to answer, the next `observe` forms a generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actors.pool.membership_types import (
+    EXIT_RESUMABLE,
+    Alive,
+    Boundary,
+    Broken,
+    Dead,
+    Decision,
+    Drain,
+    End,
+    Event,
+    Fail,
+    Finished,
+    Form,
+    Joined,
+    Leaving,
+    Limits,
+    Member,
+    NodeDead,
+    Phase,
+    Ready,
+    Refused,
+    Replace,
+    Request,
+    Resize,
+    Resources,
+    State,
+    Suspect,
+    Tick,
+    View,
+    Wait,
+)
+
+
+class Membership:
+    """The pool of one run. `generation` continues the numbers of an earlier controller of the same run."""
+
+    def __init__(self, limits: Limits, *, generation: int = 0) -> None:
+        self._limits = limits
+        self._generation = generation
+        self._state: State = "waiting"
+        self._workers: tuple[int, ...] = ()  # of the running generation
+        self._members: dict[int, Member] = {}
+        self._gone: set[int] = set()
+        self._available = 0
+        self._requested = 0
+        self._requested_at = 0.0
+        self._waiting_since: float | None = None
+        self._announced: tuple[int, int] | None = None  # the last Wait's (have, need)
+        self._enough_since: float | None = None
+        self._formed = False
+        self._clean = True
+        self._breaks = 0  # generations without a finished step, since the last finished one, by how they ended
+        self._losses = 0
+        self._lost_in = 0  # the newest generation that counts as ended by a loss
+        self._proven = False  # the newest generation has finished a step
+        self._why = "start"
+        self._out: list[Decision] = []
+
+    def observe(self, event: Event, now: float) -> tuple[View, tuple[Decision, ...]]:
+        """Take in one event at time `now` (seconds, monotonic) and decide. Decisions are to be applied in order."""
+        before = (self._state, self._generation, self._workers)
+        self._out = []
+        if self._state != "failed":
+            self._take(event, now)
+            self._settle(isinstance(event, Boundary), now)
+        changed = before != (self._state, self._generation, self._workers)
+        return self.view(changed=changed), tuple(self._out)
+
+    def view(self, *, changed: bool = False) -> View:
+        return View(
+            state=self._state,
+            generation=self._generation,
+            workers=self._workers,
+            members=tuple(self._members.values()),
+            requested=self._requested,
+            limits=self._limits,
+            changed=changed,
+        )
+
+    # Events -----------------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event, now: float) -> None:
+        match event:
+            case Joined():
+                self._join(event, now)
+            case Ready():
+                self._ready(event.worker, now)
+            case Alive():
+                self._update(event.worker, suspected_at=None, suspicion="")
+            case Suspect():
+                if event.worker in self._members and self._members[event.worker].suspected_at is None:
+                    self._update(event.worker, suspected_at=now, suspicion=event.reason)
+            case Leaving():
+                self._update(event.worker, leaving=event.reason or "leaving")
+            case Dead():
+                self._lose(event.worker, event.reason, now)
+            case NodeDead():
+                for member in [m for m in self._members.values() if m.node == event.node]:
+                    self._lose(member.worker, f"node {event.node} died", now)
+            case Resources():
+                self._available = event.available
+            case Refused():
+                self._requested = max(0, self._requested - event.count)
+            case Broken():
+                self._broken(event, now)
+            case Resize():
+                self._limits = replace(self._limits, min=event.min, max=event.max)
+            case Finished():
+                self._breaks = self._losses = 0
+                self._proven = self._state == "running"
+            case Boundary() | Tick():
+                pass
+
+    def _join(self, event: Joined, now: float) -> None:
+        if event.worker in self._gone or event.worker in self._members:
+            return
+        self._requested = max(0, self._requested - 1)
+        self._members[event.worker] = Member(worker=event.worker, node=event.node, phase="starting", since=now)
+
+    def _ready(self, worker: int, now: float) -> None:
+        member = self._members.get(worker)
+        if member is not None and member.phase in ("starting", "recovering"):
+            self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="")
+
+    def _broken(self, event: Broken, now: float) -> None:
+        if self._state != "running" or event.generation != self._generation:
+            return  # a late report of what was already answered
+        self._breaks += 1
+        if self._breaks > self._limits.max_breaks:
+            self._fail(1, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}")
+        else:
+            self._break(event.reason, now)
+
+    def _count_loss(self, reason: str) -> None:
+        """A death explains the break of its generation, also when the survivors' errors were seen first."""
+        if self._lost_in == self._generation:
+            return
+        self._lost_in = self._generation
+        self._breaks = 0
+        self._losses += 1
+        if self._losses > self._limits.max_losses:
+            self._fail(
+                1,
+                f"{self._losses} generations in a row lost a worker before they finished a step; the last one: "
+                f"{reason}. Such a step ends its worker every time: look at that worker's log, or give it more memory",
+            )
+
+    def _update(self, worker: int, **changes: object) -> None:
+        if worker in self._members:
+            self._members[worker] = replace(self._members[worker], **changes)  # type: ignore[arg-type]
+
+    def _lose(self, worker: int, reason: str, now: float, *, replaced: bool = False) -> None:
+        """`replaced`: it is this run that ends the worker, which explains no break: a slow step is slow again."""
+        member = self._members.pop(worker, None)
+        if member is None:
+            return
+        self._gone.add(worker)
+        reason = f"worker {worker} {reason}"
+        if member.phase == "active" or (member.phase == "recovering" and not replaced):
+            self._count_loss(reason)
+        if member.phase == "active" and self._state != "failed":
+            self._break(reason, now)
+
+    def _break(self, reason: str, now: float) -> None:
+        """The running generation is lost; its survivors must leave their groups and answer."""
+        if self._state != "running":
+            return
+        self._out.append(End(generation=self._generation, reason=reason, clean=False))
+        self._stop("recovering", "recovering", reason, now)
+        self._clean = False
+
+    def _stop(self, state: State, phase: Phase, reason: str, now: float) -> None:
+        self._state, self._workers, self._why = state, (), reason
+        for member in self._with("active"):
+            self._update(member.worker, phase=phase, since=now)
+
+    def _fail(self, code: int, reason: str) -> None:
+        self._state, self._workers = "failed", ()
+        self._out.append(Fail(code=code, reason=reason))
+
+    def _with(self, *phases: Phase) -> list[Member]:
+        return [member for member in self._members.values() if member.phase in phases]
+
+    # Decisions --------------------------------------------------------------------------------------------------
+
+    def _settle(self, boundary: bool, now: float) -> None:
+        if self._state == "failed":
+            return
+        self._replace_silent(now)
+        if self._state == "failed":
+            return
+        self._shrink()
+        if boundary and self._state == "running":
+            self._change(now)
+        self._drain()
+        if self._state != "running":
+            self._form_or_wait(now)
+        if self._state != "failed":
+            self._request(now)
+
+    def _replace_silent(self, now: float) -> None:
+        for member in list(self._members.values()):
+            reason = self._overdue(member, now)
+            if reason and member.worker in self._members:
+                self._out.append(Replace(worker=member.worker, reason=reason))
+                self._lose(member.worker, f"was replaced: {reason}", now, replaced=True)
+                if self._state == "failed":
+                    return
+
+    def _overdue(self, member: Member, now: float) -> str:
+        limits = self._limits
+        suspected = member.suspected_at
+        if suspected is not None and (member.phase == "recovering" or now - suspected >= limits.confirm_s):
+            return member.suspicion
+        waited = now - member.since
+        recover_s = limits.recover_s if self._proven else max(limits.recover_s, limits.first_step_s)
+        if member.phase == "recovering" and waited >= recover_s:
+            return f"did not leave its broken groups within {recover_s:g} s"
+        if member.phase == "starting" and waited >= limits.start_s:
+            return f"was not ready within {limits.start_s:g} s"
+        return ""
+
+    def _shrink(self) -> None:
+        """Above max, the least useful go: first those still starting, last the oldest active ones."""
+        staying = [member for member in self._members.values() if not member.leaving]
+        order = {"starting": 0, "ready": 1, "recovering": 2, "active": 3}
+        staying.sort(key=lambda member: (order[member.phase], -member.worker))
+        for member in staying[: max(0, len(staying) - self._limits.max)]:
+            self._update(member.worker, leaving=f"the pool holds at most {self._limits.max}")
+
+    def _drain(self) -> None:
+        for member in [m for m in self._members.values() if m.leaving and m.phase != "active"]:
+            del self._members[member.worker]
+            self._gone.add(member.worker)
+            self._out.append(Drain(worker=member.worker, reason=member.leaving))
+
+    def _change(self, now: float) -> None:
+        """At a step boundary: leavers go, ready ones come."""
+        staying = [m for m in self._with("active", "ready") if not m.leaving]
+        if {m.worker for m in staying} == set(self._workers):
+            return
+        reason = self._describe_change(staying)
+        if len(staying) < self._limits.min:
+            self._out.append(End(generation=self._generation, reason=reason, clean=True))
+            self._stop("waiting", "ready", reason, now)
+            self._clean = True
+            return
+        leavers = [m.worker for m in self._with("active") if m.leaving]
+        self._form(staying, reason, clean=True, now=now)
+        for worker in leavers:
+            self._update(worker, phase="ready", since=now)  # no longer in a generation: drained next
+
+    def _describe_change(self, staying: list[Member]) -> str:
+        after = {m.worker for m in staying}
+        came = sorted(after - set(self._workers))
+        went = sorted(set(self._workers) - after)
+        return ", ".join(f"{word} {workers}" for word, workers in (("join", came), ("leave", went)) if workers)
+
+    def _form_or_wait(self, now: float) -> None:
+        if self._with("recovering"):
+            return
+        ready = self._with("ready")
+        if len(ready) < self._limits.min:
+            self._enough_since = None
+            self._wait(len(ready), now)
+            return
+        if self._enough_since is None:
+            self._enough_since = now
+        if not self._formed and self._more_to_come() and now - self._enough_since < self._limits.gather_s:
+            return
+        self._form(ready, self._why, clean=self._clean, now=now)
+
+    def _more_to_come(self) -> bool:
+        return bool(self._with("starting") or self._requested)
+
+    def _form(self, members: list[Member], reason: str, *, clean: bool, now: float) -> None:
+        members = sorted(members, key=lambda m: (m.node, m.worker))
+        self._generation += 1
+        self._state = "running"
+        self._workers = tuple(m.worker for m in members)
+        for worker in self._workers:
+            self._update(worker, phase="active", since=now)
+        self._formed, self._clean, self._proven = True, True, False
+        self._waiting_since = self._announced = self._enough_since = None
+        self._out.append(Form(generation=self._generation, workers=self._workers, reason=reason, clean=clean))
+
+    def _wait(self, have: int, now: float) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = now
+        self._state = "waiting"
+        until = self._waiting_since + self._limits.wait_s
+        if now >= until:
+            self._fail(
+                EXIT_RESUMABLE,
+                f"{have} of at least {self._limits.min} workers for more than {self._limits.wait_s:g} s "
+                f"(workers.wait_s); resume when there is capacity, or lower workers.min",
+            )
+        elif self._announced != (have, self._limits.min):
+            self._announced = (have, self._limits.min)
+            self._out.append(Wait(have=have, need=self._limits.min, until=until))
+
+    def _request(self, now: float) -> None:
+        if self._requested and now - self._requested_at >= self._limits.request_s:
+            self._requested = 0  # they did not come; ask again
+        here = sum(not m.leaving for m in self._members.values()) + self._requested
+        count = min(self._limits.max - here, max(self._limits.min - here, self._available))
+        if count > 0:
+            self._requested += count
+            self._requested_at = now
+            self._available = max(0, self._available - count)
+            self._out.append(Request(count=count))

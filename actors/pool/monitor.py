@@ -1,0 +1,139 @@
+"""The post box between workers, controller and command line: heartbeats in, orders out.
+
+It decides nothing (that is `actors.pool.membership`); it exists because the controller is busy and a worker must be
+heard while its one task thread waits inside a collective. Lost with its node, it is started again empty: the controller
+sees another `life` and repeats generation and wishes, the workers repeat their heartbeats.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+
+from actors.messages import Orders, Progress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A worker's last heartbeat, when it arrived, and when the first one with this activity did.
+
+    Seconds on the monitor's monotonic clock: the workers' own clocks may be set anew, and differ from node to node.
+    """
+
+    progress: Progress
+    at: float
+    since: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What people asked for on the command line since the run began."""
+
+    target: int | None = None  # number of workers; None: as many as workers.max allows
+    drain: tuple[str, ...] = ()  # workers that shall leave
+    stop: str = ""  # why the run shall end, resumable; empty: it goes on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What the controller reads in one call."""
+
+    seen: dict[str, Seen]
+    wishes: Wishes
+    stacks: dict[str, str] = field(default_factory=dict)
+    now: float = 0.0  # on the same clock as `seen`
+    generation: int = -1  # the newest one announced
+    life: str = ""  # changes when the monitor was started anew
+
+
+class Monitor:
+    """Plain class; `actors.pool.workers.start_monitor` makes the actor of it."""
+
+    def __init__(self) -> None:
+        self._life = uuid.uuid4().hex
+        self._seen: dict[str, Seen] = {}
+        self._generation = -1
+        self._wishes = Wishes()
+        self._dump: set[str] = set()
+        self._stacks: dict[str, str] = {}
+
+    def beat(self, progress: Progress) -> Orders:
+        """Called by a worker's heartbeat thread."""
+        now, last = time.monotonic(), self._seen.get(progress.worker)
+        goes_on = last is not None and _activity(last.progress) == _activity(progress)
+        since = last.since if last is not None and goes_on else now
+        self._seen[progress.worker] = Seen(progress=progress, at=now, since=since)
+        dump = progress.worker in self._dump
+        self._dump.discard(progress.worker)
+        return Orders(generation=self._generation, dump_stack=dump)
+
+    def stack(self, worker: str, text: str) -> None:
+        self._stacks[worker] = text
+
+    def announce(self, generation: int) -> None:
+        """Called by the controller when a generation begins: everything older must end now."""
+        self._generation = max(self._generation, generation)
+
+    def begin(self) -> Report:
+        """Called by a controller that takes the run over: its workers are new ones under the numbers of the old, whose
+        heartbeats and leaves are not theirs. Size and stop are still wished."""
+        self._seen, self._stacks, self._dump = {}, {}, set()
+        self._wishes = replace(self._wishes, drain=())
+        return self.report()
+
+    def report(self) -> Report:
+        """What is known, for anybody who asks."""
+        return Report(
+            seen=dict(self._seen),
+            wishes=self._wishes,
+            stacks=dict(self._stacks),
+            now=time.monotonic(),
+            generation=self._generation,
+            life=self._life,
+        )
+
+    def collect(self) -> Report:
+        """The same for the controller, which takes the stacks along."""
+        report = self.report()
+        self._stacks = {}
+        return report
+
+    def ask_stacks(self, workers: tuple[str, ...]) -> None:
+        """Have these workers send their stacks with the next heartbeat."""
+        self._dump.update(workers)
+
+    def restore(self, generation: int, wishes: Wishes) -> None:
+        """Called by the controller when this is a new life: what people had asked for before still holds."""
+        self.announce(generation)
+        drain = tuple(dict.fromkeys((*wishes.drain, *self._wishes.drain)))
+        target = wishes.target if self._wishes.target is None else self._wishes.target
+        self._wishes = Wishes(target=target, drain=drain, stop=self._wishes.stop or wishes.stop)
+
+    def forget(self, worker: str) -> None:
+        self._seen.pop(worker, None)
+        self._wishes = replace(self._wishes, drain=tuple(w for w in self._wishes.drain if w != worker))
+
+    def drain(self, workers: tuple[str, ...]) -> None:
+        """`heddle workers drain NAME`: these finish what runs, hand over and go."""
+        self._wishes = replace(self._wishes, drain=tuple(dict.fromkeys((*self._wishes.drain, *workers))))
+
+    def scale(self, target: int) -> None:
+        """`heddle workers scale N`: keep N workers from now on, within workers.min and workers.max."""
+        self._wishes = replace(self._wishes, target=target)
+
+    def stop(self, reason: str) -> None:
+        """`heddle workers stop`, Ctrl-C: finish the running steps, write a checkpoint, end with code 75."""
+        self._wishes = replace(self._wishes, stop=reason)
+
+    def stopped(self) -> None:
+        """Called by the controller at its end: the wish is met, the next controller goes on."""
+        self._wishes = replace(self._wishes, stop="")
+
+    def ping(self) -> bool:
+        return True
+
+
+def _activity(progress: Progress) -> tuple[str, int, float]:
+    """What tells one stretch of work from the next. `since` is a name here: the worker's clock may have been set."""
+    return progress.activity, progress.step, progress.since

@@ -1,0 +1,169 @@
+"""Starts, watches and ends the actors of a run. Worker actors that find no room stay pending, which is what Ray's
+autoscaler acts on; the controller is told when one is ready or gone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors import process
+from actors.config import WorkersConfig
+from actors.messages import IO, WorkerInfo
+from actors.names import NAMESPACE, monitor_name
+from actors.pool.monitor import Monitor
+from actors.worker.worker import Worker, WorkerSettings
+from data.engines.placement import beside_me
+
+log = logging.getLogger(__name__)
+
+# PyTorch's own answer to a broken communicator is to end the process, and with it the state that a survivor holds.
+_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """One worker actor, from its request to its end."""
+
+    name: str
+    handle: Any
+    info_ref: Any
+    requested_at: float
+    info: WorkerInfo | None = None  # None while it waits for resources or loads its modules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolNews:
+    """What has changed since the last look."""
+
+    ready: tuple[WorkerInfo, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()  # (worker, why), before it was ready
+
+
+class Pool:
+    """The worker actors of a run. Not thread-safe; used by the controller alone."""
+
+    def __init__(self, run: str, settings: WorkerSettings, monitor: Any, worker_class: type[Worker] = Worker) -> None:
+        self._run, self._settings, self._monitor = run, settings, monitor
+        # With a concurrency group Ray runs the other calls, still one at a time and in order, off the main thread.
+        self._actor: Any = (
+            ray.remote(concurrency_groups={IO: 1})(worker_class)  # type: ignore[call-overload]
+            if uses_gpu(settings.workers)
+            else ray.remote(worker_class)
+        )
+        self._members: dict[str, Member] = {}
+        self._serial = 0
+
+    def start(self, count: int) -> list[str]:
+        """Request this many more workers. Returns their names."""
+        return [self._start_one() for _ in range(count)]
+
+    def poll(self) -> PoolNews:
+        """Look once, without waiting, at workers that are coming up."""
+        pending = {m.info_ref: m for m in self._members.values() if m.info is None}
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
+        ready, lost = [], []
+        for reference in done:
+            member = pending[reference]
+            try:
+                member.info = ray.get(reference)
+                ready.append(member.info)
+            except ray.exceptions.RayError as error:
+                del self._members[member.name]
+                lost.append((member.name, _cause(error)))
+        return PoolNews(ready=tuple(ready), lost=tuple(lost))
+
+    def handle(self, name: str) -> Any:
+        return self._members[name].handle
+
+    def info(self, name: str) -> WorkerInfo:
+        info = self._members[name].info
+        assert info is not None, f"{name} is not ready yet"
+        return info
+
+    @property
+    def pending(self) -> list[str]:
+        """Workers that wait for resources or load their modules, oldest first."""
+        return [m.name for m in self._members.values() if m.info is None]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._members)
+
+    def discard(self, name: str, frozen: bool = False) -> None:
+        """End a worker; with `frozen`, also by a signal, since a stopped process answers nobody."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return
+        ray.kill(member.handle, no_restart=True)
+        if frozen and member.info is not None:
+            kill_process(member.info.node, member.info.pid, member.info.born)
+
+    def close(self) -> None:
+        for name in list(self._members):
+            member = self._members.pop(name)
+            ray.kill(member.handle, no_restart=True)
+
+    def _start_one(self) -> str:
+        name = f"w{self._serial}"
+        self._serial += 1
+        workers = self._settings.workers
+        handle: Any = self._actor.options(
+            name=f"{self._run}/{name}",
+            namespace=NAMESPACE,
+            num_cpus=workers.cpus_per_worker,
+            num_gpus=1 if uses_gpu(workers) else 0,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": {**_ENVIRONMENT, "OMP_NUM_THREADS": str(workers.torch_threads)}},
+        ).remote(name, self._settings, self._monitor)
+        self._members[name] = Member(name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time())
+        return name
+
+
+def uses_gpu(workers: WorkersConfig) -> bool:
+    """`auto` means CUDA as soon as any node of the cluster offers a GPU."""
+    if workers.device == "auto":
+        return ray.cluster_resources().get("GPU", 0) > 0
+    return workers.device == "cuda"
+
+
+def start_monitor(run: str) -> Any:
+    """The run's monitor, found again by a restarted controller."""
+    return (
+        ray.remote(Monitor)
+        .options(
+            name=monitor_name(run),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=beside_me(),
+        )
+        .remote()
+    )
+
+
+def kill_process(node: str, pid: int, born: str) -> None:
+    """SIGKILL a process on a node: a frozen one does not answer Ray's own kill. Nothing happens if the node is gone, or
+    the process is and another has its number."""
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def end(pid: int, born: str) -> None:
+        if not process.kill(pid, born):
+            log.debug("process %d had already ended", pid)
+
+    end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid, born)
+
+
+def _cause(error: BaseException) -> str:
+    """The last line of what an actor's constructor raised, or the first line of Ray's own words."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    raised = [line for line in lines if ": " in line and line.split(": ")[0].endswith(("Error", "Exception"))]
+    return (raised or lines or [type(error).__name__])[-1 if raised else 0]

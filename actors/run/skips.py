@@ -1,0 +1,68 @@
+"""Steps whose gradient is not finite: they change nothing, are counted and named, and too many of them end the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from actors.outcome import Outcome, StopRun
+from actors.run.steps import CollectedStep
+
+log = logging.getLogger(__name__)
+
+WINDOW = 1000  # steps: a bad clip now and then in a million steps is no reason to stop, ten at once are
+
+
+class Skips:
+    """Counts the skipped steps among the last thousand; one that is computed again counts once, by its last outcome.
+
+    `tell` gets what belongs into events.jsonl, `known` are steps that earlier controllers of the run have skipped.
+    """
+
+    def __init__(self, limit: int, tell: Callable[..., None], known: Iterable[int] = ()) -> None:
+        self._limit, self._tell, self._steps = limit, tell, set(known)
+
+    def check(self, done: CollectedStep, committed: int) -> None:
+        """Raises StopRun, with `committed` as the run's last step, when the limit is passed."""
+        first, step = done.reports[0], done.running.step
+        if first.applied:
+            self._steps.discard(step)
+            return
+        self._steps = {s for s in (*self._steps, step) if step - WINDOW < s <= step}
+        count, samples = len(self._steps), sorted({s for r in done.reports for s in r.bad_samples})
+        self._tell("skipped", step=step, loss=first.loss, grad_norm=first.grad_norm, samples=samples)
+        log.warning(
+            "step %d is skipped: loss %s, gradient norm %s (%d of at most %d in %d steps)",
+            step,
+            first.loss,
+            first.grad_norm,
+            count,
+            self._limit,
+            WINDOW,
+        )
+        if count > self._limit:
+            reason = (
+                f"{count} of the last {WINDOW} steps had a non-finite gradient, more than train.max_skipped_steps "
+                f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. Lower the learning rate or check "
+                f"these clips."
+            )
+            raise StopRun(Outcome(code=1, last_step=committed, reason=reason))
+
+
+def skipped_before(run_dir: Path) -> list[int]:
+    """Steps that the run has skipped so far, from its events.jsonl; none without one."""
+    try:
+        with (run_dir / "events.jsonl").open(encoding="utf-8", errors="replace") as file:
+            return [step for line in file if '"skipped"' in line and (step := _skipped(line)) is not None]
+    except FileNotFoundError:
+        return []
+
+
+def _skipped(line: str) -> int | None:
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:  # a killed writer left half of it
+        return None
+    return int(event["step"]) if event.get("event") == "skipped" else None

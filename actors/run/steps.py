@@ -1,0 +1,331 @@
+"""Runs the steps of one generation: plan, dispatch, collect. One object per generation; any failure ends it.
+
+Up to two steps are on the workers at a time: the next one is dispatched while the current one runs, so that no worker
+waits for the controller between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import ray
+
+from actors.feed.step_source import PlannerClient, StepData, StepSource
+from actors.messages import IO, StepReport
+from actors.plan.types import Cluster, Done, Module
+from actors.planning.planner import Assignment
+from actors.ray_errors import GONE
+from actors.run.dispatch import Call, Holdings, calls_of, finish_of
+from actors.state.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
+
+_ENDED_S = 60.0  # a call whose worker has finished the step after it has ended; its answer may come a little later
+_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
+_CACHED = "cache/"  # first part of the names of results that were encoded long ago
+_LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
+
+
+class GenerationLost(RuntimeError):
+    """The generation cannot go on. `dead` workers are gone, `failed` ones said why they could not do their part.
+
+    `pixels_lost`: batches are gone with the process or node that held them and must be decoded again.
+    """
+
+    def __init__(self, dead: Sequence[str], failed: dict[str, str], pixels_lost: bool = False) -> None:
+        self.dead, self.failed, self.pixels_lost = tuple(dead), failed, pixels_lost
+        super().__init__("; ".join([f"{name} died" for name in dead] + [f"{n}: {why}" for n, why in failed.items()]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A worker's place in a generation: its rank is its index in the world."""
+
+    name: str
+    node: str
+    handle: Any
+    publishes_later: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """A call on its way. `reads_data`: its arguments come from the feeder, as pixels or as results it had cached."""
+
+    worker: str
+    name: str
+    module: Module
+    reference: Any
+    reads_data: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningStep:
+    """A dispatched step."""
+
+    step: int
+    generation: int
+    assignment: Assignment
+    data: StepData
+    finishes: list[Any]
+    results: dict[str, Any]  # cascade id -> reference of its published result
+    calls: list[Submitted]  # until the step has ended: a call that could not be run says so only here
+    dispatched_at: float
+    dispatch_s: float
+    num_calls: int
+    plan_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectedStep:
+    """A step that all workers have finished."""
+
+    running: RunningStep
+    reports: tuple[StepReport, ...]
+    snapshots: tuple[Snapshot, ...]
+    collected_at: float
+
+
+@dataclass(kw_only=True)
+class StepRunner:
+    """Dispatches and collects the steps of one generation."""
+
+    generation: int
+    world: tuple[Seat, ...]
+    cluster: Cluster
+    source: StepSource
+    planner: PlannerClient
+    budget_s: float
+    lookahead: int
+    exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
+    last_step: int
+    forming: list[Any]  # references that resolve when the workers have formed the generation
+    running: list[RunningStep] = field(default_factory=list)
+    _holdings: Holdings = field(default_factory=Holdings)
+    _early: dict[int, list[Done]] = field(default_factory=dict)  # step -> encode work of it that an earlier one does
+    _results: dict[str, Any] = field(default_factory=dict)
+    _bags: set[tuple[int, ...]] = field(default_factory=set)
+
+    def dispatch(self, step: int) -> RunningStep:
+        """Plan and submit one step. Raises PlanError, DataError, DataLost."""
+        started = time.perf_counter()
+        window, done = self._question(step)
+        assignment = self.planner.plan(step, window, self.cluster, done, self.budget_s)
+        plan_s = time.perf_counter() - started
+        steps = sorted({c.step for c in assignment.cascades} | {step})
+        data = {s: self.source.data(s) for s in steps}
+        self._use_cache(data[step])
+        submitting = time.perf_counter()
+        calls = calls_of(
+            assignment.cascades, {s: d.samples for s, d in data.items()}, self.generation, step, self._holdings
+        )
+        self._connect(calls)
+        submitted = [self._submit(call, data) for call in calls]
+        export = self.exports(step)
+        finishes = [finish_of(rank, calls, self.generation, step, export) for rank in range(len(self.world))]
+        running = RunningStep(
+            step=step,
+            generation=self.generation,
+            assignment=assignment,
+            data=data[step],
+            results=dict(self._results),
+            calls=submitted,
+            finishes=[
+                seat.handle.finish_step.options(name="finish").remote(finish)
+                for seat, finish in zip(self.world, finishes, strict=True)
+            ],
+            dispatched_at=time.time(),
+            dispatch_s=time.perf_counter() - submitting,
+            num_calls=len(calls),
+            plan_s=plan_s,
+        )
+        self.running.append(running)
+        self._remember_early(assignment, step)
+        if step + 1 < self.last_step:
+            window, done = self._question(step + 1)
+            self.planner.request(step + 1, window, self.cluster, done, self.budget_s)
+        return running
+
+    def collect(self, timeout_s: float) -> CollectedStep | None:
+        """The oldest running step if it ends within the timeout, else None. Raises GenerationLost."""
+        running = self.running[0]
+        self._check_forming()
+        ready, waiting = ray.wait(running.finishes, num_returns=len(running.finishes), timeout=timeout_s)
+        self._raise_failures(ready, ended=not waiting)
+        if waiting:
+            return None
+        answers = ray.get(running.finishes)
+        self._check_weights([report for report, _ in answers])
+        self.running.pop(0)
+        return CollectedStep(
+            running=running,
+            reports=tuple(report for report, _ in answers),
+            snapshots=tuple(s for _, s in answers if s is not None),
+            collected_at=time.time(),
+        )
+
+    def _question(self, step: int) -> tuple[list[tuple[Any, ...]], list[Done]]:
+        """Items of the step and of those whose encode work may run early, and what of it has already been planned."""
+        window = []
+        for s in range(step, step + 1 + self.lookahead):
+            items = self.source.items(s)
+            if items is not None:
+                window.append(items.items)
+        self.source.request(step + 1 + self.lookahead)
+        return window, [done for s in sorted(self._early) for done in self._early[s]]
+
+    def _connect(self, calls: Sequence[Call]) -> None:
+        """Have the members of bags that this generation has not used yet connect behind the running work."""
+        fresh = {c.task.bag for c in calls if len(c.task.bag) > 1} - self._bags
+        self._bags |= fresh
+        for rank, seat in enumerate(self.world):
+            if mine := tuple(sorted(bag for bag in fresh if rank in bag)):
+                seat.handle.prepare.remote(self.generation, mine)
+
+    def _use_cache(self, data: StepData) -> None:
+        """Results that were encoded long ago count as published."""
+        for (module, item), reference in data.cached.items():
+            source = f"{_CACHED}{module}/{item}"
+            self._results[source] = reference
+            for sample in data.samples.samples[item]:
+                self._holdings.published[cast(Module, module), sample.id] = source
+
+    def _submit(self, call: Call, data: dict[int, StepData]) -> Submitted:
+        seat, task = self.world[call.rank], call.task
+        handle, shown = seat.handle, shape_of(task.name)
+        if task.module == "dit":
+            reference = handle.dit.options(name=shown).remote(task, *[self._results[c] for c in call.needs])
+            reads_data = any(source.startswith(_CACHED) for source in call.needs)
+        else:
+            batches = [data[task.step].batches[item] for item in call.items]
+            method = handle.encode_text if task.module == "text" else handle.encode_vae
+            reference, reads_data = method.options(name=shown).remote(task, *batches), True
+            self._publish(call, reference)
+        return Submitted(
+            worker=seat.name, name=task.name, module=task.module, reference=reference, reads_data=reads_data
+        )
+
+    def _publish(self, call: Call, reference: Any) -> None:
+        task, handle, shown = call.task, self.world[call.rank].handle, shape_of(call.task.name)
+        if task.publish and self.world[call.rank].publishes_later:
+            later = handle.published.options(name=f"handoff {shown}", concurrency_group=IO)
+            self._results[task.cascade] = later.remote(task, [reference])
+        elif task.publish:
+            self._results[task.cascade] = reference
+
+    def _remember_early(self, assignment: Assignment, step: int) -> None:
+        """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there."""
+        early = [c for c in assignment.cascades if c.step > step]
+        self._early = {s: done for s, done in self._early.items() if s > step}
+        for c in early:
+            done = [Done(item=part.item, module=c.module, workers=c.workers) for part in c.parts]
+            self._early.setdefault(c.step, []).extend(done)
+        self._holdings.drop_before(step + 1)
+        wanted = set(self._holdings.published.values())
+        self._results = {cascade: r for cascade, r in self._results.items() if cascade in wanted}
+
+    def _check_forming(self) -> None:
+        """A worker that could not form the generation leaves the others waiting for it in a collective."""
+        if not self.forming:
+            return
+        done, waiting = ray.wait(self.forming, num_returns=len(self.forming), timeout=0)
+        failed: dict[str, str] = {}
+        for seat, reference in zip(self.world, self.forming, strict=False):
+            if reference in done:
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    failed[seat.name] = f"could not form the generation: {error.cause}"
+                except GONE:
+                    raise GenerationLost([seat.name], {}) from None
+        if failed:
+            raise GenerationLost([], failed)
+        if not waiting:
+            self.forming = []
+
+    def _check_weights(self, reports: Sequence[StepReport]) -> None:
+        """The workers have checked it before they applied the step; a commit does not rest on that alone."""
+        for report in reports:
+            if abs(report.weight + report.bad_weight - 1.0) > _WEIGHT_ERROR:
+                why = f"step {report.step} has samples of weight {report.weight + report.bad_weight:g} of 1"
+                raise GenerationLost([], {report.worker: why})
+
+    def _raise_failures(self, references: Sequence[Any], ended: bool) -> None:
+        """Of the oldest step's finishes that are ready, and of the DiT calls of all steps. After `ended`, when all its
+        workers have finished the oldest step, its DiT calls have ended, too."""
+        dead: list[str] = []
+        failed: dict[str, str] = {}
+        for seat, reference in zip(self.world, self.running[0].finishes):
+            if reference not in references:
+                continue
+            try:
+                ray.get(reference)
+            except GONE as error:
+                log.debug("%s is gone: %s", seat.name, error)
+                dead.append(seat.name)
+            except ray.exceptions.RayTaskError as error:
+                failed[seat.name] = str(error.cause)
+        if not dead:
+            failed = {**self._failed_calls(ended and not failed), **failed}
+        if dead or failed:
+            raise GenerationLost(dead, failed, self._pixels_lost())
+
+    def _failed_calls(self, ended: bool) -> dict[str, str]:
+        """Workers whose DiT calls failed, and why. A call whose argument is gone never reaches its worker; only its
+        reference knows. An encode call says so to the DiT call that waits for its result."""
+        failed: dict[str, str] = {}
+        for running in self.running:
+            patience = _ENDED_S if ended and running is self.running[0] else 0.0
+            dits = {call.reference: call for call in running.calls if call.module == "dit"}
+            done, waiting = ray.wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
+            if patience and waiting:
+                call = dits[waiting[0]]
+                failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
+            for reference in done:
+                if why := failure_of(reference):
+                    failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
+        return failed
+
+    def _pixels_lost(self) -> bool:
+        """An encode call whose argument is gone never reaches its worker; only its reference knows."""
+        references = [call.reference for running in self.running for call in running.calls if call.reads_data]
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
+        return any(has_lost_argument(reference) for reference in done)
+
+
+def shape_of(name: str) -> str:
+    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`actors.bars`)."""
+    return name.rpartition(" s")[0]
+
+
+def failure_of(call: Any) -> str:
+    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return "" if isinstance(error.cause, GONE) else _last_line(str(error.cause) or str(error))
+    except GONE as error:
+        log.debug("a call failed: %s", error)
+    except ray.exceptions.RayError as error:
+        return _last_line(str(error))
+    return ""
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def has_lost_argument(call: Any) -> bool:
+    """Whether an ended call of a worker never ran because its pixels were lost, or could not be decoded again."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return isinstance(error.cause, ray.exceptions.ObjectLostError) or _LOST_ARGUMENT in str(error)
+    except GONE as error:
+        log.debug("an encode call failed: %s", error)
+    except ray.exceptions.RayError:
+        return True
+    return False

@@ -1,0 +1,158 @@
+"""Writes checkpoints in the background, from the shards that workers have just exported; keeps the newest.
+
+One Ray task writes all shards of a step, one after the other, out of the object store or the keepers' memory: no worker
+waits for the disk, and no state passes through the controller. One checkpoint is written at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.config import CheckpointConfig
+from actors.state import checkpoint_files as checkpoint
+from actors.state.snapshots import Origin, Snapshot
+from ops.shards import ShardState
+
+log = logging.getLogger(__name__)
+
+_WRITE_S = 3600.0
+
+
+def root_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def latest(run_dir: Path) -> tuple[int, Path] | None:
+    """(step, folder) of the newest complete checkpoint; its bytes are not read."""
+    folders = checkpoint.complete(root_of(run_dir))
+    return (step_of(folders[-1]), folders[-1]) if folders else None
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+class Writer:
+    """Checkpoints of one run. `meta` gives what a checkpoint says about itself; `sealed` is told when one is whole,
+    `failed` when one could not be written."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        last_step: int,
+        meta: Callable[[int], dict[str, Any]],
+        sealed: Callable[[Path, int], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        self._root, self._config, self._last = root_of(run_dir), config, last_step
+        self._meta, self._sealed, self._failed = meta, sealed, failed
+        self._writing: dict[Any, tuple[int, Path]] = {}
+        self._owed = False  # shards were lost with their workers before they were read
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is taken after this step: every so many steps, after the last, and soon after one that
+        was lost with its workers."""
+        return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
+
+    def save(self, step: int, snapshots: Sequence[Snapshot]) -> None:
+        """Begin to write this step; while an earlier one is still being written, a later step is taken instead."""
+        if self._writing and step != self._last:
+            late = min(s for s, _ in self._writing.values())
+            if not self._owed:
+                log.warning("the checkpoint of step %d is still being written: that of step %d is put off", late, step)
+            self._owed = True
+            return
+        self._owed = False
+        self._begin(step, [s.shard for s in snapshots])
+
+    def save_origin(self, origin: Origin) -> None:
+        """Write the last committed step from keepers and living workers, and wait for it: the run is about to stop."""
+        self.wait()  # for an attempt at this step that may have lost its shards with their workers
+        self._begin(origin.step, list(origin.exports), list(origin.keepers))
+        self.wait()
+
+    def poll(self) -> None:
+        """Seal what has been written; never waits."""
+        self._collect(timeout_s=0)
+
+    def wait(self) -> None:
+        """Returns when everything begun is complete or has failed; what is not written within an hour has failed."""
+        while self._writing:
+            if not self._collect(timeout_s=_WRITE_S):
+                for reference, (step, folder) in self._writing.items():
+                    ray.cancel(reference, force=True)
+                    self._give_up(step, f"{folder} was not written in {_WRITE_S:.0f} s")
+                self._writing.clear()
+
+    def _begin(self, step: int, shards: Sequence[Any], keepers: Sequence[Any] = ()) -> None:
+        folder = checkpoint.step_folder(self._root, step)
+        if any(f == folder for _, f in self._writing.values()):
+            return
+        task = ray.remote(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
+        self._writing[task.remote(str(folder), self._meta(step), list(shards), list(keepers))] = (step, folder)
+
+    def _give_up(self, step: int, why: str) -> None:
+        log.error("the checkpoint of step %d was not written: %s", step, why)
+        self._failed(step, why)
+
+    def _collect(self, timeout_s: float) -> bool:
+        """Take what is done within the timeout. False when nothing was."""
+        if not self._writing:
+            return False
+        done, _ = ray.wait(list(self._writing), num_returns=1, timeout=timeout_s)
+        for reference in done:
+            step, folder = self._writing.pop(reference)
+            try:
+                ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                self._owed |= isinstance(error.cause, ray.exceptions.ObjectLostError)
+                self._give_up(step, str(error.cause))
+                continue
+            except ray.exceptions.RayError as error:  # its process was ended: it could not clean up
+                self._give_up(step, str(error))
+                checkpoint.remove_torn(folder)
+                continue
+            for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
+                log.info("removed %s", removed.name)
+            self._sealed(folder, step)
+        return bool(done)
+
+
+def _write(folder: str, meta: dict[str, Any], shards: list[Any], keepers: list[Any]) -> None:
+    """Runs as a Ray task. Every range is written once, also when several holders have it. What a failed attempt has
+    written is removed: on a full disk it would make the next one fail, too."""
+    target = Path(folder)
+    if not checkpoint.begin(target):
+        return
+    written: dict[tuple[int, int], checkpoint.File] = {}
+    try:
+        for shard in _one_by_one(meta["step"], shards, keepers):
+            if not written:
+                needed = checkpoint.forecast_bytes(
+                    shard.total,
+                    ema="ema" in shard.arrays,
+                    num_shards=len(shards),
+                    num_parameters=len(meta["parameters"]),
+                )
+                checkpoint.check_free_space(target, needed)
+            if (shard.lo, shard.hi) not in written and shard.lo < shard.hi:
+                written[shard.lo, shard.hi] = checkpoint.write_shard(target, shard)
+        checkpoint.seal(target, meta, sorted(written), list(written.values()))
+    except BaseException:
+        checkpoint.remove_torn(target)
+        raise
+
+
+def _one_by_one(step: int, shards: list[Any], keepers: list[Any]) -> Iterator[ShardState]:
+    """A large state does not fit into one node's memory: each shard is fetched when the one before it is written."""
+    while shards:
+        yield ray.get(shards.pop(0))
+    for keeper in keepers:
+        for lo, hi in ray.get(keeper.held.remote()).get(step, []):
+            yield from ray.get(keeper.get.remote(step, lo, hi))

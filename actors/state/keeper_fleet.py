@@ -1,0 +1,209 @@
+"""The run's keepers as the controller sees them: on the nodes with workers and, where those are few, on others, too;
+outliving the controller."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import ray
+
+from actors.config import SnapshotConfig
+from actors.names import NAMESPACE, keeper_name
+from actors.ray_errors import FOR_GOOD
+from actors.state.keeper import Held, Standing, attach, place, spawn
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 10.0  # an idle keeper answers at once; one that copies a large shard, or whose node swaps, takes longer
+_AGAIN_S = 1.0  # before one that was out of reach is asked again
+
+
+class Keepers:
+    """Starts, finds and places keepers. Without snapshots there are none and every list is empty.
+
+    Only a keeper that Ray calls gone holds nothing. One that lives and does not answer is waited for, as long as
+    `snapshot.patience_s`; after a question `silent` names those that have not answered it.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        config: SnapshotConfig,
+        lost: Callable[[str], None],
+        slow: Callable[[str, float], None] = lambda name, seconds: None,
+        needs: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`lost` is told the name of every keeper that is given up, `slow` once per question who is waited for.
+
+        `needs` gives the bytes that a node without workers must have to be worth a keeper: a small head node has not.
+        """
+        self._needs = needs
+        self._unfit: set[str] = set()  # nodes without workers that had no room for the state
+        self._run, self._config, self._lost, self._slow = run, config, lost, slow
+        self._handles: dict[str, Any] = {}  # actor name -> handle
+        self._nodes: dict[str, str] = {}  # actor name -> node
+        self._placed: dict[int, tuple[str, ...]] = {}
+        self._silent_since: dict[str, float] = {}  # monotonic seconds
+        self.silent: tuple[str, ...] = ()
+
+    def prepare(self, worker_nodes: Sequence[str]) -> None:
+        """Have keepers on the nodes that suit these workers and choose those of each worker (by rank)."""
+        if not self._config.enabled:
+            return
+        alive = {node: memory for node, memory in alive_nodes().items() if memory >= self._needs()}
+        fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
+        homes = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._config.copies)
+        for node in homes:
+            name = keeper_name(self._run, node)
+            if name not in self._handles:
+                self._handles[name] = spawn(name, node, namespace=NAMESPACE)
+            self._nodes[name] = node
+        here = {name: node for name, node in self._nodes.items() if node in homes}
+        self._placed = place(dict(enumerate(worker_nodes)), here, self._config.copies)
+
+    def of(self, rank: int) -> tuple[Any, ...]:
+        """Keepers that hold this worker's shards."""
+        return tuple(self._handles[name] for name in self._placed.get(rank, ()))
+
+    def in_use(self) -> dict[str, Any]:
+        """Those that are given shards now."""
+        return {name: self._handles[name] for names in self._placed.values() for name in names if name in self._handles}
+
+    def repair(self, worker_nodes: Sequence[str], give_up_s: float, timeout_s: float = 5.0) -> None:
+        """Forget keepers that are gone and those that have been silent for `give_up_s`; start others in their place."""
+        for name, (host, room) in self._ask("room", timeout_s).items():
+            if room < self._needs() and self._nodes.get(name) not in {None, *worker_nodes}:
+                log.warning("%s has no room for the state: its keeper is used no more", host)
+                self._unfit.add(self._nodes[name])
+        for name in self.silent:
+            silent_s = time.monotonic() - self._silent_since[name]
+            if silent_s >= give_up_s:
+                log.error("keeper %s has not answered for %.0f s and is given up", name, silent_s)
+                ray.kill(self._forget(name))
+        self.prepare(worker_nodes)
+
+    def find(self) -> dict[str, Any]:
+        """Live keepers of this run, also those of an earlier controller."""
+        if not self._config.enabled:
+            return {}
+        prefix = keeper_name(self._run, "")
+        names = [
+            entry["name"]
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix)
+        ]
+        self._handles.update(attach([n for n in names if n not in self._handles], namespace=NAMESPACE))
+        return dict(self._handles)
+
+    def inventories(
+        self, patience_s: float, enough: Callable[[Mapping[str, Sequence[Held]]], bool] = lambda found: False
+    ) -> dict[str, Sequence[Held]]:
+        """What each keeper holds. `enough` says whether what has been found makes further waiting needless."""
+        return self._ask("inventory", patience_s, enough)
+
+    def standing(self, patience_s: float) -> Standing:
+        """How far the run is by what its keepers were told."""
+        told: list[Standing] = list(self._ask("standing", patience_s).values())
+        return Standing(
+            committed=max((s.committed for s in told), default=-1),
+            generation=max((s.generation for s in told), default=0),
+            position=max((s.position for s in told if s.position), key=itemgetter(0), default=None),
+        )
+
+    def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
+        """(host, bytes that the state may take there) of the keepers that are given shards."""
+        used = self.in_use()
+        return [room for name, room in self._ask("room", timeout_s).items() if name in used]
+
+    def _ask(
+        self, question: str, patience_s: float, enough: Callable[[Mapping[str, Any]], bool] = lambda found: False
+    ) -> dict[str, Any]:
+        """The answers of all keepers that live, by name."""
+        started = time.monotonic()
+        handles = self.find()
+        waiting = {getattr(handle, question).remote(): name for name, handle in handles.items()}
+        found: dict[str, Any] = {}
+        told: set[str] = set()
+        while waiting:
+            left_s = started + patience_s - time.monotonic()
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, min(_LOOK_S, left_s)))
+            again = [name for reference in done if not self._took(name := waiting.pop(reference), reference, found)]
+            if again:
+                time.sleep(_AGAIN_S)
+            waiting |= {getattr(handles[name], question).remote(): name for name in again}
+            if left_s <= 0 or enough(found):
+                break
+            if time.monotonic() - started >= _LOOK_S:
+                self._tell_slow(set(waiting.values()) - told, started)
+                told |= set(waiting.values())
+        self.silent = tuple(sorted(waiting.values()))
+        for name in self.silent:
+            self._silent_since.setdefault(name, started)
+        return found
+
+    def _took(self, name: str, reference: Any, found: dict[str, Any]) -> bool:
+        """Take in an answer, or that there will be none. False: ask again."""
+        try:
+            found[name] = ray.get(reference, timeout=_LOOK_S)
+        except FOR_GOOD as error:  # `prepare` starts another
+            log.warning("keeper %s is gone: %s", name, type(error).__name__)
+            self._forget(name)
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
+            log.warning("keeper %s is out of reach: %s", name, type(error).__name__)
+            return False
+        else:
+            self._silent_since.pop(name, None)
+        return True
+
+    def _tell_slow(self, names: Collection[str], started: float) -> None:
+        for name in sorted(names):
+            waited = time.monotonic() - started
+            log.warning("keeper %s lives and has not answered for %.0f s; waiting for it", name, waited)
+            self._slow(name, waited)
+
+    def _forget(self, name: str) -> Any:
+        self._lost(name)
+        self._nodes.pop(name, None)
+        self._silent_since.pop(name, None)
+        return self._handles.pop(name)
+
+    def handles(self, names: Mapping[str, Any] | Sequence[str]) -> tuple[Any, ...]:
+        return tuple(self._handles[name] for name in names if name in self._handles)
+
+    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+        """The step is held whole, older ones may go; `position` is the data's behind it."""
+        for handle in self._handles.values():
+            handle.commit.remote(step, position)
+
+    def rollback(self, step: int, generation: int) -> None:
+        """Training goes on after `step` in `generation`: later shards and late messages are refused."""
+        for handle in self._handles.values():
+            handle.rollback.remote(step, generation)
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            ray.kill(handle)
+        self._handles.clear()
+
+
+def alive_nodes() -> dict[str, float]:
+    """Nodes of the cluster that live, and the memory that each offers to Ray."""
+    return {node["NodeID"]: node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"]}
+
+
+def keeper_nodes(
+    worker_nodes: Sequence[str], alive: Mapping[str, float], kept: Collection[str], copies: int
+) -> list[str]:
+    """Nodes that get a keeper: those with workers and, until the copies of a shard and its worker can all lie on
+    different nodes, others that live: first those with a keeper, then those with the most memory.
+
+    >>> keeper_nodes(["a", "a"], {"a": 8.0, "b": 2.0, "c": 4.0}, kept=(), copies=1)
+    ['a', 'c']
+    """
+    chosen = list(dict.fromkeys(worker_nodes))
+    others = sorted(set(alive) - set(chosen), key=lambda node: (node not in kept, -alive[node], node))
+    return chosen + others[: max(0, copies + 1 - len(chosen))]

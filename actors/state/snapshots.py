@@ -1,0 +1,83 @@
+"""Training state of finished steps in host memory: who has which part, and where a generation can start from.
+
+A step is committed when every shard of it is held where its worker's death cannot take it. Only then is its line of
+metrics written and its data released: what is not committed is computed again. With `snapshot.every` above 1 the steps
+between two snapshots are held by the workers alone: they count as committed at once, and a loss computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.state.keeper import Held, recoverable
+from actors.state.keeper_fleet import Keepers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """One worker's shard of a finished step. `shard` is owned by the worker and lives as long as it keeps it."""
+
+    step: int
+    generation: int
+    lo: int
+    hi: int
+    total: int
+    shard: Any  # reference to a ShardState
+    acknowledgements: tuple[Any, ...] = ()  # resolve when the keepers have copied it
+
+    def held(self) -> Held:
+        return Held(step=self.step, generation=self.generation, lo=self.lo, hi=self.hi, total=self.total, num_bytes=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where the training state of a generation comes from: holders of a step's snapshot, or a checkpoint folder."""
+
+    step: int
+    keepers: tuple[Any, ...] = ()  # actor handles
+    exports: tuple[Any, ...] = ()  # references to shards that living workers hold
+    checkpoint: str | None = None
+
+
+def origin_of(
+    keepers: Keepers,
+    exports: Sequence[Snapshot],
+    checkpoint: tuple[int, Path] | None,
+    patience_s: float,
+    newest: int | None = None,
+) -> Origin | None:
+    """The newest state that can be put together: keepers and surviving workers first, then the checkpoint.
+
+    Keepers that live are waited for as long as `patience_s`, unless what the others hold gives `newest`; afterwards
+    `keepers.silent` names those that have not answered and may hold more than was found.
+
+    `newest` leaves out snapshots of later steps: all workers may have finished a step whose reports were lost, with a
+    worker or with the controller, so it has no metrics and is computed again.
+    """
+    exports = [snapshot for snapshot in exports if newest is None or snapshot.step <= newest]
+    offered = {f"export/{i}": [snapshot.held()] for i, snapshot in enumerate(exports)}
+
+    def up_to_newest(inventories: Mapping[str, Sequence[Held]]) -> dict[str, list[Held]]:
+        return {
+            name: [held for held in inventory if newest is None or held.step <= newest]
+            for name, inventory in inventories.items()
+        }
+
+    def enough(inventories: Mapping[str, Sequence[Held]]) -> bool:
+        whole = recoverable({**up_to_newest(inventories), **offered})
+        steps = [known[0] for known in (whole, checkpoint) if known is not None]
+        return newest is not None and max(steps, default=-1) >= newest
+
+    kept = up_to_newest(keepers.inventories(patience_s, enough))
+    found = recoverable({**kept, **offered})
+    if found is not None and (checkpoint is None or found[0] >= checkpoint[0]):
+        holders = [name for name, inventory in kept.items() if any((h.step, h.generation) == found for h in inventory)]
+        # An export dies with its worker, which may be leaving: only where the keepers have gaps.
+        needed = [] if recoverable(kept) == found else [s for s in exports if (s.step, s.generation) == found]
+        return Origin(step=found[0], keepers=keepers.handles(holders), exports=tuple(s.shard for s in needed))
+    if checkpoint is not None:
+        return Origin(step=checkpoint[0], checkpoint=str(checkpoint[1]))
+    return None

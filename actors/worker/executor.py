@@ -1,0 +1,450 @@
+"""Runs cascades on one device: text encode, VAE encode, DiT forward and backward, end of step. No Ray inside.
+
+The worker actor feeds it; tests run it in threads or alone. Every member of a bag calls the same method with its own
+view of the same cascade, in the same order; partial gradients add up in the parameters until `finish`, whose one sum
+over all workers is the exact gradient of the step (whatever the plan was).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.messages import CascadeTask, FinishTask, Sample, Span, StaleGeneration
+from actors.worker.handoff import Encoded, EncodeStore, Inputs, SampleId, gather_inputs
+from actors.worker.transfer import HostCopies
+from ops.comm import Group, Groups
+from ops.config import ModelConfig
+from ops.flow import draw, flow_loss, sequence_losses
+from ops.geometry import Geometry
+from ops.packing import Layout, patchify
+from ops.packing import Sequence as PackedSequence
+from ops.sync import FlatSync, StepIncomplete, StepResult
+
+if TYPE_CHECKING:
+    from actors.config import TrainConfig
+    from ops.models.text import TextEncoder
+    from ops.models.vae import VAE
+
+log = logging.getLogger(__name__)
+
+Phase = Callable[[str], None]
+_MAX_DIMS = 6
+_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
+
+
+class NonFiniteLoss(RuntimeError):
+    """A cascade's loss is NaN or infinite."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Modules:
+    """What a worker hosts."""
+
+    config: ModelConfig
+    geometry: Geometry
+    dit: nn.Module
+    vae: VAE
+    text: TextEncoder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedStep:
+    """Result of a step on this worker: the sum over all workers, and what this one did."""
+
+    result: StepResult
+    spans: tuple[Span, ...]
+    bad_samples: tuple[str, ...]
+    item_losses: tuple[tuple[str, float, float], ...]  # (item, share of the loss here, weight of its good samples)
+
+
+class Executor:
+    """The modules of one worker, its encode results, and its share of the step's gradient."""
+
+    def __init__(
+        self,
+        modules: Modules,
+        sync: Any,
+        train: TrainConfig,
+        device: torch.device,
+        on_phase: Phase = lambda phase: None,
+    ) -> None:
+        self.modules, self.sync, self.train, self.device = modules, sync, train, device
+        self.on_phase = on_phase
+        self.on_encoded: Callable[[CascadeTask, list[Encoded]], None] = lambda task, results: None
+        self.store = EncodeStore()
+        self.copies: HostCopies | None = None  # on CUDA: published results are copied behind the next cascades
+        self.generation = -1
+        self.groups: Groups | None = None
+        self.world: tuple[int, ...] = ()
+        self.broken: str | None = None
+        self._spans: list[Span] = []
+        self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
+        self._bad_weights: dict[int, float] = {}
+        self._ran: set[str] = set()  # cascades since the end of the last step
+        self._bad: list[str] = []
+        self._item_losses: dict[str, tuple[float, float]] = {}
+
+    # -- generations ---------------------------------------------------------------------------------------------------
+
+    def form(self, generation: int, groups: Groups, world: tuple[int, ...], shards: Sequence[Any] | None) -> None:
+        """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
+        self.leave()
+        self.groups, self.world = groups, world
+        self.sync.form(groups.get(world), shards)
+        self.broken = None
+        self.sync.begin_step()
+        self.generation = generation  # last: after a failure to get here no task of it is admitted
+
+    def leave(self) -> None:
+        """Close the groups and drop everything that belongs to unfinished steps."""
+        if self.groups is not None:
+            self.groups.close()
+            self.groups = None
+        self.store.clear()
+        if self.copies is not None:
+            self.copies.clear()
+        self._spans.clear()
+        self._losses.clear()
+        self._weights.clear()
+        self._bad_weights.clear()
+        self._ran.clear()
+        self._bad.clear()
+        self._item_losses.clear()
+        self.generation = -1
+
+    def admit(self, generation: int) -> None:
+        """Raise StaleGeneration unless a task of this generation may run."""
+        if generation != self.generation:
+            raise StaleGeneration(f"task of generation {generation}; this worker is in {self.generation}.")
+        if self.broken is not None:
+            raise StaleGeneration(f"an earlier task of generation {generation} failed here: {self.broken}")
+
+    def _start_sum(self) -> None:
+        """This worker adds no more gradient in this step. DeepSpeed sums everything in one call at its end."""
+        if isinstance(self.sync, FlatSync):
+            self.sync.sum.start()
+
+    def _bag(self, task: CascadeTask) -> Group:
+        assert self.groups is not None, "form() comes before the first task"
+        return self.groups.get(task.bag)
+
+    # -- cascades ------------------------------------------------------------------------------------------------------
+
+    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[Encoded]:
+        """Encode the captions of the task's samples. Over a bag, captions are dealt round robin and shared."""
+        with _Measure(self, task) as measure:
+            group = self._bag(task)
+            mine = range(group.rank, len(task.samples), group.size)
+            self.on_phase("encode")
+            with torch.no_grad():
+                rows = self.modules.text.encode([captions[i] for i in mine]) if len(mine) else []
+            # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
+            found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
+            if group.size > 1:
+                measure.phase("handoff")
+                found = _share(found, len(task.samples), group, self.device)
+            return self._deliver(task, [Encoded(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
+
+    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[Encoded]:
+        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles."""
+        with _Measure(self, task) as measure:
+            group, vae = self._bag(task), self.modules.vae
+            pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
+            _, frames, height, width, _ = pixels.shape
+            self.on_phase("encode")
+            with torch.no_grad():
+                if group.size == 1:
+                    latents = vae.encode(pixels.to(self.device))
+                else:
+                    tiles = vae.plan_tiles(frames, height, width)
+                    units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
+                    found = {
+                        u: vae.encode_tile(pixels[b : b + 1].to(self.device), tiles[t]).float()
+                        for u, (b, t) in enumerate(units)
+                        if u % group.size == group.rank
+                    }
+                    measure.phase("handoff")
+                    found = _share(found, len(units), group, self.device)
+                    shape = (frames, height, width)
+                    per_clip = len(tiles)
+                    latents = torch.cat(
+                        [
+                            vae.blend([(tiles[t], found[b * per_clip + t]) for t in range(per_clip)], shape)
+                            for b in range(pixels.shape[0])
+                        ]
+                    )
+            rows = [patchify(latent.float(), self.modules.geometry.patch) for latent in latents]
+            return self._deliver(
+                task, [Encoded(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
+            )
+
+    def dit(
+        self, task: CascadeTask, fetched: dict[tuple[str, SampleId], Encoded], fetch_s: float | None = None
+    ) -> None:
+        """Forward and backward of one packed cascade; its share of the step's gradient stays in the parameters.
+
+        `fetched` came through the object store, `fetch_s` after its producer's end, if that could be measured.
+        """
+        with _Measure(self, task) as measure:
+            group, modules = self._bag(task), self.modules
+            compute = self._compute_dtype()
+            measure.phase("handoff")
+            inputs = gather_inputs(
+                task.samples, task.sources, self.store, fetched, group, self.device, self.widths, compute
+            )
+            measure.received(inputs, fetch_s)
+            layout = Layout(
+                [PackedSequence(grid=s.grid, text_tokens=t.shape[0]) for s, t in zip(task.samples, inputs.text)],
+                group.size,
+                group.rank,
+                self.device,
+            )
+            noisy, target, timesteps = self._corrupt(task.samples, inputs.rows, layout, compute)
+            weights = torch.tensor(
+                [s.weight if good else 0.0 for s, good in zip(task.samples, inputs.ok)],
+                dtype=compute,
+                device=self.device,
+            )
+            measure.phase("forward")
+            with self._autocast():
+                predicted = modules.dit(noisy, timesteps, torch.cat(inputs.text), layout, group)
+            predicted = predicted.to(compute)
+            loss = flow_loss(predicted, target, layout, weights)
+            measure.phase("backward")
+            if task.start_sum == "during" and isinstance(self.sync, FlatSync):
+                self.sync.sum.watch()
+            loss.backward()
+            self._account(task, inputs.ok, loss.detach(), group)
+            self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
+
+    def finish(self, task: FinishTask) -> FinishedStep:
+        """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it.
+
+        Raises StepIncomplete, before the sum, when a cascade that the task names has not run here.
+        """
+        self.admit(task.generation)
+        started = time.time()
+        marks: dict[str, float] = {}
+        phase_of = _PhaseClock(marks, self.on_phase)
+        try:
+            self._check_complete(task)
+            loss = float(self._losses.pop(task.step, torch.zeros(())))
+            weight, bad = self._weights.pop(task.step, 0.0), self._bad_weights.pop(task.step, 0.0)
+            result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of, bad_weight=bad)
+            if self.groups is not None:
+                self.groups.check(f"finish of step {task.step}")
+        except Exception as error:
+            self.broken = f"finish of step {task.step}: {error!r}"
+            raise
+        phase_of("done")
+        self.sync.begin_step()
+        self.store.drop_before(task.step + 1)
+        self._spans.append(
+            Span(
+                name=f"finish s{task.step}",
+                module="finish",
+                cascade="",
+                step=task.step,
+                start=started,
+                end=time.time(),
+                degree=len(self.world),
+                phases=marks,
+            )
+        )
+        done = FinishedStep(
+            result=result,
+            spans=tuple(self._spans),
+            bad_samples=tuple(self._bad),
+            item_losses=tuple((item, *values) for item, values in self._item_losses.items()),
+        )
+        self._spans, self._bad, self._item_losses, self._ran = [], [], {}, set()
+        return done
+
+    def _check_complete(self, task: FinishTask) -> None:
+        """Ray does not run a call whose argument is lost, and says so only to who asks for that call's result."""
+        if missing := [cascade for cascade in task.cascades if cascade not in self._ran]:
+            raise StepIncomplete(f"step {task.step} has not run {', '.join(missing)} here; it is computed again.")
+        ran = self._weights.get(task.step, 0.0) + self._bad_weights.get(task.step, 0.0)
+        if abs(ran - task.weight) > _WEIGHT_ERROR:
+            raise StepIncomplete(
+                f"step {task.step} has run samples of weight {ran:g} here, planned were {task.weight:g}; "
+                f"it is computed again."
+            )
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(P, E): width of a latent token row and of a text row."""
+        t, h, w = self.modules.geometry.patch
+        return self.modules.vae.channels * t * h * w, self.modules.text.dim
+
+    def _compute_dtype(self) -> torch.dtype:
+        """Noise, targets and loss are at least fp32, whatever the parameters are."""
+        parameter = next(self.modules.dit.parameters())
+        return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.train.autocast == "none":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def _corrupt(
+        self, samples: Sequence[Sample], rows: list[Tensor], layout: Layout, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy rows, target rows, timesteps. Noise is drawn for the whole sample by its key, then cut to my chunk."""
+        flow, patch = self.train.flow, self.modules.geometry.patch
+        noisy, target, sigmas = [], [], []
+        for i, (sample, clean) in enumerate(zip(samples, rows)):
+            shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
+            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape)
+            noise = patchify(drawn.noise, patch)[layout.chunk(i)].to(self.device, dtype)
+            noisy.append((1 - drawn.sigma) * clean + drawn.sigma * noise)
+            target.append(noise - clean)
+            sigmas.append(drawn.sigma)
+        timesteps = torch.tensor(sigmas, dtype=dtype, device=self.device) * flow.num_train_timesteps
+        return torch.cat(noisy), torch.cat(target), timesteps
+
+    def _deliver(self, task: CascadeTask, results: list[Encoded]) -> list[Encoded]:
+        self.on_encoded(task, results)
+        for i in task.keep:
+            self.store.keep(task.module, results[i])
+        published = [results[i] for i in task.publish]
+        if self.copies is None:
+            return [replace(result, rows=result.rows.cpu()) for result in published]
+        if published:
+            self.copies.start((task.generation, task.cascade), published)
+        return []
+
+    def _account(self, task: CascadeTask, ok: list[bool], loss: Tensor, group: Group) -> None:
+        if group.rank == 0:  # the bag's samples count once
+            for weights, wanted in ((self._weights, True), (self._bad_weights, False)):
+                weight = sum(s.weight for s, good in zip(task.samples, ok, strict=True) if good == wanted)
+                weights[task.step] = weights.get(task.step, 0.0) + weight
+            self._bad.extend(s.key for s, good in zip(task.samples, ok) if not good)
+        value = loss.double().cpu()
+        if not torch.isfinite(value):
+            log.warning(
+                "step %d: loss of %s is %s; samples %s",
+                task.step,
+                task.name,
+                value.item(),
+                ", ".join(s.key for s in task.samples),
+            )
+            self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
+        self._losses[task.step] = self._losses.get(task.step, torch.zeros((), dtype=torch.float64)) + value
+
+    def _account_items(self, task: CascadeTask, ok: list[bool], losses: Tensor, group: Group) -> None:
+        for sample, good, loss in zip(task.samples, ok, losses.tolist(), strict=True):
+            before = self._item_losses.get(sample.item, (0.0, 0.0))
+            counted = sample.weight if good and group.rank == 0 else 0.0
+            self._item_losses[sample.item] = (before[0] + loss, before[1] + counted)
+
+
+class _PhaseClock:
+    """Seconds between calls, booked on the phase that ended."""
+
+    def __init__(self, marks: dict[str, float], then: Phase) -> None:
+        self._marks, self._then, self._current, self._since = marks, then, "", time.perf_counter()
+
+    def __call__(self, phase: str) -> None:
+        now = time.perf_counter()
+        if self._current:
+            self._marks[self._current] = self._marks.get(self._current, 0.0) + now - self._since
+        self._current, self._since = phase, now
+        self._then(phase)
+
+
+class _Measure:
+    """Times one cascade, refuses stale ones, and marks the executor broken when it fails."""
+
+    def __init__(self, executor: Executor, task: CascadeTask) -> None:
+        self._executor, self._task = executor, task
+        self._marks: dict[str, float] = {}
+        self._received: dict[str, Any] = {}
+
+    def __enter__(self) -> _Measure:
+        self._executor.admit(self._task.generation)
+        if self._task.start_sum == "before" and self._executor.device.type != "cuda":
+            self._executor._start_sum()  # an NCCL kernel would take SMs from the encodes until the others come
+        self._start = time.time()
+        self._clock = _PhaseClock(self._marks, self._executor.on_phase)
+        return self
+
+    def phase(self, name: str) -> None:
+        self._clock(name)
+
+    def received(self, inputs: Inputs, fetch_s: float | None) -> None:
+        self._received = {
+            "handoff_bytes": inputs.bytes_received + inputs.bytes_fetched,
+            "handoff_s": inputs.seconds + (fetch_s or 0.0),
+            "fetched_bytes": inputs.bytes_fetched,
+            "fetch_s": fetch_s if inputs.bytes_fetched else None,
+        }
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        task, executor = self._task, self._executor
+        if error is not None:
+            executor.broken = f"{task.name}: {error!r}"
+            return
+        if task.start_sum in ("during", "behind"):
+            executor._start_sum()
+        if executor.device.type == "cuda":
+            torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
+        self._clock("idle")
+        executor._spans.append(
+            Span(
+                name=task.name,
+                module=task.module,
+                cascade=task.cascade,
+                step=task.step,
+                start=self._start,
+                end=time.time(),
+                batch=len(task.samples),
+                degree=len(task.bag),
+                pieces=task.pieces,
+                planned_start_s=task.planned_start_s,
+                planned_end_s=task.planned_end_s,
+                phases=self._marks,
+                **self._received,
+            )
+        )
+        executor._ran.add(task.cascade)
+
+
+def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:
+    """All ranks of a bag end with all units; unit u was made by rank u % size. Shapes travel first, then fp32 data."""
+    dims = torch.zeros(units, _MAX_DIMS, dtype=torch.int64, device=device)
+    for u, unit in found.items():
+        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device)
+    group.all_reduce(dims)
+    shapes = [tuple(n for n in row if n) for row in dims.tolist()]
+    sizes = [math.prod(shape) for shape in shapes]
+    owned = [range(r, units, group.size) for r in range(group.size)]
+    output_splits = [0 if r == group.rank else sum(sizes[u] for u in owned[r]) for r in range(group.size)]
+    flat = [found[u].to(device, torch.float32).reshape(-1) for u in owned[group.rank]]
+    mine = torch.cat(flat) if flat else torch.empty(0, device=device)
+    input_splits = [0 if r == group.rank else mine.numel() for r in range(group.size)]
+    received = torch.empty(sum(output_splits), device=device)
+    group.all_to_all(received, mine.repeat(group.size - 1), output_splits, input_splits)
+    result, offset = dict(found), 0
+    for u in (u for r in range(group.size) if r != group.rank for u in owned[r]):
+        result[u] = received[offset : offset + sizes[u]].reshape(shapes[u])
+        offset += sizes[u]
+    return result
+
+
+def peak_rss_gib() -> float:
+    """Largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,206 @@
+"""How encode results reach the DiT cascade that needs them: in place, through the bag's group, or the object store.
+
+S samples, P = patch channels (latent channels times patch volume), E text width. Latents travel as token rows
+`[tokens, P]` so that each rank of a bag receives its chunk only; text is needed whole by every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actors.messages import Sample
+from actors.run.dispatch import STORE, SampleId
+from ops.comm import Group
+from ops.packing import chunk_bounds
+
+
+class HandoffError(ValueError):
+    """An encode result that the DiT cannot take, or that is not where the plan says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """One sample's encode result. `rows` is [tokens, P] for the VAE, [text_tokens, E] for text."""
+
+    id: SampleId
+    rows: torch.Tensor
+    ok: bool = True
+
+
+class EncodeStore:
+    """Encode results that wait on this worker for their DiT cascade. Each is taken exactly once."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, SampleId], Encoded] = {}
+
+    def keep(self, module: str, encoded: Encoded) -> None:
+        self._held[module, encoded.id] = encoded
+
+    def take(self, module: str, sample: SampleId) -> Encoded:
+        found = self._held.pop((module, sample), None)
+        if found is None:
+            raise HandoffError(f"{module} result of sample {sample} is not on this worker; the plan says it is.")
+        return found
+
+    def drop_before(self, step: int) -> None:
+        """Free what no later cascade can ask for."""
+        self._held = {key: value for key, value in self._held.items() if key[1][0] >= step}
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    @property
+    def bytes(self) -> int:
+        return sum(e.rows.numel() * e.rows.element_size() for e in self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a rank of a bag holds when the DiT starts."""
+
+    rows: list[torch.Tensor]  # per sample: this rank's chunk of the latent's token rows [n_local, P]
+    text: list[torch.Tensor]  # per sample: the whole text [text_tokens, E]
+    ok: list[bool]
+    bytes_received: int  # through the bag's group
+    bytes_fetched: int  # through the object store
+    seconds: float  # of gathering; 0 when everything was in place
+
+
+def gather_inputs(
+    samples: Sequence[Sample],
+    sources: dict[str, tuple[int, ...]],
+    store: EncodeStore,
+    fetched: dict[tuple[str, SampleId], Encoded],
+    group: Group,
+    device: torch.device,
+    widths: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
+    """Collect every sample's latent chunk and text on this rank. All ranks of the bag call it together.
+
+    `widths` is (P, E). Results a rank produced go to the others through the group in one exchange for lengths and
+    one for each module; nothing is exchanged when every result is in place or came from the store.
+    """
+    started = time.perf_counter()
+    mine = {
+        module: {
+            i: (store.take(module, s.id) if source[i] == group.rank else fetched[module, s.id])
+            for i, s in enumerate(samples)
+            if source[i] in (group.rank, STORE)
+        }
+        for module, source in sources.items()
+    }
+    for module, width in (("vae", widths[0]), ("text", widths[1])):
+        for i, encoded in mine[module].items():
+            _check(module, samples[i], encoded.rows, width)
+    shared = group.size > 1 and any(rank != STORE for source in sources.values() for rank in source)
+    tokens = [s.grid[0] * s.grid[1] * s.grid[2] for s in samples]
+    text_lengths, ok = _agree(mine, sources, samples, group, device) if shared else _local_facts(mine, samples)
+    bounds = [[chunk_bounds(n, group.size, r, i) for r in range(group.size)] for i, n in enumerate(tokens)]
+
+    received = 0
+    rows = {i: e.rows[slice(*bounds[i][group.rank])].to(device, dtype) for i, e in mine["vae"].items()}
+    text = {i: e.rows.to(device, dtype) for i, e in mine["text"].items()}
+    for module, width, out in (("vae", widths[0], rows), ("text", widths[1], text)):
+        source = sources[module]
+        if group.size == 1 or all(rank == STORE for rank in source):
+            continue
+        spans = [
+            [bounds[i][r] if module == "vae" else (0, text_lengths[i]) for r in range(group.size)]
+            for i in range(len(samples))
+        ]
+        received += _exchange(source, mine[module], spans, group, device, width, dtype, out)
+    fetched_bytes = sum(
+        encoded.rows.numel() * encoded.rows.element_size()
+        for module, source in sources.items()
+        for i, encoded in mine[module].items()
+        if source[i] == STORE
+    )
+    moved = bool(received or fetched_bytes)
+    if moved and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # copies and exchange are only queued until here
+    order = range(len(samples))
+    return Inputs(
+        rows=[rows[i] for i in order],
+        text=[text[i] for i in order],
+        ok=[ok[i] for i in order],
+        bytes_received=received,
+        bytes_fetched=fetched_bytes,
+        seconds=time.perf_counter() - started if moved else 0.0,
+    )
+
+
+def _check(module: str, sample: Sample, rows: torch.Tensor, width: int) -> None:
+    """What was handed over must be what the model takes; a wrong tensor would only be noticed far from its cause."""
+    tokens = sample.grid[0] * sample.grid[1] * sample.grid[2]
+    right = rows.dim() == 2 and rows.shape[1] == width and (module == "text" or rows.shape[0] == tokens)
+    if not right or not rows.dtype.is_floating_point:
+        wanted = f"[{tokens if module == 'vae' else 'text tokens'}, {width}] of a floating-point dtype"
+        raise HandoffError(
+            f"{module} result of sample {sample.key} (item {sample.item}) is {list(rows.shape)} {rows.dtype}; "
+            f"the model takes {wanted}. The encoder and the transformer do not belong together."
+        )
+
+
+def _local_facts(mine: dict[str, dict[int, Encoded]], samples: Sequence[Sample]) -> tuple[list[int], list[bool]]:
+    order = range(len(samples))
+    return [mine["text"][i].rows.shape[0] for i in order], [mine["vae"][i].ok for i in order]
+
+
+def _agree(
+    mine: dict[str, dict[int, Encoded]],
+    sources: dict[str, tuple[int, ...]],
+    samples: Sequence[Sample],
+    group: Group,
+    device: torch.device,
+) -> tuple[list[int], list[bool]]:
+    """Text lengths and ok flags are known where the result is: share them over the bag."""
+    facts = torch.zeros(len(samples), 2, dtype=torch.int64, device=device)
+    for i in range(len(samples)):
+        speaks = {module: source[i] if source[i] != STORE else 0 for module, source in sources.items()}
+        if speaks["text"] == group.rank:
+            facts[i, 0] = mine["text"][i].rows.shape[0]
+        if speaks["vae"] == group.rank:
+            facts[i, 1] = int(mine["vae"][i].ok)
+    group.all_reduce(facts)
+    agreed = facts.cpu()
+    return agreed[:, 0].tolist(), [bool(x) for x in agreed[:, 1].tolist()]
+
+
+def _exchange(
+    source: tuple[int, ...],
+    mine: dict[int, Encoded],
+    spans: list[list[tuple[int, int]]],
+    group: Group,
+    device: torch.device,
+    width: int,
+    dtype: torch.dtype,
+    out: dict[int, torch.Tensor],
+) -> int:
+    """One all-to-all: each producer sends rank r the rows `spans[sample][r]` of its samples. Returns bytes received."""
+    me = group.rank
+    produced = [i for i, rank in enumerate(source) if rank == me]
+    pieces, input_splits = [], []
+    for r in range(group.size):
+        parts = [mine[i].rows[slice(*spans[i][r])].to(device, dtype) for i in produced] if r != me else []
+        pieces.extend(parts)
+        input_splits.append(sum(p.shape[0] for p in parts))
+    expected = [[i for i, rank in enumerate(source) if rank == r and r != me] for r in range(group.size)]
+    output_splits = [sum(spans[i][me][1] - spans[i][me][0] for i in expected[r]) for r in range(group.size)]
+    sent = torch.cat(pieces) if pieces else torch.empty(0, width, dtype=dtype, device=device)
+    received = torch.empty(sum(output_splits), width, dtype=dtype, device=device)
+    group.all_to_all(received, sent, output_splits, input_splits)
+    offset = 0
+    for r in range(group.size):
+        for i in expected[r]:
+            n = spans[i][me][1] - spans[i][me][0]
+            out[i] = received[offset : offset + n]
+            offset += n
+    return received.numel() * received.element_size()

@@ -1,0 +1,162 @@
+"""Where every sample of a dataset goes, before anything is trained: the figures of `heddle plan --from-data`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.dataset.order import State
+from data.types import Bucket
+
+if TYPE_CHECKING:
+    from data.dataset.dataset import Dataset
+
+NAMED = 1000  # dropped samples that are listed by name
+PATIENCE = 5  # epochs after which a sample counts as never trained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketAccount:
+    """What one bucket trains in the steps looked at."""
+
+    bucket: Bucket
+    batch: int  # clips of a full batch
+    limit: str  # what sets the batch size: memory, compute, cap, table, profile
+    tokens: int  # of one sample
+    samples: int  # distinct rows
+    draws: int
+    items: int
+    short_items: int  # emitted before they were full, after max_wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+    """A sample that is never trained, and why."""
+
+    source: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accounting:
+    """`indexed == planned + sum(rejected)` and `planned == trained + waiting + not_reached + passed_over`."""
+
+    steps: int
+    indexed: int
+    planned: int
+    rejected: dict[str, int]  # by reason
+    rules: dict[str, int]  # the rejected ones that a filter or the bucket table refused, in detail
+    draws: int
+    trained: int  # distinct samples
+    repeated: int  # of these, trained more than once
+    waiting: int  # drawn, and in a bucket queue when the steps end
+    passed_over: int  # drawn, and left out by the probabilities of the table
+    not_reached: int  # not drawn in these steps
+    by_source: dict[str, int]  # draws trained
+    buckets: tuple[BucketAccount, ...]
+    dropped: tuple[Dropped, ...]  # the first NAMED of them
+
+    @property
+    def coverage(self) -> float:
+        """Share of the indexed samples that is trained."""
+        return self.trained / self.indexed if self.indexed else 0.0
+
+    @property
+    def identity(self) -> str:
+        """One line that adds up."""
+        reasons = " + ".join(f"{count} {reason}" for reason, count in sorted(self.rejected.items()) if count)
+        return (
+            f"{self.indexed} indexed = {self.trained} trained + {self.waiting} waiting + {self.not_reached} not "
+            f"reached + {self.passed_over} passed over" + (f" + {reasons}" if reasons else "")
+        )
+
+
+def account(dataset: Dataset, steps: int | None) -> Accounting:
+    """Run the plan alone. Without `steps`: until every admitted sample is trained, or 5 epochs of draws are over."""
+    planner, state = dataset.planner, dataset.planner.start()
+    times = [np.zeros(len(code), np.int32) for code in dataset.codes]
+    drawn_rows = [np.zeros(len(code), bool) for code in dataset.codes]
+    draws, items, short, rows = Counter[Bucket](), Counter[Bucket](), Counter[Bucket](), Counter[Bucket]()
+    planned = dataset.ledger.planned
+    while state.step < steps if steps is not None else rows.total() < planned and state.drawn < PATIENCE * planned:
+        micros = planner.advance(state)  # may enter the next segment
+        batch = planner.stages[state.stage].batch
+        for micro in micros:
+            items[micro.bucket] += 1
+            draws[micro.bucket] += len(micro.draws)
+            short[micro.bucket] += len(micro.draws) < batch[micro.bucket]
+            for draw in micro.draws:
+                rows[micro.bucket] += int(times[draw.source][draw.row] == 0)
+                times[draw.source][draw.row] += 1
+    waiting = [draw for queue in state.queues.values() for draw in queue]
+    waiting += [draw for micro in state.ready for draw in micro.draws]
+    for draw in waiting:
+        drawn_rows[draw.source][draw.row] = times[draw.source][draw.row] == 0
+    trained = rows.total()
+    waits = sum(int(flags.sum()) for flags in drawn_rows)
+    passed = _passed_over(dataset, times, drawn_rows, state)
+    return Accounting(
+        steps=state.step,
+        indexed=dataset.ledger.indexed,
+        planned=planned,
+        rejected={str(reason): count for reason, count in dataset.ledger.rejected.items()},
+        rules=dict(sorted(dataset.ledger.details.items())),
+        draws=draws.total(),
+        trained=trained,
+        repeated=sum(int((count > 1).sum()) for count in times),
+        waiting=waits,
+        passed_over=passed,
+        not_reached=planned - trained - waits - passed,
+        by_source={index.name: int(count.sum()) for index, count in zip(dataset.indexes, times)},
+        buckets=tuple(
+            _bucket_account(dataset, bucket, rows[bucket], draws[bucket], items[bucket], short[bucket])
+            for bucket in sorted({bucket for stage in planner.stages for bucket in stage.batch})
+        ),
+        dropped=tuple(_dropped(dataset)),
+    )
+
+
+def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarray], state: State) -> int:
+    """Rows of complete epochs that were drawn and met no bucket, by the probabilities of the table."""
+    passed = 0
+    for source, (code, count, wait) in enumerate(zip(dataset.codes, times, waits)):
+        if state.cursors[source].epoch > 0:
+            passed += int(((code >= 0) & (count == 0) & ~wait).sum())
+    return passed
+
+
+def _bucket_account(
+    dataset: Dataset, bucket: Bucket, samples: int, draws: int, items: int, short: int
+) -> BucketAccount:
+    number, stage = next((n, stage) for n, stage in enumerate(dataset.planner.stages) if bucket in stage.batch)
+    batch, limit = dataset.batches[number][bucket]
+    return BucketAccount(
+        bucket=bucket,
+        batch=batch,
+        limit=limit,
+        tokens=stage.tokens[bucket],
+        samples=int(samples),
+        draws=draws,
+        items=items,
+        short_items=int(short),
+    )
+
+
+def _dropped(dataset: Dataset) -> list[Dropped]:
+    """Rows that are indexed and not planned, by name."""
+    named: list[Dropped] = []
+    for index, source, code in zip(dataset.indexes, dataset.config.sources, dataset.codes):
+        masks = [(rule, index.filter_mask(rule)) for rule in source.filters]
+        for row in np.flatnonzero(code < 0)[: NAMED - len(named)]:
+            record = index.row(int(row))
+            if record.reject is not None:
+                why = str(record.reject)
+            else:
+                why = next((f"filtered({rule})" for rule, passes in masks if not passes[row]), "")
+                why = why or dataset.refusal(index.ordinal, int(row)).detail
+            named.append(Dropped(source=index.name, key=record.key, reason=why))
+    return named

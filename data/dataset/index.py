@@ -1,0 +1,485 @@
+"""The index of a source: one row per sample, made from headers once and verified at every start.
+
+Each shard has a Parquet file keyed by path, size and modification time; only changed shards are read again. Columns
+are loaded when asked for, rows and captions group by group, so 36 million rows do not have to fit in memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import multiprocessing
+import operator
+import os
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data import storage
+from data.captions import read_caption
+from data.config import LimitsConfig, SourceConfig
+from data.errors import DataError, DataIOError
+from data.ledger import Fault, Ledger, Reason
+from data.readers.part import CAPTION_FILE, MEDIA_FILE, SCORE, VERSION, Part, PartWriter, read_meta
+from data.readers.registry import reader_of
+from data.types import CaptionRef
+
+log = logging.getLogger(__name__)
+
+MANY_SHARDS = 64  # worth a hint that processes help
+GROUPS_KEPT = 64  # row groups held for row(); reads of a shuffle window stay within few shards
+RULE = re.compile(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
+COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+ALIASES = {"vtss": "video_training_suitability_score"}
+TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One sample of the index. Width and height are as displayed; fps is 0 and num_frames 1 for an image."""
+
+    source: int
+    row: int  # ordinal in the source; stable while Index.hash is
+    key: str  # unique within its shard
+    shard: str  # tar or manifest it was listed in
+    path: str  # file that holds the media bytes
+    offset: int
+    size: int
+    suffix: str
+    image: bool
+    width: int
+    height: int
+    fps: float
+    num_frames: int
+    duration: float
+    rotation: int  # degrees clockwise to turn a decoded frame
+    num_keyframes: int
+    start_s: float  # the sample is [start_s, end_s) of a longer video; end_s 0: to its end
+    end_s: float
+    captions: tuple[CaptionRef, ...]  # texts, or where to read them
+    caption_chars: int
+    scores: dict[str, float]
+    reject: Reason | None
+    detail: str
+    content: str  # identity of the media bytes, for caches
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedPart:
+    """A part with the Parquet file made from it."""
+
+    part: Part
+    file: Path
+    meta: dict[str, Any]
+
+
+class Index:
+    """Rows of one source, in the order of its shards."""
+
+    def __init__(self, config: SourceConfig, limits: LimitsConfig, ordinal: int, parts: list[IndexedPart]) -> None:
+        self.config, self.limits, self.ordinal, self.parts = config, limits, ordinal, parts
+        self.name = config.name or storage.name_of(config.path) or config.path
+        self.shard_bounds = np.concatenate([[0], np.cumsum([part.meta["rows"] for part in parts])]).astype(np.int64)
+        self.missing = sum(part.meta["missing"] for part in parts)
+        self.rejects: Counter[Reason] = Counter()
+        for part in parts:
+            self.rejects.update({Reason(name): count for name, count in part.meta["rejects"].items()})
+        digests = "".join(part.meta["digest"] for part in parts)
+        self.hash = blake2b(digests.encode(), digest_size=8).hexdigest()
+        self._columns: dict[str, np.ndarray] = {}
+        self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+        self._group_bounds: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self.shard_bounds[-1])
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.parts)
+
+    @property
+    def num_ok(self) -> int:
+        return len(self) - sum(self.rejects.values())
+
+    @property
+    def coverage(self) -> float:
+        """Share of listed samples whose media exists."""
+        absent = self.missing + self.rejects[Reason.NO_MEDIA] + self.rejects[Reason.FILE_MISSING]
+        return 1 - absent / max(len(self) + self.missing, 1)
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the score columns that any shard has."""
+        names = {
+            name.removeprefix(SCORE)
+            for part in self.parts
+            for name in pq.read_schema(part.file).names
+            if name.startswith(SCORE)
+        }
+        return tuple(sorted(names))
+
+    def columns(self, *names: str) -> dict[str, np.ndarray]:
+        """The named columns as arrays of len(self). `ok` is true for rows without a reject reason; scores that a
+        sample lacks are NaN. Raises DataError for a name that no shard has."""
+        wanted = [name for name in names if name not in self._columns]
+        if wanted:
+            self._columns |= self._load(wanted)
+        return {name: self._columns[name] for name in names}
+
+    def filter_mask(self, rule: str) -> np.ndarray:
+        """Rows that satisfy a rule such as `aesthetic_score >= 4.5`. A sample without the score does not."""
+        match = RULE.fullmatch(rule)
+        if match is None:
+            raise DataError(f"filter {rule!r} is not COLUMN OPERATOR NUMBER, for example aesthetic_score >= 4.5.")
+        name = match[1].replace(" ", "_")
+        column = ALIASES.get(name, name)
+        values = self.columns(column)[column]
+        with np.errstate(invalid="ignore"):
+            return COMPARE[match[2]](values, float(match[3])) & ~np.isnan(values.astype(np.float64))
+
+    def row(self, row: int) -> Row:
+        """Everything about one row. Sequential access within a shard is fast."""
+        shard, values = self._values(row)
+        part = self.parts[shard]
+        path = _media_path(part, values)
+        captions = tuple(self._caption_ref(part, caption) for caption in values["captions"])
+        scores = {
+            name.removeprefix(SCORE): value
+            for name, value in values.items()
+            if name.startswith(SCORE) and value is not None
+        }
+        plain = {
+            name: values[name]
+            for name in (
+                "key",
+                "offset",
+                "size",
+                "suffix",
+                "image",
+                "width",
+                "height",
+                "fps",
+                "num_frames",
+                "duration",
+                "rotation",
+                "num_keyframes",
+                "start_s",
+                "end_s",
+                "caption_chars",
+                "detail",
+            )
+        }
+        return Row(
+            source=self.ordinal,
+            row=int(row),
+            shard=part.part.uri,
+            path=path,
+            captions=captions,
+            scores=scores,
+            reject=Reason(values["reject"]) if values["reject"] else None,
+            content=_content(part, path, values),
+            **plain,
+        )
+
+    def content_id(self, row: int) -> str:
+        """Identity of the media bytes of a row: file, its size and time, and the range in it."""
+        shard, values = self._values(row)
+        return _content(self.parts[shard], _media_path(self.parts[shard], values), values)
+
+    def caption(self, row: int, choice: int = 0) -> str:
+        """Caption `choice` of a row, read now. Empty if the row has none."""
+        captions = self.row(row).captions
+        return read_caption(captions[choice], self.limits) if captions else ""
+
+    def verify(self) -> None:
+        """Raises DataError if a shard changed since it was indexed."""
+        for indexed in self.parts:
+            then = indexed.part
+            if then.fingerprint:
+                continue  # manifests and folders are compared by what they list when the index is opened
+            now = storage.stat(then.uri, self.limits.retries)
+            if now is None or (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
+                was = "is gone" if now is None else f"changed ({then.size} -> {now.size} bytes, or its time)"
+                raise DataError(
+                    f"shard {then.uri} {was} since it was indexed. Run `heddle data index` again; "
+                    f"a run that resumes needs the shard as it was."
+                )
+
+    def faults(self) -> Iterable[Fault]:
+        """Every fault of the index: shards and members first, then rejected rows."""
+        for indexed in self.parts:
+            for fault in indexed.meta["faults"]:
+                yield Fault(Reason(fault["reason"]), fault["shard"], fault["key"], fault["offset"], fault["detail"])
+            if indexed.meta["rejects"]:
+                with pq.ParquetFile(indexed.file) as file:
+                    table = file.read(columns=["key", "reject", "detail", "reject_at"], use_threads=False)
+                for values in table.filter(table.column("reject").is_valid()).to_pylist():
+                    yield Fault(
+                        Reason(values["reject"]), indexed.part.uri, values["key"], values["reject_at"], values["detail"]
+                    )
+
+    def missing_faults(self) -> Iterable[Fault]:
+        """Listed samples whose file does not exist, one by one. There may be millions of them."""
+        for indexed in self.parts:
+            if indexed.meta["missing"]:
+                with indexed.file.with_suffix(".missing").open(encoding="utf-8") as lines:
+                    for line in lines:
+                        yield Fault(Reason.FILE_MISSING, indexed.part.uri, line.rstrip("\n"), None, "no such file")
+
+    def file_into(self, ledger: Ledger) -> None:
+        """Count every row, and every fault under its reason."""
+        ledger.add_indexed(len(self) + self.missing)
+        if self.missing:
+            ledger.reject_many(Reason.FILE_MISSING, self.missing, self.name)
+        for fault in self.faults():
+            ledger.record(fault)
+
+    def _load(self, names: list[str]) -> dict[str, np.ndarray]:
+        pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        found: set[str] = set()
+        for part in self.parts:
+            with pq.ParquetFile(part.file) as file:
+                known = set(file.schema_arrow.names)
+                stored = {name: _stored(name, known) for name in names}
+                table = file.read(columns=sorted({column for column in stored.values() if column}), use_threads=False)
+            for name, column in stored.items():
+                if column:
+                    found.add(name)
+                    pieces[name].append(_array(name, table.column(column)))
+                else:
+                    pieces[name].append(np.full(part.meta["rows"], np.nan))
+        for name in names:
+            if name not in found and len(self):
+                raise self._no_column(name)
+        return {name: np.concatenate(arrays) if arrays else np.zeros(0) for name, arrays in pieces.items()}
+
+    def _no_column(self, name: str) -> DataError:
+        known = ["width", "height", "fps", "num_frames", "duration", "caption_chars", "num_keyframes", *self.scores]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
+        return DataError(f"source {self.name} has no column {name!r}. {hint}")
+
+    def _values(self, row: int) -> tuple[int, dict[str, Any]]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of source {self.name}, which has {len(self)} rows")
+        shard = int(np.searchsorted(self.shard_bounds, row, side="right")) - 1
+        inside = int(row - self.shard_bounds[shard])
+        bounds = self._group_bounds.get(shard)
+        if bounds is None:
+            with pq.ParquetFile(self.parts[shard].file) as file:
+                counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+                if len(counts) == 1:
+                    self._keep_group(shard, 0, file.read_row_group(0))
+            bounds = self._group_bounds[shard] = np.concatenate([[0], np.cumsum(counts)])
+        group = int(np.searchsorted(bounds, inside, side="right")) - 1
+        table = self._group(shard, group)
+        return shard, table.slice(inside - int(bounds[group]), 1).to_pylist()[0]
+
+    def _group(self, shard: int, group: int) -> pa.Table:
+        if (shard, group) in self._groups:
+            self._groups.move_to_end((shard, group))
+            return self._groups[shard, group]
+        with pq.ParquetFile(self.parts[shard].file) as file:
+            return self._keep_group(shard, group, file.read_row_group(group))
+
+    def _keep_group(self, shard: int, group: int, table: pa.Table) -> pa.Table:
+        self._groups[shard, group] = table
+        if len(self._groups) > GROUPS_KEPT:
+            self._groups.popitem(last=False)
+        return table
+
+    def _caption_ref(self, part: IndexedPart, caption: dict[str, Any]) -> CaptionRef:
+        """Captions that lie beside the index go along as text: a decoder may run where the index is not."""
+        if caption["path"] == CAPTION_FILE:
+            data = storage.read_range(
+                str(part.file.with_suffix(".captions")), caption["offset"], caption["size"], self.limits.retries
+            )
+            return CaptionRef(text=data.decode())
+        return CaptionRef(
+            path=caption["path"] or part.part.uri,
+            offset=caption["offset"],
+            size=caption["size"],
+            field=caption["field"],
+        )
+
+
+def build_index(
+    source: SourceConfig,
+    cache_dir: Path | None,
+    ledger: Ledger,
+    *,
+    limits: LimitsConfig | None = None,
+    ordinal: int = 0,
+    workers: int = 1,
+    allow_empty: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Index:
+    """The index of a source, from the cache where shards are unchanged, and filed into the ledger.
+
+    Raises DataError when the source has no usable sample (unless `allow_empty`), DataIOError when storage fails.
+    `progress(done, total)` counts the shards that have to be read.
+    """
+    limits = limits or LimitsConfig()
+    folder = cache_dir or index_folder(source)
+    located = replace(source, path=storage.absolute(source.path), media=storage.absolute(source.media))
+    reader = reader_of(located, limits)
+    settings = _settings(located, limits)
+    parts = reader.parts()
+    files = [
+        folder / f"{_stem(part.uri)}-{blake2b((part.uri + settings).encode(), digest_size=8).hexdigest()}.parquet"
+        for part in parts
+    ]
+    metas = [read_meta(file) for file in files]
+    stale = [i for i, part in enumerate(parts) if not _fresh(part, metas[i])]
+    if stale:
+        log.info(
+            "index of %s: %d of %d shards are read%s",
+            source.path,
+            len(stale),
+            len(parts),
+            "; `heddle data index --workers N` does it in parallel" if len(stale) >= MANY_SHARDS > workers else "",
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            jobs = [(located, limits, parts[i], files[i]) for i in stale]
+            for count, _ in enumerate(_build_parts(jobs, workers), 1):
+                if progress:
+                    progress(count, len(jobs))
+        except OSError as error:
+            raise DataIOError(
+                f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
+            ) from error
+    for i in stale:
+        metas[i] = read_meta(files[i])
+    done = []
+    for part, file, meta in zip(parts, files, metas, strict=True):
+        assert meta is not None, f"{file} was just written"
+        done.append(IndexedPart(part, file, meta))
+    index = Index(source, limits, ordinal, done)
+    index.file_into(ledger)
+    if not index.num_ok and not allow_empty:
+        raise DataError(_why_empty(index))
+    return index
+
+
+def index_folder(source: SourceConfig) -> Path:
+    """Where the index of a source lies: as set, else beside local data, else in the user's cache."""
+    if source.index:
+        return Path(source.index)
+    first = source.path.split("::")[0]
+    if storage.is_local(first):
+        path = Path(storage.local_path(re.split(r"[{*?\[]", first)[0]))
+        beside = path if path.is_dir() else path.parent
+        if os.access(beside, os.W_OK):
+            return beside / ".heddle-index"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "heddle" / "index"
+
+
+def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, Part, Path]], workers: int) -> Iterator[None]:
+    if workers <= 1 or len(jobs) == 1:
+        yield from map(_build_part, jobs)
+        return
+    # spawn: a fork would copy the threads of Ray and PyArrow in a locked state
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_build_part, jobs)
+
+
+def _build_part(job: tuple[SourceConfig, LimitsConfig, Part, Path]) -> None:
+    source, limits, part, file = job
+    reader = reader_of(source, limits)
+    writer = PartWriter(file, part, getattr(reader, "score_names", lambda _: None)(part))
+    try:
+        reader.read(part, writer)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _stored(name: str, known: set[str]) -> str:
+    """Parquet column behind a name; empty if this part has none."""
+    name = "reject" if name == "ok" else name
+    return name if name in known else SCORE + name if SCORE + name in known else ""
+
+
+def _array(name: str, values: pa.ChunkedArray) -> np.ndarray:
+    if name == "ok":
+        return values.is_null().to_numpy()
+    if name in TEXTUAL:
+        return np.array(values.to_pylist(), dtype=object)
+    return values.to_numpy(zero_copy_only=False)
+
+
+def _fresh(part: Part, meta: dict[str, Any] | None) -> bool:
+    return meta is not None and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == (
+        part.size,
+        part.mtime_ns,
+        part.fingerprint,
+    )
+
+
+def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
+    """What besides the bytes decides the rows."""
+    bounds = {name: value for name, value in asdict(limits).items() if name.startswith("max_") and "bad" not in name}
+    return json.dumps([VERSION, source.kind, source.caption, source.media, bounds])
+
+
+def _stem(uri: str) -> str:
+    return re.sub(r"[^\w.-]", "_", storage.name_of(uri)).removesuffix(".tar")[:80]
+
+
+def _media_path(part: IndexedPart, values: dict[str, Any]) -> str:
+    if values["path"] == MEDIA_FILE:
+        return str(part.file.with_suffix(".media").absolute())
+    return values["path"] or part.part.uri
+
+
+def _content(part: IndexedPart, path: str, values: dict[str, Any]) -> str:
+    own = not values["path"]
+    identity = (
+        path,
+        part.part.size if own else values["size"],
+        part.part.mtime_ns if own else values["mtime_ns"],
+        values["offset"],
+        values["size"],
+        values["start_s"],
+        values["end_s"],
+    )
+    return blake2b(repr(identity).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def _why_empty(index: Index) -> str:
+    reasons = Counter({str(reason): count for reason, count in index.rejects.items()})
+    if index.missing:
+        reasons[str(Reason.FILE_MISSING)] += index.missing
+    for part in index.parts:
+        reasons.update(fault["reason"] for fault in part.meta["faults"])
+    total = len(index) + index.missing
+    if not total and not reasons:
+        return (
+            f"source {index.name}: nothing to train on in {index.config.path}: no sample in {index.num_shards} "
+            f"{index.config.kind} part{'s' if index.num_shards != 1 else ''}. Check data.sources path and kind."
+        )
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4)) or "no sample is listed"
+    return (
+        f"source {index.name}: none of its {total} samples in {index.num_shards} shards can be used ({why}). "
+        f"Check data.sources path, media and caption; `heddle data lint` lists every case."
+    )

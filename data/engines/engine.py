@@ -1,0 +1,63 @@
+"""What every engine promises: the batches of a step, in item order, the same whatever engine, workers and faults.
+
+from data.blocks import as_batch
+
+engine = make_engine(dataset)
+engine.start(first_step=41)
+for step in range(41, 100):
+    batches = [as_batch(value) for value in engine.batches(step)]
+    ...
+    engine.release(step)
+engine.stop()
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from data.config import DataConfig
+from data.dataset.dataset import Dataset
+from data.engines.child import decode_isolated
+from data.types import Batch, DataItem
+
+
+class Engine(Protocol):
+    """Reads and decodes ahead of the step that trains, within bounds."""
+
+    def start(self, first_step: int) -> None:
+        """Begin decoding at a step. May be called again, also to go back: what was held is dropped."""
+
+    def batches(self, step: int) -> list[Any]:
+        """One value per item (of this engine's slots), in item order; `as_batch` turns a value into a Batch, for Ray
+        engines after ray.get. Waits until all are decoded. Raises DataError when more is bad than data.limits allow,
+        DataIOError when storage failed."""
+
+    def release(self, step: int) -> None:
+        """The batches of `step` and earlier are no longer needed."""
+
+    def counts(self) -> dict[str, Any]:
+        """The ledger's summary: indexed, planned, rejected; scheduled, delivered, skipped, by reason."""
+
+    def stop(self) -> None:
+        """End all work and processes."""
+
+
+def make_engine(dataset: Dataset, config: DataConfig | None = None) -> Engine:
+    """The engine that data.engine.kind names."""
+    if (config or dataset.config).engine.kind == "pool":
+        from data.engines.processes import PoolEngine
+
+        return PoolEngine(dataset, config)
+    from data.engines.ray_data import RayEngine  # imports ray.data, which takes seconds
+
+    return RayEngine(dataset, config)
+
+
+def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
+    """The batch as it is, or decoded after all, when its pixels were spared for latents that could not be read."""
+    return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
+
+
+def was_denied(dataset: Dataset, item: DataItem) -> bool:
+    """Whether the cache promised this item's latents in vain."""
+    return dataset.latents is not None and dataset.latents.denied(item)

@@ -1,0 +1,414 @@
+"""The engine on Ray Data: microbatches are read and decoded by tasks anywhere in the cluster, ahead of the training.
+
+    from_items(jobs of a window of steps) -> map_batches(decode one microbatch) -> references, in plan order
+
+One block is one microbatch. Whoever makes the engine (the feeder actor) owns the blocks; consumers get references and
+see the pixels in shared memory. Ray Data holds no position worth saving: the plan is the position, and a window may
+start at any step. This is the only module that imports ray.data. What it relies on beyond Ray's stable interface, each
+held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`, `get_log_directory`.
+
+How far decoding runs ahead is decided here and not by Ray Data's backpressure, whose scheduling loop spins on a core
+for as long as finished output waits: every decode task asks a gate before it begins, and finished blocks are taken at
+once. A waiting task costs nothing; Ray gives its CPU away while it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+# A thread that fetches what blocks are like delays the start of the next task by a tick of the scheduling loop or two:
+# 15 % of the time of decoding. Read when ray.data is imported.
+os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
+
+import ray.data
+from ray.data import ExecutionResources
+from ray.data._internal.logging import get_log_directory
+
+from data.buckets import BatchSize
+from data.config import DataConfig, EngineConfig
+from data.dataset.dataset import Dataset
+from data.decode import decode_job
+from data.engines.blocks import as_batch, fault_from_json, fault_to_json, to_block
+from data.engines.child import decode_isolated
+from data.engines.engine import was_denied, with_pixels
+from data.engines.gate import Gate
+from data.engines.placement import beside_me
+from data.errors import DataIOError
+from data.ledger import Fault
+from data.types import DataItem, Job
+
+log = logging.getLogger(__name__)
+
+FINISHED = object()
+EXECUTION_END_S = 25.0
+LOGS_WATCHED = 8  # of the last windows, whose log files are removed again and again
+
+
+def decode_block(rows: dict[str, Any], gate: Any, clip_timeout_s: float) -> pa.Table:
+    """The decode task: one job in, one block out. A data fault never leaves as an exception."""
+    (number,), (job,) = rows["number"], rows["job"]
+    admitted = ray.get(gate.begin.remote(int(number), job.item))
+    if admitted is None:
+        return pa.table({"item": pa.array([], pa.string())})
+    earlier, pixels = admitted
+    job = replace(job, pixels=pixels)
+    try:
+        if earlier:
+            batch = decode_isolated(job, clip_timeout_s)
+        else:
+            with ends_within(clip_timeout_s * len(job.clips)):
+                batch = decode_job(job)
+    except (DataIOError, ValueError) as error:  # ValueError: a decoder that cannot be imported
+        ray.get(gate.fail.remote(str(error)))
+        raise
+    told = gate.end.remote(job.item, [fault_to_json(fault) for fault in batch.faults])
+    if batch.faults:  # who gets the block asks the gate for them
+        ray.get(told)
+    return to_block(batch)
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Ends this process if it is still inside after so long; Ray then starts the task again. The watchdog is a C
+    thread: a dead-locked libav may hold the interpreter lock."""
+    assert sys.__stderr__ is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class RayEngine:
+    """See data.engine.Engine. `batches` returns references to blocks (`data.blocks.as_batch` reads one).
+
+    Above some 80 microbatches per second one Ray Data execution is not enough: with `data.engine.feeders` above 1
+    further actors each run an engine for their share of the slots, slot % feeders == number.
+    """
+
+    def __init__(
+        self, dataset: Dataset, config: DataConfig | None = None, share: tuple[int, int] | None = None
+    ) -> None:
+        """`share` is (number, feeders) of an engine that is one of several; the first one makes the others."""
+        self.dataset = dataset
+        self.config: EngineConfig = (config or dataset.config).engine
+        self.share = share or (0, self.config.feeders)
+        self._leads = share is None
+        self._others: list[Any] = []
+        self._gate: Any = None
+        self._blocks: Blocks | None = None
+        self._held: dict[int, tuple[list[Any], list[str]]] = {}  # step -> references, faults found in them
+        self._next = 0
+
+    def start(self, first_step: int) -> None:
+        self._close_blocks()
+        self._gate = ray.remote(Gate).options(num_cpus=0, scheduling_strategy=beside_me()).remote()
+        if self._leads and not self._others:
+            self._others = [self._other(number) for number in range(1, self.share[1])]
+        self.dataset.rewind_draws(first_step)
+        started = [other.start.remote(self.dataset.token(first_step)) for other in self._others]
+        self._held, self._next = {}, first_step
+        self._blocks = Blocks(self._work(first_step), self.dataset, self.config, self._gate, self._ahead)
+        ray.get(started)
+
+    def batches(self, step: int) -> list[Any]:
+        asked = [other.take.remote(step) for other in self._others]
+        parts = [self.take(step), *ray.get(asked)]
+        items = self.dataset.step(step).items
+        references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
+        faults = [fault_from_json(text) for _, found in parts for text in found]
+        for slot, item in enumerate(items):
+            if was_denied(self.dataset, item):
+                references[slot], faults = self._with_pixels(item, references[slot], faults)
+        self.dataset.count_draws(step, sum(item.batch for item in items), faults)
+        return references
+
+    def _with_pixels(self, item: DataItem, reference: Any, faults: list[Fault]) -> tuple[Any, list[Fault]]:
+        """The reference of a batch with pixels, and the step's faults with those of this batch as they then are."""
+        spared = as_batch(ray.get(reference))
+        whole = with_pixels(self.dataset, item, spared, self.config.clip_timeout_s)
+        if whole is spared:
+            return reference, faults
+        for fault in spared.faults:
+            faults.remove(fault)
+        return ray.put(to_block(whole)), [*faults, *whole.faults]
+
+    def take(self, step: int) -> tuple[list[Any], list[str]]:
+        """References of this engine's share of a step, and the faults found in them."""
+        if self._blocks is None:
+            raise RuntimeError("RayEngine.batches before start.")
+        if step not in self._held and step < self._next:
+            raise RuntimeError(f"step {step} is released; {self._next} comes next. Start the engine at {step} again.")
+        while step not in self._held:
+            items = self._items(self._next)
+            references = [self._blocks.next(item) for item in items]
+            self._held[self._next] = references, ray.get(self._gate.take_faults.remote(items))
+            self._next += 1
+        return self._held[step]
+
+    def release(self, step: int) -> None:
+        for other in self._others:
+            other.release.remote(step)
+        self._held = {held: parts for held, parts in self._held.items() if held > step}
+
+    def counts(self) -> dict[str, Any]:
+        return self.dataset.ledger.summary()
+
+    def stop(self) -> None:
+        for other in self._others:
+            ray.kill(other)
+        self._others = []
+        self._close_blocks()
+        self._held = {}
+
+    def _other(self, number: int) -> Any:
+        data = self.dataset
+        return (
+            ray.remote(ShareOfFeeder)
+            .options(num_cpus=0)
+            .remote(data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
+        )
+
+    def _close_blocks(self) -> None:
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
+        if self._gate is not None:
+            ray.kill(self._gate)
+            self._gate = None
+
+    @property
+    def _ahead(self) -> int:
+        """Microbatches of this engine's share decoded ahead of what is asked for, memory permitting."""
+        slots = max(stage.items_per_step for stage in self.dataset.planner.stages)
+        return max(self.config.lookahead * -(-slots // self.share[1]), 2 * self.config.decode_workers)
+
+    def _items(self, step: int) -> list[str]:
+        return [item.id for item in self.dataset.step(step).items if item.slot % self.share[1] == self.share[0]]
+
+    def _work(self, first_step: int) -> Iterator[DataItem]:
+        for step in itertools.count(first_step):
+            for item in self.dataset.step(step).items:
+                if item.slot % self.share[1] == self.share[0]:
+                    yield item
+
+
+class ShareOfFeeder:
+    """A further feeder: plans the same steps, decodes its share of their slots, owns these blocks."""
+
+    def __init__(
+        self, config: DataConfig, geometry: Any, seed: int, timed: BatchSize | None, share: tuple[int, int]
+    ) -> None:
+        self._engine = RayEngine(Dataset.open(config, geometry, seed, timed=timed), share=share)
+
+    def start(self, token: dict[str, Any]) -> None:
+        self._engine.start(self._engine.dataset.resume(token))
+
+    def take(self, step: int) -> tuple[list[Any], list[str]]:
+        return self._engine.take(step)
+
+    def release(self, step: int) -> None:
+        self._engine.release(step)
+
+
+class Blocks:
+    """An endless ordered stream of block references out of finite executions, the next one started ahead.
+
+    At most `ahead` microbatches, and `object_store_mb` of their pixels, are begun and not yet asked for; one always is.
+    """
+
+    def __init__(
+        self, items: Iterator[DataItem], dataset: Dataset, config: EngineConfig, gate: Any, ahead: int
+    ) -> None:
+        self._items, self._dataset, self._config, self._gate, self._ahead = items, dataset, config, gate, ahead
+        self._numbers = itertools.count()
+        self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
+        self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
+        self._begun: deque[int] = deque()  # bytes of the microbatches behind the open gate, oldest first
+        self._opened = 0
+        self._failure: Exception | None = None  # what ended the stream; every further call is told the same
+        # the first window is short: making its jobs is part of the wait for the first batch
+        self._windows = [self._open(min(config.window, 4 * config.decode_workers + 2 * ahead))]
+        self._admit()
+
+    def next(self, item: str) -> Any:
+        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError, the same
+        one again when it is asked for more after that: nothing more will come."""
+        waited = time.monotonic()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                value = self._windows[0].references.get(timeout=self._config.stall_s)
+            except queue.Empty:
+                log.warning(
+                    "data stall: item %s is not decoded after %.0f s; %s",
+                    item,
+                    time.monotonic() - waited,
+                    self._windows[0].state(),
+                )
+                continue
+            if isinstance(value, BaseException):
+                self._failure = self._named(value, item)
+                raise self._failure from value
+            if value is FINISHED:
+                self._windows.pop(0)
+            if not self._windows or (self._windows[0].ends_soon and len(self._windows) == 1):
+                self._windows.append(self._open(self._config.window))
+            if value is not FINISHED:
+                self._begun.popleft()
+                self._admit()
+                return value
+
+    def close(self) -> None:
+        for window in self._windows:
+            window.abandon()
+        self._gate.dismiss.remote()
+        for window in self._windows:
+            window.join()
+
+    def _open(self, size: int) -> Window:
+        items = list(itertools.islice(self._items, size))
+        self._coming.extend(items)
+        work = [(number, self._dataset.job(item)) for item, number in zip(items, self._numbers)]
+        return Window(work, self._config, self._gate, self._ended)
+
+    def _admit(self) -> None:
+        """Open the gate as far as the bounds allow. Whether pixels are wanted is decided now, not when the window was
+        made: meanwhile an item's latents may have been cached."""
+        before, spared = self._opened, []
+        while self._coming and len(self._begun) < self._ahead:
+            item = self._coming[0]
+            wanted = self._dataset.needs_pixels(item)
+            size = pixel_bytes(item) if wanted else 0
+            if self._begun and sum(self._begun) + size > self._config.object_store_mb << 20:
+                break
+            self._coming.popleft()
+            self._begun.append(size)
+            self._opened += 1
+            if not wanted:
+                spared.append(item.id)
+        if self._opened > before:
+            self._gate.open.remote(self._opened, spared)
+
+    def _named(self, error: BaseException, item: str) -> Exception:
+        """Ray reports what a task raised as an error of its own; the tasks said before what it was."""
+        failure = ray.get(self._gate.failure.remote())
+        return DataIOError(failure) if failure else RuntimeError(f"Ray Data failed at or after item {item}: {error}")
+
+
+def pixel_bytes(item: DataItem) -> int:
+    return item.batch * item.bucket.frames * item.bucket.area * 3
+
+
+class Window:
+    """One Ray Data execution over a list of numbered jobs, and the thread that drains it."""
+
+    def __init__(self, work: list[tuple[int, Job]], config: EngineConfig, gate: Any, ended: deque[str]) -> None:
+        """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
+        self._work, self._config, self._gate, self._ended = work, config, gate, ended
+        self.references: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._abandoned = threading.Event()
+        self._taken = 0
+        self._thread = threading.Thread(target=self._drain, daemon=True, name=f"decode window {work[0][1].item}")
+        self._thread.start()
+
+    @property
+    def ends_soon(self) -> bool:
+        """So few are left that decoders would idle while the next execution comes up (0.3 s)."""
+        return len(self._work) - self._taken <= 4 * self._config.decode_workers
+
+    def state(self) -> str:
+        return f"{self._taken} of {len(self._work)} microbatches of its window are done"
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+
+    def join(self) -> None:
+        self._thread.join(timeout=30)
+
+    def _drain(self) -> None:
+        try:
+            microbatches = self._microbatches()
+            try:
+                self._take(microbatches.iter_internal_ref_bundles())
+            finally:
+                await_executions(microbatches.get_dataset_id())
+            self._ended.append(microbatches.get_dataset_id())
+            remove_logs(list(self._ended))  # that of one that failed stays
+        except Exception as error:  # handed to whoever waits for the next reference
+            self.references.put(error)
+
+    def _take(self, bundles: Iterator[Any]) -> None:
+        """All references, or those until the window is abandoned. An execution ends when its iterator is dropped."""
+        for bundle in bundles:
+            if self._abandoned.is_set():
+                return
+            for entry in bundle.blocks:
+                self.references.put(entry.ref)
+                self._taken += 1
+        self.references.put(FINISHED)
+
+    def _microbatches(self) -> ray.data.Dataset:
+        with _CONTEXT_LOCK:  # the context is process-wide, and sealed when the dataset is made
+            context = ray.data.DataContext.get_current()
+            _quiet(context)
+            context.target_max_block_size = None  # one block in, one block out: a microbatch is never cut
+            context.execution_no_progress_timeout_s = -1  # the consumer may pause for a checkpoint; `stall_s` watches
+            context.memory_usage_poll_interval_s = None  # a thread per task that reads /proc, for a metric
+            options = context.execution_options
+            options.preserve_order = True
+            # never reached: the gate bounds what waits, to the byte
+            options.resource_limits = ExecutionResources(object_store_memory=4 * self._config.object_store_mb << 20)
+            rows = [{"number": number, "job": job} for number, job in self._work]
+            jobs = ray.data.from_items(rows, override_num_blocks=len(rows))
+            decode: Any = decode_block  # Ray's type for functions leaves no room for fn_kwargs
+            return jobs.map_batches(
+                decode,
+                batch_size=None,
+                batch_format="numpy",
+                num_cpus=self._config.decode_cpus,
+                concurrency=self._config.decode_workers,
+                fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s},
+            )
+
+
+_CONTEXT_LOCK = threading.Lock()
+
+
+def _quiet(context: Any) -> None:
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def await_executions(dataset_id: str = "") -> None:
+    """Wait for the scheduling threads of Ray Data, of one dataset or of all. Ray itself waits 2 s for them; one that is
+    still there after `ray.shutdown` ends the whole process (core_worker_process.cc, QuickExit)."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(f"StreamingExecutor-{dataset_id}"):
+            thread.join(timeout=EXECUTION_END_S)
+
+
+def remove_logs(dataset_ids: Sequence[str]) -> None:
+    """Ray Data opens a log file per execution and keeps all of them: 15,000 in a million steps. A worker process that
+    has still something to say of an execution makes its file again, so that each is removed several times."""
+    folder = get_log_directory()
+    for dataset_id in dataset_ids if folder is not None else ():
+        with contextlib.suppress(OSError):  # never written, or gone with the session
+            os.unlink(os.path.join(str(folder), f"ray-data-{dataset_id}.log"))

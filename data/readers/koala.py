@@ -1,0 +1,229 @@
+"""Koala-36M and Panda-70M: CSV metadata over YouTube videos, joined with whatever files exist.
+
+Koala has one row per clip, Panda one row per video with lists. The files are either one per clip (`<videoID>.mp4`,
+`<VTSS>_<videoID>.mp4`) or whole videos (`<YouTube id>.mp4`) of which a clip is a time range. Rows without a file are
+counted as file_missing. Nothing is evaluated: timestamps are matched, lists parsed as literals.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from data import media, storage
+from data.captions import check_lengths
+from data.config import LimitsConfig, SourceConfig
+from data.errors import DataError
+from data.ledger import BadSample, Fault, Reason
+from data.readers.catalogue import Catalogue, cut
+from data.readers.part import Part, PartWriter, Sample
+from data.readers.tables import UnreadableTable, read_rows
+from data.storage import FileStat, expand
+
+CLOCK = r"'?\"?(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)'?\"?"
+RANGE = re.compile(rf"\s*[\[(]\s*{CLOCK}\s*,\s*{CLOCK}\s*[\])]\s*")
+MAX_LITERAL_CHARS = 1 << 20
+SCORES = ("clarity_score", "aesthetic_score", "motion_score", "video_training_suitability_score", "matching_score")
+ALIASES = {  # column names seen in mirrors and derived tables
+    "videoid": "videoID",
+    "video_id": "videoID",
+    "vtss": "video_training_suitability_score",
+    "video_training_stability_score": "video_training_suitability_score",
+    "clarity": "clarity_score",
+    "aesthetic": "aesthetic_score",
+    "motion": "motion_score",
+    "timestamps": "timestamp",
+    "video": "video_path",
+    "path": "video_path",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One clip as the table lists it."""
+
+    key: str
+    video: str  # name of the whole video
+    names: tuple[str, ...]  # names a file of the clip alone may have
+    path: str  # stated path, or empty
+    timestamp: str
+    caption: str
+    scores: Mapping[str, float]
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """Seconds of `['0:00:16.300', '0:01:05']`. Raises BadSample."""
+    match = RANGE.fullmatch(text)
+    if match is None:
+        raise BadSample(Reason.BAD_TIMESTAMP, repr(text[:80]))
+    fields = [float(group or 0) for group in match.groups()]
+    start, end = (hours * 3600 + minutes * 60 + seconds for hours, minutes, seconds in (fields[:3], fields[3:]))
+    return start, end
+
+
+class KoalaReader:
+    """Parts are CSV (or Parquet) files."""
+
+    def __init__(self, config: SourceConfig, limits: LimitsConfig) -> None:
+        self.config, self.limits = config, limits
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        return Catalogue(self.config.media or storage.parent(self._files[0]), self.limits)
+
+    @cached_property
+    def _files(self) -> list[str]:
+        return expand(self.config.path, (".csv", ".tsv", ".parquet"))
+
+    def parts(self) -> list[Part]:
+        found = []
+        for uri in self._files:
+            info = storage.stat(uri, self.limits.retries)
+            if info is None:
+                raise DataError(f"table {uri} does not exist. Check data.sources path {self.config.path}.")
+            found.append(Part(uri, info.size, info.mtime_ns, self.catalogue.fingerprint))
+        return found
+
+    def score_names(self, part: Part) -> list[str]:
+        """Fixed, so that rows are written as they come."""
+        return list(SCORES)
+
+    def read(self, part: Part, writer: PartWriter) -> None:
+        """Every row of the table becomes a sample, or is counted as missing."""
+        seen: set[str] = set()
+        try:
+            for number, row in enumerate(read_rows(part.uri, self.limits)):
+                for listed in self._listed(row, number):
+                    if isinstance(listed, BadSample):
+                        writer.add(Sample(key=f"row {number}").refuse(listed))
+                    else:
+                        self._add(listed, seen, writer)
+        except UnreadableTable as error:
+            writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
+
+    def _listed(self, row: dict[str, Any] | BadSample, number: int) -> Iterator[Listed | BadSample]:
+        if isinstance(row, BadSample):
+            yield row
+            return
+        fields = {ALIASES.get(name.lower(), name): value for name, value in row.items()}
+        missing = [name for name in ("videoID", "timestamp", "caption") if name not in fields]
+        if missing:
+            if number == 0:
+                raise UnreadableTable(f"no column {', '.join(missing)}; there are {', '.join(row)}")
+            yield BadSample(Reason.BAD_ROW, f"no {', '.join(missing)}")
+        elif not fields["videoID"] or "/" in str(fields["videoID"]):
+            yield BadSample(Reason.BAD_ROW, f"videoID {fields['videoID']!r}")
+        elif self.config.kind == "panda":
+            yield from _panda_clips(fields)
+        else:
+            yield _koala_clip(fields)
+
+    def _add(self, listed: Listed, seen: set[str], writer: PartWriter) -> None:
+        try:
+            file, whole = self._find(listed)
+        except BadSample as fault:
+            writer.add(Sample(key=listed.key).refuse(fault))
+            return
+        if file is None:
+            writer.missing(listed.key)
+            return
+        sample = Sample(
+            key=listed.key,
+            path=file.uri,
+            size=file.size,
+            mtime_ns=file.mtime_ns,
+            suffix=media.suffix_of(file.uri),
+            scores=listed.scores,
+        )
+        try:
+            if listed.key in seen:
+                raise BadSample(Reason.SPLIT_KEY, "the videoID was listed earlier in this table")
+            seen.add(listed.key)
+            sample.info = self.catalogue.probe(file, ranged=whole)
+            if whole:
+                sample.info, sample.start_s, sample.end_s = cut(
+                    sample.info, *parse_range(listed.timestamp), self.limits
+                )
+            caption = listed.caption.strip()
+            if not caption:
+                raise BadSample(Reason.NO_CAPTION, "empty")
+            check_lengths([caption], self.limits)
+            sample.captions = [writer.put_caption(caption)]
+        except BadSample as fault:
+            sample.refuse(fault)
+        writer.add(sample)
+
+    def _find(self, listed: Listed) -> tuple[FileStat | None, bool]:
+        """The stated file, else the clip's own, else the whole video; and whether it is the whole video."""
+        if listed.path and (file := self.catalogue.at(listed.path)):
+            return file, storage.name_of(file.uri).rpartition(".")[0] == listed.video
+        for name in listed.names:
+            if file := self.catalogue.named(name):
+                return file, False
+        return self.catalogue.named(listed.video), True
+
+
+def _koala_clip(fields: dict[str, Any]) -> Listed:
+    key = str(fields["videoID"])
+    return Listed(
+        key,
+        key.rpartition("_")[0],
+        (key,),
+        str(fields.get("video_path") or ""),
+        str(fields["timestamp"]),
+        str(fields["caption"] or ""),
+        _scores(fields),
+    )
+
+
+def _panda_clips(fields: dict[str, Any]) -> Iterator[Listed | BadSample]:
+    """One clip for each entry of the row's lists."""
+    video = str(fields["videoID"])
+    try:
+        lists = [_literal(fields[name]) for name in ("timestamp", "caption")]
+        ranks = _literal(fields["matching_score"]) if fields.get("matching_score") else [None] * len(lists[0])
+    except BadSample as fault:
+        yield fault
+        return
+    if not len(lists[0]) == len(lists[1]) == len(ranks):
+        yield BadSample(
+            Reason.BAD_ROW, f"{video}: {len(lists[0])} timestamps, {len(lists[1])} captions, {len(ranks)} scores"
+        )
+        return
+    for i, (timestamp, caption, rank) in enumerate(zip(*lists, ranks, strict=True)):
+        yield Listed(
+            f"{video}_{i}",
+            video,
+            (f"{video}_{i}", f"{video}_{i:05d}"),
+            "",
+            str(list(timestamp) if isinstance(timestamp, (list, tuple)) else timestamp),
+            str(caption),
+            _scores({**fields, "matching_score": rank}),
+        )
+
+
+def _literal(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        if len(value) > MAX_LITERAL_CHARS:
+            raise BadSample(Reason.BAD_ROW, f"a list of {len(value)} characters")
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError) as error:
+            raise BadSample(Reason.BAD_ROW, f"not a list: {error}"[:200]) from error
+    if not isinstance(value, (list, tuple)):
+        raise BadSample(Reason.BAD_ROW, f"a {type(value).__name__}, not a list")
+    return list(value)
+
+
+def _scores(fields: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name in SCORES:
+        try:
+            found[name] = float(fields[name])
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found

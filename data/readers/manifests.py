@@ -1,0 +1,294 @@
+"""Tables of other trainers: Open-Sora, DiffSynth, Hugging Face, VideoX-Fun, FastVideo, musubi-tuner, finetrainers, DFM,
+Open-Sora-Plan. They differ in the names of two columns; `data.sources columns` is not needed for any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from data import media, storage
+from data.captions import check_lengths, choose, parse_policy, scores_of
+from data.config import LimitsConfig, SourceConfig
+from data.errors import DataError
+from data.ledger import BadSample, Fault, Reason
+from data.readers.catalogue import Catalogue, cut
+from data.readers.part import MEDIA_FILE, SCHEMA, Part, PartWriter, Sample
+from data.readers.tables import TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
+from data.storage import FileStat, ReadFile, expand
+
+PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
+CAPTIONS = (
+    "caption",
+    "text",
+    "cap",
+    "prompt",
+    "captions",
+    "vila_caption",
+    "long_caption",
+    "short_caption",
+    "description",
+    "prompts",
+)
+FOLDER_TABLES = (
+    "metadata.csv",
+    "metadata.jsonl",
+    "metadata.json",
+    "metadata.parquet",
+    "videos2caption.json",
+    "meta.json",
+    "videos.txt",
+    "data.txt",
+)
+PROMPT_FILES = ("prompt.txt", "prompts.txt", "captions.txt")
+RESERVED = frozenset(SCHEMA.names)
+ROWS_TO_LEARN_SCORES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A manifest and the folder its paths are relative to."""
+
+    uri: str
+    root: str
+
+
+class ManifestReader:
+    """Parts are tables."""
+
+    def __init__(self, config: SourceConfig, limits: LimitsConfig) -> None:
+        self.config, self.limits = config, limits
+        wanted = tuple(tuple(name.removeprefix("json:") for name in offer) for offer in parse_policy(config.caption))
+        self.policy = tuple((*offer, *CAPTIONS) if i == 0 else offer for i, offer in enumerate(wanted))
+        self._catalogues: dict[str, Catalogue] = {}
+
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        found: dict[str, Table] = {}
+        for uri in self._listed():
+            for table in self._open_sora_plan(uri) or [Table(uri, self.config.media or storage.parent(uri))]:
+                found[table.uri] = table
+        return found
+
+    def parts(self) -> list[Part]:
+        parts = []
+        for table in self.tables.values():
+            info = storage.stat(table.uri, self.limits.retries)
+            if info is None:
+                raise DataError(f"table {table.uri} does not exist. Check data.sources path {self.config.path}.")
+            fingerprint = self._catalogue(table).fingerprint
+            if table.uri.endswith(".txt") and (prompts := self._prompts(table.uri)):
+                fingerprint += f"|{storage.name_of(prompts.uri)}|{prompts.size}|{prompts.mtime_ns}"
+            parts.append(Part(table.uri, info.size, info.mtime_ns, fingerprint))
+        return parts
+
+    def score_names(self, part: Part) -> list[str]:
+        """Numeric columns, from the first rows: the writer must know them before the last."""
+        names: set[str] = set()
+        try:
+            for number, row in enumerate(self._rows(part.uri)):
+                if number >= ROWS_TO_LEARN_SCORES:
+                    break
+                if isinstance(row, dict):
+                    names |= _scores(row).keys()
+        except UnreadableTable:
+            return []
+        return sorted(names)
+
+    def read(self, part: Part, writer: PartWriter) -> None:
+        """Every row becomes a sample, or is counted as missing."""
+        catalogue = self._catalogue(self.tables[part.uri])
+        seen: dict[str, int] = {}
+        try:
+            for number, row in enumerate(self._rows(part.uri)):
+                if isinstance(row, BadSample):
+                    writer.add(Sample(key=f"row {number}").refuse(row))
+                else:
+                    self._add(row, number, catalogue, seen, writer)
+        except UnreadableTable as error:
+            writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
+
+    def _add(
+        self, row: dict[str, Any], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
+    ) -> None:
+        path = next((row[name] for name in PATHS if isinstance(row.get(name), str) and row[name]), None)
+        if path is None and (held := _held(row)) is not None:
+            if held.get("bytes"):
+                self._add_held(held, row, number, seen, writer)
+                return
+            path = held.get("path") or None
+        if path is None:
+            columns = ", ".join(map(str, row))
+            writer.add(Sample(key=f"row {number}").refuse(BadSample(Reason.BAD_ROW, f"no path among {columns}"[:300])))
+            return
+        key = path.rpartition(".")[0] or path
+        try:
+            if path.startswith(("pipe:", "http:", "https:")):
+                raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
+            file = catalogue.at(path)
+        except BadSample as fault:
+            writer.add(Sample(key=key).refuse(fault))
+            return
+        if file is None:
+            writer.missing(path)
+            return
+        key = _numbered(key, seen)  # a file may be listed with several ranges or captions
+        sample = Sample(
+            key=key,
+            path=file.uri,
+            size=file.size,
+            mtime_ns=file.mtime_ns,
+            suffix=media.suffix_of(file.uri),
+            scores=_scores(row),
+        )
+        try:
+            if sample.suffix not in media.MEDIA_SUFFIXES:
+                raise BadSample(Reason.NOT_MEDIA, f"suffix {sample.suffix!r}")
+            frames = _frame_range(row) if sample.suffix in media.VIDEO_SUFFIXES else None
+            sample.info = catalogue.probe(file, ranged=frames is not None)
+            if frames is not None:
+                begin, end = (frame / sample.info.fps for frame in frames)
+                sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end, self.limits)
+            sample.captions = [writer.put_caption(text) for text in self._captions(row)]
+        except BadSample as fault:
+            sample.refuse(fault)
+        writer.add(sample)
+
+    def _add_held(
+        self, held: dict[str, Any], row: dict[str, Any], number: int, seen: dict[str, int], writer: PartWriter
+    ) -> None:
+        """A row of Hugging Face's datasets, which holds its media: {"video": {"bytes": ..., "path": "a.mp4"}}."""
+        data, name = held["bytes"], held.get("path") or f"row {number}"
+        suffix = media.suffix_of(name)
+        sample = Sample(
+            key=_numbered(name.rpartition(".")[0] or name, seen),
+            path=MEDIA_FILE,
+            size=len(data),
+            mtime_ns=writer.part.mtime_ns,
+            scores=_scores(row),
+        )
+        try:
+            sample.suffix = suffix if suffix in media.MEDIA_SUFFIXES else media.suffix_by_content(data[:16])
+            if not sample.suffix:
+                raise BadSample(Reason.NOT_MEDIA, f"bytes that begin with {data[:12]!r}")
+            place, sample.offset = writer.put_media(data)
+            with ReadFile(place, self.limits.retries) as file:
+                sample.info = media.probe(file, sample.offset, sample.size, sample.suffix, self.limits)
+            sample.captions = [writer.put_caption(text) for text in self._captions(row)]
+        except BadSample as fault:
+            sample.refuse(fault)
+        writer.add(sample)
+
+    def _captions(self, row: dict[str, Any]) -> list[str]:
+        def find(name: str) -> list[str]:
+            value = row.get(name)
+            texts = value if isinstance(value, list) else [value]
+            return [text for text in texts if isinstance(text, str)]
+
+        found = [text for _, _, text in choose(self.policy, find)]
+        if not found:
+            raise BadSample(Reason.NO_CAPTION, f"no text among {', '.join(map(str, row))}"[:300])
+        check_lengths(found, self.limits)
+        return found
+
+    def _catalogue(self, table: Table) -> Catalogue:
+        if table.root not in self._catalogues:
+            self._catalogues[table.root] = Catalogue(table.root, self.limits)
+        return self._catalogues[table.root]
+
+    def _listed(self) -> list[str]:
+        """Table files; of a folder those with a known name, else all tables directly in it."""
+        if not storage.is_folder(self.config.path):
+            return expand(self.config.path, TABLE_SUFFIXES)
+        files = [file.uri for file in storage.list_files(self.config.path, recursive=False)]
+        known = [uri for uri in files if storage.name_of(uri) in FOLDER_TABLES]
+        found = known or [uri for uri in files if uri.endswith(TABLE_SUFFIXES)]
+        if not found:
+            raise DataError(
+                f"{self.config.path}: no {', '.join(FOLDER_TABLES[:4])} or other table here. Name the "
+                f"table in data.sources path, or use kind: pairs for media beside captions."
+            )
+        return found
+
+    def _open_sora_plan(self, uri: str) -> list[Table]:
+        """Tables of a text file with lines `root,annotation.json`; empty for any other file."""
+        if not uri.endswith(".txt") or storage.name_of(uri) == "videos.txt":
+            return []
+        tables = []
+        for line in self._lines(uri):
+            root, comma, annotation = line.rpartition(",")
+            if not comma or not annotation.strip().endswith(TABLE_SUFFIXES):
+                raise DataError(f"{uri}: line {line[:80]!r} is not `root,annotation.json`.")
+            folder = storage.parent(uri)
+            tables.append(Table(storage.join(folder, annotation.strip()), storage.join(folder, root.strip())))
+        return tables
+
+    def _rows(self, uri: str) -> Iterator[dict[str, Any] | BadSample]:
+        if not uri.endswith(".txt"):
+            yield from read_rows(uri, self.limits)
+            return
+        prompts = self._prompts(uri)
+        if prompts is None:
+            raise UnreadableTable(f"no {' or '.join(PROMPT_FILES)} beside it")
+        videos, texts = self._lines(uri), self._lines(prompts.uri)
+        if len(videos) != len(texts):
+            raise UnreadableTable(f"{len(videos)} videos but {len(texts)} lines in {storage.name_of(prompts.uri)}")
+        for path, text in zip(videos, texts, strict=True):
+            yield {"path": path, "caption": text}
+
+    def _prompts(self, uri: str) -> FileStat | None:
+        """The captions beside a list of videos."""
+        beside = (storage.join(storage.parent(uri), name) for name in PROMPT_FILES)
+        return next(filter(None, (storage.stat(name, self.limits.retries) for name in beside)), None)
+
+    def _lines(self, uri: str) -> list[str]:
+        with ReadFile(uri, self.limits.retries) as file, text_stream(file) as stream:
+            lines = [line.strip() for line in stream]
+        while lines and not lines[-1]:
+            lines.pop()
+        return lines
+
+
+def _held(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The column in which a row holds its media, or the path of it, as Hugging Face's datasets do."""
+    return next(
+        (row[name] for name in PATHS if isinstance(row.get(name), dict) and {"bytes", "path"} & row[name].keys()), None
+    )
+
+
+def _numbered(key: str, seen: dict[str, int]) -> str:
+    seen[key] = seen.get(key, 0) + 1
+    return key if seen[key] == 1 else f"{key}#{seen[key]}"
+
+
+def _frame_range(row: dict[str, Any]) -> tuple[float, float] | None:
+    """First frame and the one after the last; None for the whole video. Raises BadSample.
+
+    Open-Sora-Plan's `cut` is [first, end]; with `num_frames` its trainer takes that many frames from the first on.
+    """
+    start, end = _number(row.get("start_frame")), _number(row.get("end_frame"))
+    if start is not None and end is not None:
+        return start, end
+    if row.get("cut") in (None, ""):
+        return None
+    bounds = [_number(bound) for bound in row["cut"]] if isinstance(row["cut"], list) else []
+    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
+        raise BadSample(Reason.BAD_TIMESTAMP, f"cut {row['cut']!r} is not a list [first, end]"[:200])
+    count = _number(row.get("num_frames"))
+    return bounds[0], bounds[1] if count is None else bounds[0] + count
+
+
+def _scores(row: dict[str, Any]) -> dict[str, float]:
+    numbers = {name: _number(value) for name, value in row.items() if name not in PATHS and name not in CAPTIONS}
+    return {name: value for name, value in scores_of(numbers).items() if name not in RESERVED}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or value is None or isinstance(value, (list, dict)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

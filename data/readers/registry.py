@@ -1,0 +1,66 @@
+"""Which reader serves which kind of source. A reader names its parts and writes the rows of one part."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from data import media, storage
+from data.config import LimitsConfig, SourceConfig
+from data.readers.koala import KoalaReader
+from data.readers.manifests import FOLDER_TABLES, ManifestReader
+from data.readers.pairs import PairsReader
+from data.readers.part import Part, PartWriter
+from data.readers.tables import TABLE_SUFFIXES, UnreadableTable, read_rows
+from data.readers.webdataset import WebDatasetReader
+
+Kind = Literal["webdataset", "koala", "panda", "pairs", "manifest"]
+
+
+class SourceReader(Protocol):
+    """What the index needs of a source."""
+
+    def parts(self) -> list[Part]:
+        """Shards or manifests, in order. Raises DataError when there are none."""
+
+    def read(self, part: Part, writer: PartWriter) -> None:
+        """Write every sample of the part exactly once: as a row (usable or rejected) or as missing."""
+
+
+def reader_of(config: SourceConfig, limits: LimitsConfig) -> SourceReader:
+    if config.kind == "webdataset":
+        return WebDatasetReader(config, limits)
+    if config.kind in ("koala", "panda"):
+        return KoalaReader(config, limits)
+    if config.kind == "pairs":
+        return PairsReader(config, limits)
+    return ManifestReader(config, limits)
+
+
+def guess_kind(path: str) -> Kind:
+    """The kind of a source from its files: tars, tables with Koala's or Panda's columns, other tables, or media."""
+    path = path.split("::")[0]
+    if path.endswith((".tar", ".tar.gz")):
+        return "webdataset"  # also when nothing is there: its reader says so in terms of shards
+    if not storage.is_folder(path):
+        first = storage.expand(path, TABLE_SUFFIXES)[0]
+        return _table_kind(first) if first.endswith((*TABLE_SUFFIXES, ".txt")) else "webdataset"
+    names = [storage.name_of(file.uri) for file in storage.list_files(path)]
+    if any(name.endswith(".tar") for name in names):
+        return "webdataset"
+    tables = [file.uri for file in storage.list_files(path, recursive=False) if file.uri.endswith(TABLE_SUFFIXES)]
+    if any(name in FOLDER_TABLES for name in names):
+        return "manifest"
+    if tables and not any(media.suffix_of(name) == "txt" for name in names):
+        return _table_kind(tables[0])
+    return "pairs"
+
+
+def _table_kind(uri: str) -> Kind:
+    if uri.endswith((".csv", ".tsv", ".parquet")):
+        try:
+            row = next(read_rows(uri, LimitsConfig()), None)
+        except UnreadableTable:
+            return "manifest"
+        if isinstance(row, dict) and {"videoID", "timestamp"} <= row.keys():
+            return "panda" if str(row["timestamp"]).lstrip().startswith("[[") else "koala"
+    return "manifest"

@@ -1,0 +1,176 @@
+"""Write any source as WebDataset shards: media, caption as `.txt`, and a `.json` with what the index knows.
+
+Media bytes are copied as they are. Only a clip that is a range of a longer video is encoded again (H.264).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import av.error
+import numpy as np
+import webdataset
+
+from data.captions import read_caption
+from data.dataset.index import Index, Row
+from data.errors import DataIOError
+from data.ledger import BadSample, Fault, Ledger, Reason
+from data.storage import ByteRange, ReadFile, read_range
+
+TIME_SLACK_SECONDS = 1e-3
+PARTIAL = ".partial"
+
+
+def convert(
+    index: Index,
+    folder: Path,
+    ledger: Ledger,
+    *,
+    shard_bytes: int = 500 << 20,
+    shard_count: int = 10_000,
+    crf: int = 18,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Write the usable rows as folder/00000.tar ...; each is a draw in the ledger, delivered or skipped.
+
+    Raises ValueError when the folder already holds shards, DataIOError when they cannot be written.
+    """
+    if any(folder.glob("*.tar")):
+        raise ValueError(f"{folder} already holds shards. Name an empty folder.")
+    rows = np.flatnonzero(index.columns("ok")["ok"])
+    ledger.add_planned(len(rows))
+    names: set[str] = set()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _shards(folder, shard_bytes, shard_count) as writer:
+            for done, number in enumerate(rows, 1):
+                row = index.row(int(number))
+                ledger.schedule(1)
+                try:
+                    writer.write({"__key__": _name(row, names), **_members(row, index, crf)})
+                except BadSample as fault:
+                    ledger.skip(Fault(fault.reason, row.shard, row.key, row.offset, fault.detail))
+                else:
+                    ledger.deliver(1)
+                if progress:
+                    progress(done, len(rows))
+    except OSError as error:
+        raise DataIOError(f"{folder}: {error}. Free space or name another folder.") from error
+    return sorted(folder.glob("*.tar"))
+
+
+@contextlib.contextmanager
+def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdataset.ShardWriter]:
+    """A writer whose shards get their names when they are whole; after an error or Ctrl-C the last one is gone."""
+    whole = True
+
+    def finish(name: str) -> None:
+        if whole:
+            os.replace(name, name.removesuffix(PARTIAL))
+        else:
+            os.unlink(name)
+
+    writer = webdataset.ShardWriter(
+        f"{folder}/%05d.tar{PARTIAL}", maxsize=shard_bytes, maxcount=shard_count, verbose=0, post=finish
+    )
+    try:
+        yield writer
+    except BaseException:
+        whole = False
+        raise
+    finally:
+        writer.close()
+
+
+def _members(row: Row, index: Index, crf: int) -> dict[str, bytes]:
+    captions = [read_caption(ref, index.limits) for ref in row.captions]
+    about: dict[str, Any] = {
+        "key": row.key,
+        "caption": captions[0],
+        "width": row.width,
+        "height": row.height,
+        "fps": row.fps,
+        "num_frames": row.num_frames,
+        "duration": row.duration,
+        **row.scores,
+    }
+    if len(captions) > 1:
+        about["captions"] = captions
+    try:
+        if row.end_s:
+            suffix, data = "mp4", cut_clip(row, index, crf)
+        else:
+            suffix, data = row.suffix, read_range(row.path, row.offset, row.size, index.limits.retries)
+    except FileNotFoundError as error:
+        raise BadSample(Reason.FILE_MISSING, f"{row.path} is gone since it was indexed") from error
+    return {suffix: data, "txt": captions[0].encode(), "json": json.dumps(about).encode()}
+
+
+def cut_clip(row: Row, index: Index, crf: int) -> bytes:
+    """The frames of [start_s, end_s) as an MP4 of their own. Raises BadSample."""
+    target = io.BytesIO()
+    try:
+        with ReadFile(row.path, index.limits.retries) as file, av.open(target, "w", format="mp4") as out:
+            rate = Fraction(row.fps).limit_denominator(1001)
+            stream = None
+            for number, frame in enumerate(_frames(ByteRange(file, row.offset, row.size), row, index)):
+                if stream is None:
+                    stream = out.add_stream("libx264", rate=rate, options={"crf": str(crf), "threads": "1"})
+                    stream.width, stream.height = frame.width // 2 * 2, frame.height // 2 * 2
+                    stream.pix_fmt = "yuv420p"
+                frame = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
+                frame.pts, frame.time_base = number, 1 / rate
+                out.mux(stream.encode(frame))
+            if stream is None:
+                raise BadSample(Reason.DECODE_ERROR, f"no frame in {row.start_s} .. {row.end_s} s", row.offset)
+            out.mux(stream.encode())
+    except av.error.FFmpegError as error:
+        raise BadSample(Reason.DECODE_ERROR, str(error), row.offset) from error
+    return target.getvalue()
+
+
+def _frames(source: ByteRange, row: Row, index: Index) -> Iterator[Any]:
+    bound = {"max_pixels": str(index.limits.max_pixels)}
+    with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
+        if not container.streams.video or container.streams.video[0].codec_context is None:
+            raise BadSample(Reason.DECODE_ERROR, "no video that PyAV can decode", row.offset)
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
+        stream.codec_context.options = bound
+        unit = float(stream.time_base or 1)
+        origin = (stream.start_time or 0) * unit
+        container.seek(int((row.start_s + origin) / unit), stream=stream, backward=True)
+        for frame in container.decode(stream):
+            seconds = frame.time - origin
+            if seconds >= row.end_s - TIME_SLACK_SECONDS:
+                return
+            if seconds >= row.start_s - TIME_SLACK_SECONDS:
+                yield _turned(frame, row.rotation)
+
+
+def _turned(frame: Any, degrees: int) -> Any:
+    """The frame as displayed: an encoded copy carries no rotation of its own."""
+    if not degrees:
+        return frame
+    turned = np.rot90(frame.to_ndarray(format="rgb24"), -degrees // 90)
+    return av.VideoFrame.from_ndarray(np.ascontiguousarray(turned), format="rgb24")
+
+
+def _name(row: Row, names: set[str]) -> str:
+    """A member name without dots, unique in the converted set."""
+    name = base = re.sub(r"[^\w-]+", "_", row.key).strip("_") or "sample"
+    count = 1
+    while name in names:
+        count += 1
+        name = f"{base}_{count}"
+    names.add(name)
+    return name

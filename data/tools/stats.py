@@ -1,0 +1,54 @@
+"""What a source holds, from its index: counts, shapes, lengths, scores. JSON only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from data.dataset.index import Index
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+def statistics(index: Index, most: int = 12) -> dict[str, Any]:
+    """Figures of the usable rows, and how many rows are not usable and why. `most`: shapes listed."""
+    columns = index.columns("ok", "image", "width", "height", "fps", "num_frames", "duration", "caption_chars", "size")
+    ok = columns.pop("ok").astype(bool)
+    kept = {name: values[ok] for name, values in columns.items()}
+    video = ~kept["image"].astype(bool)
+    shapes = Counter(zip(kept["width"].tolist(), kept["height"].tolist()))
+    return {
+        "name": index.name,
+        "kind": index.config.kind,
+        "hash": index.hash,
+        "shards": index.num_shards,
+        "indexed": len(index) + index.missing,
+        "usable": int(ok.sum()),
+        "videos": int(video.sum()),
+        "images": int((~video).sum()),
+        "file_missing": index.missing,
+        "coverage": index.coverage,
+        "rejected": {str(reason): count for reason, count in index.rejects.most_common()},
+        "bytes": int(kept["size"].sum()),
+        "hours": float(kept["duration"].sum() / 3600),
+        "shapes": [
+            {"width": width, "height": height, "count": count} for (width, height), count in shapes.most_common(most)
+        ],
+        "other_shapes": max(len(shapes) - most, 0),
+        "other_samples": int(ok.sum()) - sum(count for _, count in shapes.most_common(most)),
+        "aspect": quantiles(kept["width"] / np.maximum(kept["height"], 1)),
+        "fps": quantiles(kept["fps"][video]),
+        "frames": quantiles(kept["num_frames"][video]),
+        "seconds": quantiles(kept["duration"][video]),
+        "caption_chars": quantiles(kept["caption_chars"]),
+        "scores": {name: quantiles(index.columns(name)[name][ok]) for name in index.scores},
+    }
+
+
+def quantiles(values: np.ndarray) -> list[float]:
+    """Minimum, 5, 25, 50, 75, 95 % and maximum of the values that are not NaN; empty if there are none."""
+    values = values.astype(np.float64)
+    values = values[~np.isnan(values)]
+    return [float(value) for value in np.quantile(values, QUANTILES)] if len(values) else []

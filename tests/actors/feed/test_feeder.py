@@ -1,0 +1,293 @@
+"""The feeder without Ray: what a cache holds and what of it is of use, and counts that survive every restart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import ray
+
+from actors.feed.feeder import Encoders, Feeder, StepBatches
+from actors.feed.step_source import StepSource
+from data.cache import Cache
+from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
+from data.dataset.dataset import Dataset
+from data.ledger import Fault, Reason
+from data.tools.synthetic import SynthConfig, synthesize
+from ops.config import ModelConfig, TextConfig, VAEConfig
+from ops.geometry import Geometry
+
+MODEL = ModelConfig()
+WIDTH = 48 * 4
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    synthesize(folder, SynthConfig(clips=30, images=10, shards=2, seed=3))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "put", lambda value: value)
+
+
+def config(clips: Path, cache: Path | None = None) -> DataConfig:
+    source = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"))
+    return DataConfig(
+        sources=(source,),
+        buckets=BucketsConfig(table=("1x64x96", "9x64x96")),
+        items_per_step=2,
+        caption_dropout=0.0,
+        start_frame="fixed",
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
+        max_wait=8,
+        engine=EngineConfig(kind="pool", decode_workers=1, lookahead=1),
+        limits=LimitsConfig(max_bad_fraction=1.0),
+        cache=CacheConfig(path=str(cache) if cache else "", min_free_gib=0.0),
+    )
+
+
+@pytest.fixture
+def make(clips: Path, tmp_path: Path) -> Iterator[Callable[[], Feeder]]:
+    made: list[Feeder] = []
+
+    def feeder() -> Feeder:
+        cached = config(clips, tmp_path / "cache")
+        made.append(Feeder(cached, Geometry(), 0, Encoders.of(MODEL), str(tmp_path)))
+        return made[-1]
+
+    yield feeder
+    for one in made:
+        if one._engine is not None:
+            one._engine.stop()
+
+
+def fill(feeder: Feeder, steps: int) -> Cache:
+    """What workers would have put for the first steps."""
+    cache = feeder._cache
+    assert cache is not None
+    for step in range(steps):
+        for item in feeder.dataset.step(step).items:
+            latents, texts = feeder._cache_keys(item)
+            tokens = Geometry().tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
+            for name in latents:
+                cache.put("latents", name, np.ones((tokens, WIDTH), np.float32))
+            for name in texts:
+                cache.put("text", name, np.ones((5, MODEL.text.d_model), np.float32))
+    return cache
+
+
+def zero_the_end(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+
+
+def foreign_type(path: Path) -> None:
+    cache = Cache(CacheConfig(path=str(path.parents[2]), min_free_gib=0.0))
+    path.unlink()
+    cache.put("latents", path.stem, np.ones((2, 2), np.int8))
+
+
+def foreign_shape(path: Path) -> None:
+    cache = Cache(CacheConfig(path=str(path.parents[2]), min_free_gib=0.0))
+    path.unlink()
+    cache.put("latents", path.stem, np.ones((3, WIDTH), np.float32))
+
+
+@pytest.mark.parametrize("damage", [zero_the_end, foreign_type, foreign_shape, lambda path: path.write_bytes(b"")])
+def test_an_item_whose_latents_are_damaged_is_encoded_again(
+    make: Callable[[], Feeder], damage: Callable[[Path], Any]
+) -> None:
+    feeder = make()
+    cache = fill(feeder, 2)
+    victim = feeder.dataset.step(0).items[1]
+    feeder.start(0)  # the engine has asked for pixels of nothing by now
+    damage(cache._path("latents", feeder._cache_keys(victim)[0][0]))
+    items = feeder.items(0)
+    assert [item.cached for item in items.items] == [("text", "vae"), ("text",)]
+    assert {key for key in items.cached if key[0] == "vae"} == {("vae", items.items[0].id)}
+    for _ in range(2):  # also when the step is asked for again
+        spared, decoded = feeder.batches(0).references
+        assert spared.video.shape[1] == 0 and decoded.video.shape[1] == victim.bucket.frames and decoded.video.any()
+    assert feeder.items(0) is items
+    assert feeder.ledger()["delivered"] == feeder.dataset.step(0).num_samples
+    assert [item.cached for item in feeder.items(1).items] == [("text", "vae")] * 2
+
+
+def test_a_text_that_is_damaged_is_encoded_again(make: Callable[[], Feeder]) -> None:
+    feeder = make()
+    cache = fill(feeder, 1)
+    name = feeder._cache_keys(feeder.dataset.step(0).items[0])[1][0]
+    zero_the_end(cache._path("text", name))
+    assert "text" not in feeder.items(0).items[0].cached and "vae" in feeder.items(0).items[0].cached
+
+
+def folder(path: Path) -> Path:
+    for name, content in {
+        "vae/config.json": '{"_class_name": "AutoencoderKLWan"}',
+        "vae/model.bin": "w",
+        "text_encoder/config.json": '{"model_type": "t5", "d_model": 8}',
+        "text_encoder/model.safetensors": "w",
+        "tokenizer/spiece.model": "t",
+        "transformer/model.safetensors": "not an encoder's",
+    }.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(content)
+    return path
+
+
+def encoders(path: Path, dtype: str = "float32") -> Encoders:
+    model = ModelConfig(vae=VAEConfig(kind="diffusers", path=str(path)), text=TextConfig(path=str(path)))
+    return Encoders.of(model, dtype)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("vae/config.json", "vae"),
+        ("vae/model.bin", "vae"),
+        ("text_encoder/config.json", "text"),
+        ("text_encoder/model.safetensors", "text"),
+        ("tokenizer/spiece.model", "text"),
+        ("tokenizer/added.json", "text"),
+        ("transformer/model.safetensors", ""),
+    ],
+)
+def test_the_names_of_encoders_cover_every_file_of_their_folders(tmp_path: Path, file: str, changes: str) -> None:
+    before = encoders(folder(tmp_path))
+    (tmp_path / file).write_text("x")
+    after = encoders(tmp_path)
+    assert (before.vae != after.vae, before.text != after.text) == (changes == "vae", changes == "text")
+
+
+def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:
+    assert encoders(folder(tmp_path)).text != encoders(tmp_path, "bfloat16").text
+
+
+# counts
+
+
+class Engine:
+    """Hands out steps of a plan without decoding; of some steps the first samples are bad, always the same."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def start(self, first_step: int) -> None:
+        self.dataset.rewind_draws(first_step)
+
+    def batches(self, step: int) -> list[Any]:
+        self.dataset.count_draws(step, self.dataset.step(step).num_samples, faults(step))
+        return [None] * len(self.dataset.step(step).items)
+
+    def release(self, step: int) -> None:
+        pass
+
+    def counts(self) -> dict[str, Any]:
+        return self.dataset.ledger.summary()
+
+
+def faults(step: int) -> list[Fault]:
+    return [Fault(reason=Reason.DECODE_ERROR if step % 3 else Reason.DECODE_TIMEOUT, shard="s", key=str(step))] * (
+        step % 5 == 2
+    )
+
+
+class Actor:
+    """A plain object behind the interface of a Ray actor."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return Mock(remote=getattr(self._plain, name))
+
+
+def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
+    monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns=1, timeout=None: (asked, []))
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
+    monkeypatch.setattr("actors.feed.feeder.make_engine", lambda dataset, config: Engine(dataset))
+    plain = replace(config(clips), limits=LimitsConfig(max_bad_fraction=1.0))
+    return StepSource(
+        lambda: Actor(Feeder(plain, Geometry(), 0, Encoders.of(MODEL), "")), Geometry(), "sample", 10**6, 60.0
+    )
+
+
+def total(metrics: dict[int, tuple[int, int]]) -> dict[str, int]:
+    samples, bad = (sum(column) for column in zip(*metrics.values())) if metrics else (0, 0)
+    return {"scheduled": samples, "delivered": samples - bad, "bad": bad}
+
+
+def told(ledger: dict[str, Any]) -> dict[str, int]:
+    return {"scheduled": ledger["scheduled"], "delivered": ledger["delivered"], "bad": sum(ledger["skipped"].values())}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counts_are_exact_after_any_restart_of_feeder_and_controller(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Feeders die, controllers die, runs fall back to a snapshot or a checkpoint; the sums over the metrics, where each
+    step stands once, are what the ledger must say."""
+    chance = random.Random(seed)
+    at, committed, metrics = source(clips, monkeypatch), -1, {}
+    at.open(0)
+    held: dict[int, Any] = {-1: None}  # committed step -> what keepers or a checkpoint hold beside the state
+    restarts = Counter[str]()
+    for _ in range(30):
+        for step in (committed + 1, committed + 2):  # two are under way
+            at.data(step)
+        for _ in range(2):
+            committed += 1
+            data = at.data(committed)
+            metrics[committed] = (sum(len(s) for s in data.samples.samples.values()), len(faults(committed)))
+            held[committed] = json.loads(json.dumps(at.release(committed)))
+        event = chance.choice(["none", "none", "feeder", "controller", "fallback", "fallback of a new controller"])
+        restarts[event] += 1
+        if "fallback" in event:
+            committed = max(-1, committed - chance.choice([0, 0, 1, 3, 12]))
+            metrics = {step: line for step, line in metrics.items() if step <= committed}
+        if "controller" in event:
+            at = source(clips, monkeypatch)
+        if event != "none":
+            # while the controller lives, the position that is found elsewhere may be an old one
+            known = chance.randint(-1, committed) if event == "feeder" else committed
+            at.open(committed + 1, held[known])
+            assert told(at.ledger()) == total(metrics), event
+    at.open(committed + 1, held[committed])
+    assert told(at.ledger()) == total(metrics) and total(metrics)["bad"] > 1 and len(restarts) > 3
+
+
+@pytest.mark.parametrize("known", [0, 7, 30, None])
+def test_steps_that_are_walked_over_are_counted_from_the_plan(clips: Path, known: int | None) -> None:
+    """Nobody has counted them here: all are scheduled, none is missing; only who was bad among them is not known."""
+    plain = config(clips)
+    first, then = (Dataset.open(plain, Geometry(), 0) for _ in range(2))
+    engine = Engine(first)
+    tokens = {}
+    for step in range(40):
+        tokens[step] = first.token(step)
+        engine.batches(step)
+    if known is not None:
+        then.resume(json.loads(json.dumps(tokens[known])))
+    Engine(then).start(40)
+    counts, bad = told(then.ledger.summary()), sum(len(faults(step)) for step in range(known or 0))
+    scheduled = sum(first.step(step).num_samples for step in range(40))
+    assert counts == {"scheduled": scheduled, "delivered": scheduled - bad, "bad": bad}
+
+
+def test_batches_come_with_the_position_behind_them(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = source(clips, monkeypatch)
+    at.open(0)
+    answer: StepBatches = at._feeder.batches.remote(0)
+    assert answer.position["step"] == 1 and answer.position["draws"]["scheduled"] > 0

@@ -1,0 +1,66 @@
+"""A feeder that is told to end does so, also in the middle of a window that waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.feed.feeder import Encoders, Feeder
+from actors.feed.step_source import actor_factory
+from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, SourceConfig
+from data.tools.synthetic import SynthConfig, synthesize
+from ops.config import ModelConfig
+from ops.geometry import Geometry
+
+pytestmark = [pytest.mark.cluster, pytest.mark.faults, pytest.mark.timeout(300)]
+
+
+class KnownFeeder(Feeder):
+    def pid(self) -> int:
+        return os.getpid()
+
+    def busy(self) -> None:
+        """A call that takes its time: Ray takes a signal in a call otherwise than between two."""
+        (Path(self._run_dir) / "busy").touch()
+        time.sleep(5)
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, tmp_path: Path) -> None:
+    synthesize(tmp_path, SynthConfig(clips=12, images=4, shards=1, koala=False))
+    config = DataConfig(
+        sources=(SourceConfig(path=str(tmp_path / "shards")),),
+        items_per_step=2,
+        buckets=BucketsConfig(table=("1x64x96", "9x64x96")),
+        batch=BatchConfig(memory_tokens=400, text_tokens=48),
+        engine=EngineConfig(decode_workers=1, decode_cpus=0.2, lookahead=1),
+    )
+    named = {
+        "config": config,
+        "geometry": Geometry(),
+        "seed": 0,
+        "encoders": Encoders.of(ModelConfig()),
+        "run_dir": str(tmp_path),
+    }
+    feeder = actor_factory(KnownFeeder, **named)()
+    ray.get(feeder.start.remote(0), timeout=120)
+    ray.get(feeder.batches.remote(0), timeout=120)  # what comes after it is decoded ahead, then decoding waits
+    pid = ray.get(feeder.pid.remote(), timeout=60)
+    feeder.busy.remote()
+    while not (tmp_path / "busy").exists():
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGTERM)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(feeder.items.remote(1), timeout=60)

@@ -1,0 +1,215 @@
+"""Heartbeats tell who is silent, who leaves and who is late."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import ray
+import torch
+
+from actors.config import WorkersConfig
+from actors.messages import Orders, Progress
+from actors.pool.heartbeats import Watch
+from actors.pool.monitor import Monitor, Report, Seen, Wishes
+from actors.worker.worker import Worker
+from ops.comm import CancelToken
+
+CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
+
+
+def progress(
+    worker: str,
+    since: float,
+    predicted_s: float = 1.0,
+    collectives: int = 0,
+    waiting_in: str = "",
+    leaving: bool = False,
+) -> Progress:
+    return Progress(
+        worker=worker,
+        generation=1,
+        step=7,
+        activity=f"dit of {worker}",
+        phase="forward",
+        since=since,
+        predicted_s=predicted_s,
+        collectives=collectives,
+        waiting_in=waiting_in,
+        leaving=leaving,
+    )
+
+
+def report(now: float, *beats: tuple[Progress, float], wishes: Wishes | None = None) -> Report:
+    seen = {p.worker: Seen(progress=p, at=at, since=p.since) for p, at in beats}
+    return Report(seen=seen, wishes=wishes or Wishes(), now=now)
+
+
+def test_a_silent_worker_is_found_once_and_its_return_too() -> None:
+    watch = Watch(CONFIG)
+    assert watch.look(report(30, (progress("w0", 29), 9), (progress("w1", 29), 29)), ["w0", "w1"]).silent == ("w0",)
+    assert watch.look(report(31, (progress("w0", 29), 9)), ["w0"]).silent == ()
+    assert watch.look(report(32, (progress("w0", 31), 32)), ["w0"]).heard == ("w0",)
+
+
+def test_the_late_worker_is_the_one_the_others_wait_for() -> None:
+    beats = [
+        (progress("w0", 0, waiting_in="all_to_all", collectives=9), 100),
+        (progress("w1", 0, collectives=7), 100),
+        (progress("w2", 0, waiting_in="all_to_all", collectives=8), 100),
+    ]
+    stall = Watch(CONFIG).look(report(100, *beats), ["w0", "w1", "w2"]).stall
+    assert stall is not None and stall.first_late.worker == "w1" and stall.waiting == ("w0", "w2")
+    assert "dit of w1" in str(stall) and "planned 1.0 s" in str(stall)
+
+
+def test_among_waiting_workers_the_one_with_the_fewest_collectives_is_late() -> None:
+    beats = [
+        (progress(f"w{n}", 0, waiting_in="all_reduce", collectives=count), 100) for n, count in enumerate((5, 3, 5))
+    ]
+    stall = Watch(CONFIG).look(report(100, *beats), ["w0", "w1", "w2"]).stall
+    assert stall is not None and stall.first_late.worker == "w1"
+
+
+def test_a_cascade_within_its_prediction_is_no_stall_and_a_stall_is_told_once() -> None:
+    watch = Watch(CONFIG)
+    assert watch.look(report(100, (progress("w0", 60, predicted_s=5), 100)), ["w0"]).stall is None
+    late = report(200, (progress("w0", 60, predicted_s=5), 200))
+    assert watch.look(late, ["w0"]).stall is not None
+    assert watch.look(late, ["w0"]).stall is None
+
+
+def test_notices_and_wishes_are_told_once() -> None:
+    watch = Watch(CONFIG)
+    seen = report(5, (progress("w0", 5, leaving=True), 5), (progress("w1", 5), 5), wishes=Wishes(drain=("w1", "gone")))
+    assert watch.look(seen, ["w0", "w1"]).leaving == ("w0", "w1")
+    assert watch.look(seen, ["w0", "w1"]).leaving == ()
+
+
+def test_the_monitor_orders_older_generations_to_end_and_never_goes_back() -> None:
+    monitor = Monitor()
+    monitor.announce(4)
+    monitor.announce(3)
+    assert monitor.beat(progress("w0", 0)).generation == 4
+    monitor.ask_stacks(("w0",))
+    assert monitor.beat(progress("w0", 0)).dump_stack
+    assert not monitor.beat(progress("w0", 0)).dump_stack
+
+
+def test_the_monitor_forgets_a_worker_and_the_wish_that_it_leaves() -> None:
+    monitor = Monitor()
+    monitor.beat(progress("w0", 0))
+    monitor.drain(("w0", "w1"))
+    monitor.scale(3)
+    monitor.forget("w0")
+    seen = monitor.collect()
+    assert seen.seen == {} and seen.wishes == Wishes(target=3, drain=("w1",))
+
+
+def test_a_worker_that_a_new_monitor_never_hears_is_silent_too() -> None:
+    watch = Watch(CONFIG)
+    assert watch.look(report(100), ["w0"]).silent == ()
+    assert watch.look(report(119), ["w0"]).silent == ()
+    assert watch.look(report(121), ["w0"]).silent == ("w0",)
+
+
+def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
+    old, new = Monitor(), Monitor()
+    old.announce(5)
+    old.scale(3)
+    old.drain(("w1",))
+    known = old.report()
+    new.drain(("w2",))
+    new.restore(known.generation, known.wishes)
+    assert new.report().life != known.life
+    assert new.report().generation == 5
+    assert new.report().wishes == Wishes(target=3, drain=("w1", "w2"))
+
+
+def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker.__new__(Worker)
+    old, new = CancelToken(), CancelToken()
+    worker._progress, worker._cancel, worker._leaving = progress("w0", since=0.0), old, False
+    worker._monitor = Mock()
+
+    def answer(reference: object, timeout: float) -> Orders:
+        """While the answer is on its way, the worker forms the next generation."""
+        worker._progress, worker._cancel = replace(worker._progress, generation=2), new
+        return Orders(generation=2)
+
+    monkeypatch.setattr(ray, "get", answer)
+    worker._beat()
+    assert old.is_set() and not new.is_set()
+    worker._beat()
+    assert not new.is_set()
+
+
+@pytest.mark.parametrize(
+    ("device", "age_s", "activity", "cancelled"),
+    [
+        ("cuda", 50, "finish s3", True),
+        ("cuda", 10, "finish s3", False),
+        ("cuda", 50, "idle", False),
+        ("cpu", 50, "finish s3", False),
+    ],
+)
+def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_out(
+    monkeypatch: pytest.MonkeyPatch, device: str, age_s: float, activity: str, cancelled: bool
+) -> None:
+    worker = Worker.__new__(Worker)
+    set_forward = 1000.0  # the wall clock, since the activity has begun: it says nothing about how long that takes
+    began = replace(progress("w0", since=time.time() - age_s - set_forward), activity=activity, predicted_s=0.0)
+    worker._progress, worker._cancel, worker._leaving, worker._monitor = began, CancelToken(), False, Mock()
+    worker._since = time.monotonic() - age_s
+    worker.device, worker.executor = torch.device(device), Mock(groups=Mock(progress={}))
+    worker.settings = Mock(workers=WorkersConfig(collective_timeout_s=30))
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=began.generation))
+    worker._beat()
+    assert worker._cancel.is_set() == cancelled
+
+
+class Clocks:
+    """The monitor's: monotonic, and that of the wall, which somebody sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.wall = 5000.0, 1.7e9
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "time", lambda: self.wall + self.now)
+
+
+@pytest.mark.parametrize("skew_s", [-660.0, 0.0, 90.0])
+def test_a_worker_whose_clock_is_wrong_is_neither_late_nor_old(monkeypatch: pytest.MonkeyPatch, skew_s: float) -> None:
+    clocks, monitor, watch = Clocks(monkeypatch), Monitor(), Watch(CONFIG)
+    began = replace(progress("w0", since=time.time() + skew_s), predicted_s=3.0)
+    monitor.beat(began)
+    clocks.now += 5
+    monitor.beat(began)
+    seen = monitor.report()
+    assert seen.now - seen.seen["w0"].since == 5
+    assert watch.look(seen, ["w0"]).stall is None
+    clocks.now += 40
+    monitor.beat(replace(began, phase="backward"))
+    stall = watch.look(monitor.report(), ["w0"]).stall
+    assert stall is not None and stall.running_s == 45, "a phase later it is the same cascade"
+
+
+def test_a_clock_that_is_set_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, monitor, watch = Clocks(monkeypatch), Monitor(), Watch(CONFIG)
+    monitor.beat(progress("w0", 0))
+    clocks.wall += 3600
+    clocks.now += 1
+    assert watch.look(monitor.report(), ["w0"]).silent == ()
+
+
+def test_a_new_controller_numbers_anew_and_inherits_no_wish_that_a_worker_leaves() -> None:
+    monitor = Monitor()
+    monitor.beat(progress("w1", 0))
+    monitor.announce(4)
+    monitor.drain(("w1",))
+    monitor.scale(3)
+    begun = monitor.begin()
+    assert begun.wishes == Wishes(target=3) and begun.generation == 4 and begun.seen == {}

@@ -1,0 +1,106 @@
+"""What the controller sees of workers that start."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import ray
+
+from actors.config import WorkersConfig
+from actors.messages import LOADING, Progress
+from actors.pool.lookout import Lookout
+from actors.pool.membership_types import Refused
+from actors.pool.monitor import Monitor
+from actors.pool.weights import weights_bytes
+from actors.pool.workers import PoolNews
+from ops.config import DiTConfig, ModelConfig, VAEConfig
+
+
+@pytest.mark.parametrize(
+    ("activity", "age_s", "given_up"), [(LOADING, 700, True), (LOADING, 500, False), ("", 700, False)]
+)
+def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_is_not(
+    monkeypatch: pytest.MonkeyPatch, activity: str, age_s: float, given_up: bool
+) -> None:
+    """Its clock is eleven minutes late, which says nothing about how long it loads."""
+    monitor, now = Monitor(), time.monotonic()
+    if activity:
+        monkeypatch.setattr(time, "monotonic", lambda: now - age_s)
+        monitor.beat(
+            Progress(
+                worker="w3",
+                generation=-1,
+                step=-1,
+                activity=activity,
+                phase="",
+                since=time.time() - 660,
+                predicted_s=0.0,
+                collectives=0,
+                waiting_in="",
+            )
+        )
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+    handle, pool, told = Mock(), Mock(pending=["w3"], names=["w3"]), Mock()
+    pool.poll.return_value = PoolNews()
+    handle.collect.remote.return_value = monitor.collect()
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    events: list[Any] = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, told, start_s=600).look()
+    assert (Refused(count=1) in events) == given_up
+    assert pool.discard.called == handle.forget.remote.called == told.called == given_up
+
+
+def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, pool = Mock(), Mock(pending=[], names=[])
+    pool.poll.return_value = PoolNews(lost=(("w5", "CUDA error: unknown"),))
+    handle.collect.remote.return_value = Monitor().collect()
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    lookout = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, Mock())
+    for _ in range(3):
+        lookout.look()
+    assert "CUDA error" in lookout.hopeless
+    lookout.try_again()
+    assert not lookout.hopeless
+    lookout.look()
+    assert not lookout.hopeless, "three more, not one"
+
+
+def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, handle, pool = Monitor(), Mock(), Mock(pending=[], names=["w1", "w2"])
+    for name, waiting_in in (("w1", ""), ("w2", "sum")):
+        monitor.beat(
+            Progress(
+                worker=name,
+                generation=1,
+                step=7,
+                activity="dit 9f 64x96 b2 sp1 s7",
+                phase="backward",
+                since=0.0,
+                predicted_s=1.0,
+                collectives=3,
+                waiting_in=waiting_in,
+            )
+        )
+    pool.poll.return_value = PoolNews()
+    handle.collect.remote.return_value = monitor.collect()
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    lookout = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, Mock())
+    lookout.look()
+    assert lookout.doing("w2") == " in 'dit 9f 64x96 b2 sp1 s7' (phase backward) of step 7"
+    assert "w1" in lookout.late() and lookout.doing("w9") == ""
+
+
+def test_the_time_to_load_grows_with_the_weights_and_the_workers_that_read_them(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "model.safetensors").write_bytes(bytes(1000))
+    model = ModelConfig(dit=DiTConfig(path=str(tmp_path)), vae=VAEConfig(path=str(tmp_path)))
+    assert weights_bytes(model) == 1000 and weights_bytes(ModelConfig()) == 0
+    assert WorkersConfig(max=64).start_patience_s(40 * 10**9) > 40e9 * 64 / 1.5e9, "a shared storage of 1.5 GB/s"
+    assert WorkersConfig().start_patience_s(0) == 600
+    assert WorkersConfig(start_s=50).start_patience_s(10**12) == 50

@@ -1,0 +1,482 @@
+"""Membership as a state machine: named cases, and storms of random events against its promises."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.config import WorkersConfig
+from actors.pool.membership import Membership
+from actors.pool.membership_types import (
+    Alive,
+    Boundary,
+    Broken,
+    Dead,
+    Decision,
+    Drain,
+    End,
+    Event,
+    Fail,
+    Finished,
+    Form,
+    Joined,
+    Leaving,
+    Limits,
+    NodeDead,
+    Ready,
+    Refused,
+    Replace,
+    Request,
+    Resize,
+    Resources,
+    Suspect,
+    Tick,
+    View,
+    Wait,
+)
+
+LIMITS = Limits(
+    min=2, max=4, wait_s=100, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60, request_s=30
+)
+
+
+class Pool:
+    """A membership with a clock that the test moves."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.membership = Membership(limits)
+        self.now = 0.0
+        self.view: View = self.membership.view()
+
+    def see(self, *events: Event, after: float = 0.0) -> list[Decision]:
+        self.now += after
+        decisions: list[Decision] = []
+        for event in events:
+            self.view, found = self.membership.observe(event, self.now)
+            decisions += found
+        return decisions
+
+    def run(self, *workers: int) -> Pool:
+        """Bring up these workers, node = number // 2, and form the first generation."""
+        self.see(*(Joined(worker=worker, node=f"n{worker // 2}") for worker in workers))
+        self.see(*(Ready(worker=worker) for worker in workers))
+        assert self.view.workers == workers
+        return self
+
+
+def of(kind: type, decisions: list[Decision]) -> list:
+    return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+def test_start_requests_min_without_resources_and_up_to_max_with_them() -> None:
+    pool = Pool()
+    assert of(Request, pool.see(Tick())) == [Request(count=2)]
+    assert of(Request, pool.see(Resources(available=1))) == [Request(count=1)]
+    assert of(Request, pool.see(Resources(available=9))) == [Request(count=1)]
+    assert of(Request, pool.see(Resources(available=9))) == []
+
+
+def test_request_without_answer_is_made_again() -> None:
+    pool = Pool()
+    pool.see(Tick())
+    assert of(Request, pool.see(Tick(), after=29)) == []
+    assert of(Request, pool.see(Tick(), after=1)) == [Request(count=2)]
+    assert of(Request, pool.see(Refused(count=1))) == [Request(count=1)]
+
+
+def test_first_generation_gathers_workers_that_are_still_starting() -> None:
+    pool = Pool()
+    pool.see(Resources(available=4), *(Joined(worker=w, node="n") for w in range(4)))
+    assert of(Form, pool.see(Ready(worker=0), Ready(worker=1), Ready(worker=2))) == []
+    assert [f.workers for f in of(Form, pool.see(Ready(worker=3)))] == [(0, 1, 2, 3)]
+
+
+def test_first_generation_does_not_wait_for_a_slow_starter_for_ever() -> None:
+    pool = Pool()
+    pool.see(Resources(available=3), *(Joined(worker=w, node="n") for w in range(3)))
+    assert of(Form, pool.see(Ready(worker=0), Ready(worker=2))) == []
+    assert [f.workers for f in of(Form, pool.see(Tick(), after=5))] == [(0, 2)]
+
+
+def test_workers_are_numbered_node_by_node() -> None:
+    pool = Pool()
+    pool.see(*(Joined(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
+    pool.see(*(Ready(worker=worker) for worker in range(4)))
+    assert pool.view.workers == (1, 3, 0, 2)
+
+
+def test_newcomer_joins_at_the_step_boundary_only() -> None:
+    pool = Pool().run(0, 1)
+    assert of(Form, pool.see(Joined(worker=2, node="n1"), Ready(worker=2), Tick())) == []
+    forms = of(Form, pool.see(Boundary(step=7)))
+    assert forms == [Form(generation=2, workers=(0, 1, 2), reason="join [2]", clean=True)]
+
+
+def test_boundary_without_change_keeps_the_generation() -> None:
+    pool = Pool().run(0, 1)
+    assert pool.see(Boundary(step=1)) == []
+    assert pool.view.generation == 1 and not pool.view.changed
+
+
+def test_leaving_worker_is_drained_after_the_generation_without_it_is_formed() -> None:
+    pool = Pool().run(0, 1, 2)
+    assert of(Drain, pool.see(Leaving(worker=1, reason="preempted"))) == []
+    decisions = pool.see(Boundary(step=3))
+    assert [type(d) for d in decisions] == [Form, Drain]
+    assert decisions[0].workers == (0, 2) and decisions[1] == Drain(worker=1, reason="preempted")
+
+
+def test_leaving_below_min_ends_the_generation_cleanly_and_waits() -> None:
+    pool = Pool().run(0, 1)
+    pool.see(Leaving(worker=0))
+    decisions = pool.see(Boundary(step=3))
+    assert of(End, decisions)[0].clean and of(Drain, decisions)[0].worker == 0
+    assert of(Wait, decisions)[0].have == 1 and pool.view.state == "waiting"
+    forms = of(Form, pool.see(Joined(worker=5, node="n"), Ready(worker=5)))
+    assert forms[0].workers == (5, 1) and forms[0].clean
+
+
+def test_death_ends_the_generation_at_once_and_survivors_form_when_all_answered() -> None:
+    pool = Pool().run(0, 1, 2)
+    decisions = pool.see(Dead(worker=1))
+    assert of(End, decisions) == [End(generation=1, reason="worker 1 died", clean=False)]
+    assert pool.view.state == "recovering" and pool.view.workers == ()
+    assert of(Form, pool.see(Ready(worker=0))) == []
+    forms = of(Form, pool.see(Ready(worker=2)))
+    assert forms == [Form(generation=2, workers=(0, 2), reason="worker 1 died", clean=False)]
+
+
+def test_spare_worker_replaces_a_dead_one_at_once() -> None:
+    pool = Pool().run(0, 1)
+    pool.see(Joined(worker=2, node="n1"), Ready(worker=2), Dead(worker=0))
+    assert of(Form, pool.see(Ready(worker=1)))[0].workers == (1, 2)
+
+
+def test_survivor_that_does_not_answer_is_replaced_and_the_rest_goes_on() -> None:
+    pool = Pool().run(0, 1, 2, 3)
+    pool.see(Dead(worker=0), Ready(worker=1), Ready(worker=2))
+    assert of(Form, pool.see(Tick(), after=9)) == []
+    decisions = pool.see(Tick(), after=1)
+    assert of(Replace, decisions)[0].worker == 3
+    assert of(Form, decisions)[0].workers == (1, 2)
+
+
+def test_suspected_survivor_does_not_hold_up_recovery() -> None:
+    pool = Pool().run(0, 1, 2, 3)
+    pool.see(Suspect(worker=3), Dead(worker=0))
+    assert 3 not in {m.worker for m in pool.view.members}
+    pool.see(Ready(worker=1))
+    assert of(Form, pool.see(Ready(worker=2)))[0].workers == (1, 2)
+
+
+def test_suspect_that_stays_silent_is_replaced_and_one_that_returns_is_not() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(Suspect(worker=2), Tick())
+    assert pool.see(Alive(worker=2), Tick(), after=2) == []
+    assert pool.see(Tick(), after=10) == []
+    pool.see(Suspect(worker=2, reason="no heartbeat for 20 s"))
+    decisions = pool.see(Tick(), after=3)
+    assert of(Replace, decisions) == [Replace(worker=2, reason="no heartbeat for 20 s")]
+    assert not of(End, decisions)[0].clean
+
+
+def test_node_death_takes_all_its_workers_in_one_go() -> None:
+    pool = Pool().run(0, 1, 2, 3)
+    decisions = pool.see(NodeDead(node="n0"))
+    assert len(of(End, decisions)) == 1
+    pool.see(Ready(worker=2))
+    assert of(Form, pool.see(Ready(worker=3)))[0].workers == (2, 3)
+
+
+def test_lost_workers_are_asked_for_again() -> None:
+    pool = Pool().run(0, 1, 2)
+    decisions = pool.see(Dead(worker=0), Dead(worker=1))
+    assert sum(r.count for r in of(Request, decisions)) == 1, "only up to min without known resources"
+    assert of(Request, pool.see(Resources(available=5))) == [Request(count=2)]
+
+
+def test_too_few_for_too_long_ends_resumable_and_stays_ended() -> None:
+    pool = Pool().run(0, 1)
+    pool.see(Dead(worker=0), Ready(worker=1))
+    assert of(Fail, pool.see(Tick(), after=99)) == []
+    assert of(Fail, pool.see(Tick(), after=1))[0].code == 75
+    assert pool.see(Joined(worker=9, node="n"), Ready(worker=9), Tick()) == []
+
+
+def test_wait_is_said_once_per_change() -> None:
+    pool = Pool()
+    assert len(of(Wait, pool.see(Tick(), Tick(), Tick()))) == 1
+    assert str(of(Wait, pool.see(Joined(worker=0, node="n"), Ready(worker=0)))[0]) == (
+        "waiting for workers: 1 of at least 2 are ready"
+    )
+
+
+def test_broken_without_a_death_recovers_with_the_same_workers_and_not_for_ever() -> None:
+    pool = Pool().run(0, 1)
+    for _ in range(LIMITS.max_breaks):
+        assert of(End, pool.see(Broken(generation=pool.view.generation, reason="collective timed out")))
+        assert of(Form, pool.see(Ready(worker=0), Ready(worker=1)))[0].workers == (0, 1)
+    assert of(Fail, pool.see(Broken(generation=pool.view.generation, reason="timed out")))[0].code == 1
+
+
+def test_a_finished_step_forgives_earlier_breaks() -> None:
+    pool = Pool().run(0, 1)
+    for _ in range(3 * LIMITS.max_breaks):
+        pool.see(Broken(generation=pool.view.generation, reason="x"), Ready(worker=0), Ready(worker=1))
+        assert pool.view.state == "running"
+        pool.see(Finished())
+
+
+def test_a_boundary_without_a_finished_step_forgives_nothing() -> None:
+    pool, broken = Pool().run(0, 1), []
+    for worker in range(2, 12):  # at every try somebody joins
+        pool.see(Joined(worker=worker, node="n"), Ready(worker=worker), Boundary(step=0))
+        broken += of(Fail, pool.see(Broken(generation=pool.view.generation, reason="x")))
+        pool.see(Leaving(worker=worker), *(Ready(worker=m.worker) for m in pool.view.members))
+    assert [fail.code for fail in broken] == [1]
+
+
+def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> None:
+    """An out-of-memory kill or a crash in native code: it went on for ever."""
+    pool = Pool(Limits(min=2, max=2, max_losses=5)).run(0, 1)
+    for worker in range(2, 100):
+        decisions = pool.see(Dead(worker=worker - 1, reason="died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7"))
+        if fails := of(Fail, decisions):
+            break
+        pool.see(*(Ready(worker=m.worker) for m in pool.view.members), Joined(worker=worker, node="n"))
+        pool.see(Ready(worker=worker))
+        assert pool.view.state == "running"
+    assert worker == 7, "after six losses"
+    assert fails[0].code == 1
+    assert "worker 6 died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7" in fails[0].reason
+
+
+def test_a_worker_that_this_run_ended_explains_no_break() -> None:
+    """A cascade slower than all patience: its worker was killed and a new one began the same, for ever."""
+    pool, fails = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=10)).run(0, 1), []
+    for worker in range(2, 100):
+        fails = of(Fail, pool.see(Broken(generation=pool.view.generation, reason="w0: the sum timed out; w1 is late")))
+        if fails:
+            break
+        pool.see(Ready(worker=0))
+        assert of(Replace, pool.see(Tick(), after=10)) != []
+        pool.see(Joined(worker=worker, node="n"), Ready(worker=worker))
+    assert len(fails) == 1 and fails[0].code == 1 and "w1 is late" in fails[0].reason and worker == 5
+
+
+def test_a_first_step_that_compiles_for_minutes_is_waited_for_and_a_later_one_is_not() -> None:
+    pool = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=600)).run(0, 1)
+    pool.see(Broken(generation=1, reason="the sum timed out"), Ready(worker=0))
+    assert of(Replace, pool.see(Tick(), after=500)) == []
+    assert of(Form, pool.see(Ready(worker=1))) != [], "with what it has compiled"
+    pool.see(Finished(), Broken(generation=2, reason="the sum timed out"), Ready(worker=0))
+    assert of(Replace, pool.see(Tick(), after=10)) != []
+
+
+def test_a_survivor_has_as_long_to_answer_as_the_others_waited_for_it() -> None:
+    limits = Limits.of(WorkersConfig(collective_timeout_s=500, first_step_s=100))
+    assert limits.recover_s >= 500 and limits.first_step_s >= limits.recover_s
+
+
+def test_late_report_about_an_old_generation_is_ignored() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(Dead(worker=2), Ready(worker=0), Ready(worker=1))
+    assert pool.see(Broken(generation=1, reason="late"), Dead(worker=2), Ready(worker=2)) == []
+    assert pool.view.workers == (0, 1)
+
+
+def test_resize_shrinks_at_the_boundary_from_the_newest() -> None:
+    pool = Pool().run(0, 1, 2, 3)
+    pool.see(Resize(min=1, max=2))
+    decisions = pool.see(Boundary(step=1))
+    assert of(Form, decisions)[0].workers == (0, 1)
+    assert {d.worker for d in of(Drain, decisions)} == {2, 3}
+
+
+def test_a_gone_worker_never_returns_under_its_number() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(Dead(worker=2), Joined(worker=2, node="n"), Ready(worker=2), Ready(worker=0), Ready(worker=1))
+    assert pool.view.workers == (0, 1)
+
+
+def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
+    membership = Membership(Limits.of(WorkersConfig(min=1, max=1)), generation=41)
+    membership.observe(Joined(worker=7, node="n"), 0.0)
+    _, decisions = membership.observe(Ready(worker=7), 0.0)
+    assert decisions == (Form(generation=42, workers=(7,), reason="start", clean=True),)
+
+
+# Storms -------------------------------------------------------------------------------------------------------------
+
+WORKERS = st.integers(0, 11)
+EVENTS = st.one_of(
+    st.builds(Joined, worker=WORKERS, node=st.sampled_from("abc")),
+    st.builds(Ready, worker=WORKERS),
+    st.builds(Ready, worker=WORKERS),
+    st.builds(Alive, worker=WORKERS),
+    st.builds(Leaving, worker=WORKERS),
+    st.builds(Suspect, worker=WORKERS),
+    st.builds(Dead, worker=WORKERS),
+    st.builds(NodeDead, node=st.sampled_from("abc")),
+    st.builds(Resources, available=st.integers(0, 5)),
+    st.builds(Refused, count=st.integers(0, 2)),
+    st.builds(Boundary, step=st.just(0)),
+    st.builds(Finished),
+    st.builds(Broken, generation=st.integers(0, 6), reason=st.just("x")),
+    st.builds(Tick),
+)
+
+
+class Model:
+    """What the outside world knows: who is alive, who last said it is ready. Checks every decision against it."""
+
+    def __init__(self) -> None:
+        self.alive: set[int] = set()
+        self.gone: set[int] = set()
+        self.idle: set[int] = set()  # said Ready since they last joined or since their generation broke
+        self.last_generation = 0
+
+    def before(self, event: Event, view: View) -> None:
+        match event:
+            case Joined() if event.worker not in self.gone:
+                self.alive.add(event.worker)
+            case Ready() if event.worker in self.alive:
+                self.idle.add(event.worker)
+            case Dead():
+                self.lose(event.worker)
+            case NodeDead():
+                for member in view.members:
+                    if member.node == event.node:
+                        self.lose(member.worker)
+
+    def lose(self, worker: int) -> None:
+        if worker in self.alive:
+            self.alive.discard(worker)
+            self.idle.discard(worker)
+            self.gone.add(worker)
+
+    def check(self, decision: Decision, limits: Limits, running: set[int]) -> None:
+        match decision:
+            case End(clean=False):
+                self.idle -= running  # survivors must answer before they are used again
+            case Drain() | Replace():
+                assert decision.worker not in self.gone
+                self.lose(decision.worker)
+            case Form():
+                assert decision.generation > self.last_generation
+                self.last_generation = decision.generation
+                assert limits.min <= len(decision.workers) <= limits.max
+                assert len(set(decision.workers)) == len(decision.workers)
+                assert set(decision.workers) <= self.alive
+                assert set(decision.workers) <= self.idle
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=80), st.integers(1, 3))
+def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], least: int) -> None:
+    limits = Limits(
+        min=least,
+        max=4,
+        wait_s=1e6,
+        gather_s=5,
+        recover_s=10,
+        first_step_s=10,
+        confirm_s=3,
+        start_s=60,
+        max_breaks=10**6,
+        max_losses=10**6,
+    )
+    pool, model = Pool(limits), Model()
+    for event, after in storm:
+        running = set(pool.view.workers)
+        model.before(event, pool.view)
+        for decision in pool.see(event, after=after):
+            model.check(decision, limits, running)
+        assert pool.view.state != "failed"
+        assert set(pool.view.workers) <= {m.worker for m in pool.view.members if m.phase == "active"}
+        assert {m.worker for m in pool.view.members} <= model.alive
+        assert len([m for m in pool.view.members if not m.leaving]) <= limits.max
+        if pool.view.state != "running":  # progress: nobody left to wait for means a generation, unless too few
+            ready = [m for m in pool.view.members if m.phase == "ready"]
+            waits = any(m.phase in ("recovering", "starting") for m in pool.view.members) or pool.view.requested
+            assert waits or len(ready) < limits.min
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 4.0])), max_size=60))
+def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event, float]]) -> None:
+    limits = Limits(
+        min=2,
+        max=3,
+        wait_s=1e6,
+        gather_s=5,
+        recover_s=10,
+        first_step_s=10,
+        confirm_s=3,
+        start_s=60,
+        max_breaks=10**6,
+        max_losses=10**6,
+    )
+    pool = Pool(limits)
+    for event, after in storm:
+        pool.see(event, after=after)
+    pool.see(*(Dead(worker=m.worker) for m in pool.view.members))
+    for worker in (100, 101):
+        pool.see(Joined(worker=worker, node="z"), Ready(worker=worker))
+    pool.see(Tick(), after=limits.gather_s)
+    assert pool.view.state == "running" and pool.view.workers == (100, 101)
+
+
+UNPROVEN = EVENTS.filter(lambda event: not isinstance(event, Finished))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(UNPROVEN, st.sampled_from([0.0, 4.0, 40.0])), max_size=30),
+    st.lists(st.sampled_from(["die", "break", "silent", "frozen", "node"]), min_size=1, max_size=6),
+)
+def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event, float]], ends: list[str]) -> None:
+    """After any storm the same ends of generations come again and again, and whatever was lost is replaced at once."""
+    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=0, recover_s=10, first_step_s=20, confirm_s=3, start_s=60)
+    most = (limits.max_losses + 1) * (limits.max_breaks + 1)
+    pool, fresh, forms = Pool(limits), 100, 0
+    for event, after in storm:
+        forms += len([form for form in of(Form, pool.see(event, after=after)) if not form.clean])
+    for round_ in range(10 * most):
+        decisions = end_generation(pool, ends[round_ % len(ends)])
+        answers: list[Event] = [Ready(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
+        for worker in range(fresh, fresh + 3):
+            answers += [Joined(worker=worker, node="abc"[worker % 3]), Ready(worker=worker)]
+        fresh += 3
+        decisions += pool.see(*answers, Tick(), after=1)
+        forms += len(of(Form, decisions))
+        if pool.view.state == "failed":
+            break
+    assert pool.view.state == "failed" and forms <= most + len(storm) + 1
+
+
+def end_generation(pool: Pool, how: str) -> list[Decision]:
+    """Let the running generation end this way, if there is one."""
+    if not pool.view.workers:
+        return pool.see(Tick(), after=50)
+    worker = pool.view.workers[0]
+    broken = Broken(generation=pool.view.generation, reason="timed out")
+    match how:
+        case "die":
+            return pool.see(Dead(worker=worker))
+        case "break":
+            return pool.see(broken)
+        case "silent":
+            others = [Ready(worker=w) for w in pool.view.workers[1:]]
+            return pool.see(broken, *others) + pool.see(Tick(), after=30)
+        case "frozen":
+            return pool.see(Suspect(worker=worker)) + pool.see(Tick(), after=5)
+        case _:
+            return pool.see(NodeDead(node=next(m.node for m in pool.view.members if m.worker == worker)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 4.0, 40.0])), max_size=60))
+def test_same_events_same_decisions(storm: list[tuple[Event, float]]) -> None:
+    first, second = Pool(), Pool()
+    assert [first.see(e, after=a) for e, a in storm] == [second.see(e, after=a) for e, a in storm]

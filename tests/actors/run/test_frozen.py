@@ -1,0 +1,88 @@
+"""Workers with other copies of a frozen model do not train together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from actors.config import WorkersConfig
+from actors.messages import WorkerInfo
+from actors.outcome import StopRun
+from actors.pool.membership_types import Form
+from actors.run.controller import Controller
+from actors.run.frozen import disagreement
+from actors.worker.worker import FormTask, Worker, WorkerSettings
+from ops.config import DiTConfig, ModelConfig
+from ops.models.load import build_dit
+from ops.sync import trainable
+from ops.weights import frozen_digests
+from tests.actors.exactness import MODEL, train_config
+
+
+def info(worker: str, **frozen: str) -> WorkerInfo:
+    return WorkerInfo(worker=worker, node="n", host=f"host-of-{worker}", pid=1, device="cpu", gpu_memory_gib=0,
+                      frozen=tuple(frozen.items()))  # fmt: skip
+
+
+def test_who_holds_other_weights_is_named() -> None:
+    assert disagreement([info("w0", vae="1", text="2"), info("w1", vae="1", text="2")]) == ""
+    assert disagreement([info("w0")]) == ""
+    said = disagreement([info("w0", vae="1", text="2"), info("w1", vae="1", text="3"), info("w2", vae="1", text="2")])
+    assert "the weights of text on w1 on host-of-w1 are not those on w0, w2" in said
+
+
+def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
+    controller = Controller.__new__(Controller)
+    controller.runner, controller.view, controller.listener = None, Mock(generation=1), Mock()
+    controller.commits = Mock(committed=6)
+    infos = {"w0": info("w0", vae="1"), "w1": info("w1", vae="2")}
+    controller.pool = Mock(info=lambda name: infos[name])
+    with pytest.raises(StopRun) as stopped:
+        controller._form(Form(generation=2, workers=(0, 1), reason="", clean=False))
+    assert stopped.value.outcome.code == 1 and stopped.value.outcome.last_step == 6
+    assert "vae" in stopped.value.outcome.reason and "w1" in stopped.value.outcome.reason
+
+
+def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path: Path) -> None:
+    class Holder:
+        def __init__(self, value: float) -> None:
+            self.model = torch.nn.Linear(2, 2).bfloat16()
+            torch.nn.init.constant_(self.model.weight, value)
+            torch.nn.init.constant_(self.model.bias, 0)
+
+    base = DiTConfig(num_layers=1, num_heads=2, head_dim=8, ffn_dim=16, freq_dim=8, lora_rank=2)
+    dit = build_dit(base, 0)
+    from_folder = replace(base, path=str(tmp_path))
+    config = ModelConfig(dit=from_folder, vae=replace(MODEL.vae, path=str(tmp_path)), text=MODEL.text)
+    first = frozen_digests(config, dit, Holder(1), Holder(1))
+    assert [part for part, _ in first] == ["model.dit.path", "model.vae.path"], "a random text encoder needs none"
+    assert frozen_digests(config, dit, Holder(1), Holder(2)) == first
+    with torch.no_grad():
+        trainable(dit)[0][1].add_(1)
+    assert frozen_digests(config, dit, Holder(1), Holder(1)) == first
+    assert frozen_digests(config, dit, Holder(2), Holder(1))[0] == first[0]
+    assert frozen_digests(config, dit, Holder(2), Holder(1))[1] != first[1]
+    with torch.no_grad():
+        next(p for p in dit.parameters() if not p.requires_grad).view(-1)[0] += 1
+    assert frozen_digests(config, dit, Holder(1), Holder(1))[0] != first[0]
+
+
+def test_training_in_bf16_starts_from_the_weights_in_fp32() -> None:
+    worker = Worker.__new__(Worker)
+    worker.settings = WorkerSettings(
+        model=MODEL, train=train_config(parameter_dtype="bfloat16"), workers=WorkersConfig()
+    )
+    worker.device, worker._as_built, worker._first = torch.device("cpu"), True, None
+    worker.executor = worker._load()
+    given = torch.cat([p.detach().flatten() for _, p in trainable(build_dit(worker.executor.modules.config.dit, 3))])
+    task = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=None)
+    computed = torch.cat([p.detach().flatten() for _, p in trainable(worker.executor.modules.dit)])
+    assert computed.dtype == torch.bfloat16 and torch.equal(computed, given.bfloat16())
+    for as_built in (True, False):  # also when all state is lost after some steps
+        worker._as_built = as_built
+        (shard,) = worker._shards(task)
+        assert torch.equal(torch.from_numpy(shard.arrays["master"]), given)

@@ -1,0 +1,331 @@
+"""Checkpoints: round trips at other worker counts, torn writes at every point, retention, sizes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from actors.state.checkpoint_files import (
+    COMPLETE,
+    CheckpointError,
+    begin,
+    check_free_space,
+    complete,
+    damage,
+    forecast_bytes,
+    is_complete,
+    latest,
+    load,
+    model_state,
+    parameters_meta,
+    prune,
+    seal,
+    step_folder,
+    write_shard,
+)
+from ops.shards import ARRAYS, ShardState, Slot, cut, shard_bounds
+
+TOTAL = 1003
+
+
+def state(lo: int = 0, hi: int = TOTAL, *, step: int = 5, total: int = TOTAL, ema: bool = True) -> ShardState:
+    """A piece of one well-known vector per array."""
+    names = ARRAYS if ema else ARRAYS[:3]
+    whole = {name: (np.arange(total) * (i + 1) + step).astype(np.float32) for i, name in enumerate(names)}
+    return ShardState(step=step, lo=lo, hi=hi, total=total, arrays={n: a[lo:hi] for n, a in whole.items()})
+
+
+def write(root: Path, step: int, size: int = 2, **meta: object) -> Path:
+    folder = step_folder(root, step)
+    begin(folder)
+    files = [write_shard(folder, state(lo, hi, step=step)) for lo, hi in shard_bounds(TOTAL, size)]
+    seal(folder, {"step": step, **meta}, files=files if step % 2 else ())
+    return folder
+
+
+@pytest.mark.parametrize("written", [1, 2, 5])
+@pytest.mark.parametrize("read", [1, 3, 4])
+def test_any_number_of_workers_reads_what_any_other_number_wrote(tmp_path: Path, written: int, read: int) -> None:
+    meta, shards = load(write(tmp_path, 5, written, token={"row": 3}))
+    assert meta == {"step": 5, "token": {"row": 3}}
+    for lo, hi in shard_bounds(TOTAL, read):
+        found, expected = cut(shards, lo, hi), state(lo, hi)
+        assert (found.step, found.lo, found.hi, found.total) == (5, lo, hi, TOTAL)
+        for name in ARRAYS:
+            np.testing.assert_array_equal(found.arrays[name], expected.arrays[name])
+
+
+def test_loading_maps_files_instead_of_reading_them(tmp_path: Path) -> None:
+    _, shards = load(write(tmp_path, 1))
+    assert all(isinstance(array, np.memmap) for shard in shards for array in shard.arrays.values())
+
+
+def test_shards_are_plain_safetensors(tmp_path: Path) -> None:
+    folder = write(tmp_path, 5, 1)
+    for name, array in load_file(folder / f"shard-0-{TOTAL}.safetensors").items():
+        np.testing.assert_array_equal(array, state().arrays[name])
+
+
+def test_weights_are_read_by_name(tmp_path: Path) -> None:
+    layout = [Slot(name="a.weight", shape=(3, 1), lo=0, hi=3), Slot(name="b", shape=(10, 100), lo=3, hi=TOTAL)]
+    folder = write(tmp_path, 5, 3, parameters=parameters_meta(layout))
+    for ema, array in ((True, "ema"), (False, "master")):
+        weights = model_state(folder, ema=ema)
+        assert {name: tuple(w.shape) for name, w in weights.items()} == {"a.weight": (3, 1), "b": (10, 100)}
+        flat = torch.cat([w.flatten() for w in weights.values()]).numpy()
+        np.testing.assert_array_equal(flat, state().arrays[array])
+
+
+def test_without_an_ema_the_weights_stand_in(tmp_path: Path) -> None:
+    folder = step_folder(tmp_path, 1)
+    begin(folder)
+    write_shard(folder, state(ema=False))
+    seal(folder, {"step": 1, "parameters": [{"name": "w", "shape": [TOTAL]}]})
+    np.testing.assert_array_equal(model_state(folder)["w"].numpy(), state().arrays["master"])
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+class Crasher:
+    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self.below = ""
+        sys.addaudithook(self)  # hooks cannot be removed; this one sleeps between tests
+
+    def __call__(self, event: str, args: tuple) -> None:
+        if self.left is None or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            return
+        removal = event in ("os.remove", "os.rmdir")  # these name files relative to an open folder
+        if not removal and not str(args[0]).startswith(self.below):
+            return
+        if self.left == 0:
+            self.left = None
+            raise Crash(f"{event} {args[0]}")
+        self.left -= 1
+
+
+@pytest.fixture(scope="module")
+def module_crasher() -> Crasher:
+    return Crasher()
+
+
+@pytest.fixture
+def crasher(module_crasher: Crasher, tmp_path: Path) -> Iterator[Crasher]:
+    module_crasher.below = str(tmp_path)
+    yield module_crasher
+    module_crasher.left = None
+
+
+def test_a_write_cut_at_any_file_operation_leaves_the_previous_checkpoint_the_latest(
+    tmp_path: Path, crasher: Crasher
+) -> None:
+    previous = write(tmp_path, 1)
+    for at in range(200):
+        crasher.left = at
+        try:
+            write(tmp_path, 2)
+        except Crash:
+            crasher.left = None
+            found = latest(tmp_path)
+            # Only when the very last rename was done may the cut come too late to matter.
+            assert found == previous or is_complete(step_folder(tmp_path, 2))
+            assert found is not None
+            for shard in load(found)[1]:
+                np.testing.assert_array_equal(
+                    shard.arrays["ema"], state(shard.lo, shard.hi, step=int(found.name[5:])).arrays["ema"]
+                )
+            continue
+        crasher.left = None
+        break
+    assert at > 10, "the write is made of more file operations than this"
+    assert latest(tmp_path) == step_folder(tmp_path, 2)
+
+
+def test_a_checkpoint_with_a_file_cut_at_any_length_is_not_chosen(tmp_path: Path) -> None:
+    previous, torn = write(tmp_path, 1), write(tmp_path, 2)
+    for path in sorted(torn.iterdir()):
+        whole = path.read_bytes()
+        for length in (0, 1, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:length])
+            assert latest(tmp_path) == previous, f"{path.name} cut to {length} bytes"
+        path.write_bytes(whole)
+    assert latest(tmp_path) == torn
+
+
+def test_a_byte_changed_anywhere_is_noticed_and_the_older_checkpoint_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At full size: it was trained on without a word."""
+    previous, hurt = write(tmp_path, 1), write(tmp_path, 2, data_token={"rows": [3, 1, 4]})
+    rng = np.random.default_rng(0)
+    for path in sorted(hurt.iterdir()):
+        whole = path.read_bytes()
+        for at in [0, 7, 8, len(whole) // 2, len(whole) - 1, *rng.integers(0, len(whole), 8)]:
+            changed = bytearray(whole)
+            changed[at] ^= 1 << int(rng.integers(0, 8))
+            path.write_bytes(changed)
+            caplog.clear()
+            found = latest(tmp_path)
+            if path.name == COMPLETE and found == hurt:  # a white space between two entries
+                continue
+            assert found == previous, f"byte {at} of {path.name}"
+            assert f"{hurt} is passed over" in caplog.text, "it is said"
+        path.write_bytes(whole)
+    assert latest(tmp_path) == hurt
+
+
+def test_a_zeroed_half_is_damage_with_a_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, parameters=[{"name": "w", "shape": [TOTAL]}])
+    path = sorted(folder.glob("shard-*"))[1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2].ljust(path.stat().st_size, b"\0"))
+    assert is_complete(folder) and path.name in damage(folder)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        model_state(folder)
+    assert begin(folder), "it is written again, not taken for done"
+    assert not list(folder.iterdir())
+
+
+def test_meta_that_was_changed_is_one_clear_error(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, note="right")
+    meta = folder / "meta.json"
+    meta.write_text(meta.read_text().replace("right", "wrong"))
+    with pytest.raises(CheckpointError, match=r"meta\.json.*not those that were written"):
+        load(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_without_checksums_is_still_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2)
+    entries = json.loads((folder / COMPLETE).read_bytes())["files"]
+    (folder / COMPLETE).write_text(json.dumps({"files": {name: entry["size"] for name, entry in entries.items()}}))
+    assert latest(tmp_path) == folder and load(folder)[0] == {"step": 2}
+    (folder / "meta.json").write_text("x" * entries["meta.json"]["size"])
+    assert "meta.json cannot be read" in damage(folder) and latest(tmp_path) is None
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    """Taken while they are written, or read back where another process has written them."""
+    for folder in (write(tmp_path, 1), write(tmp_path, 2, told=True)):
+        for name, entry in json.loads((folder / COMPLETE).read_bytes())["files"].items():
+            assert entry == {"size": (folder / name).stat().st_size, "crc32": zlib.crc32((folder / name).read_bytes())}
+
+
+def test_a_removal_cut_at_any_point_never_leaves_half_a_checkpoint_that_looks_whole(
+    tmp_path: Path, crasher: Crasher
+) -> None:
+    for at in range(50):
+        write(tmp_path, 1)
+        write(tmp_path, 2)
+        crasher.left = at
+        try:
+            prune(tmp_path, keep_last=1)
+        except Crash:
+            crasher.left = None
+            for folder in complete(tmp_path):
+                assert {path.name for path in folder.iterdir()} >= set(
+                    json.loads((folder / COMPLETE).read_bytes())["files"]
+                )
+            assert latest(tmp_path) == step_folder(tmp_path, 2)
+            continue
+        crasher.left = None
+        break
+    assert at > 3
+    assert complete(tmp_path) == [step_folder(tmp_path, 2)]
+
+
+def test_a_torn_attempt_with_other_cuts_does_not_leak_into_the_next(tmp_path: Path) -> None:
+    folder = step_folder(tmp_path, 3)
+    begin(folder)
+    write_shard(folder, state(0, 500, step=99))
+    assert begin(folder)
+    write_shard(folder, state(0, TOTAL, step=3))
+    seal(folder, {"step": 3})
+    assert [shard.step for shard in load(folder)[1]] == [3]
+    assert not begin(folder), "a complete checkpoint is not written again"
+
+
+def test_seal_refuses_gaps_overlaps_and_mixed_states(tmp_path: Path) -> None:
+    folder = step_folder(tmp_path, 1)
+    begin(folder)
+    write_shard(folder, state(0, 400))
+    with pytest.raises(CheckpointError, match=r"\[\(400, 1003\)\] uncovered"):
+        seal(folder, {"step": 1})
+    write_shard(folder, state(300, TOTAL))
+    with pytest.raises(CheckpointError, match="overlap"):
+        seal(folder, {"step": 1})
+    write_shard(folder, state(400, TOTAL, step=6))
+    with pytest.raises(CheckpointError, match="different states"):
+        seal(folder, {"step": 1}, bounds=[(0, 400), (400, TOTAL)])
+    assert latest(tmp_path) is None
+
+
+def test_loading_something_else_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        load(tmp_path)
+    folder = write(tmp_path, 1)
+    shard = next(folder.glob("shard-*"))
+    shard.write_bytes(b"\xff" * shard.stat().st_size)
+    with pytest.raises(CheckpointError, match="is not a shard"):
+        load(folder)
+
+
+def test_prune_keeps_the_newest_the_multiples_and_what_is_being_written(tmp_path: Path) -> None:
+    for step in (9, 19, 24, 29, 39):  # after 10, 20, ... steps
+        write(tmp_path, step)
+    begin(step_folder(tmp_path, 4))  # a torn one of long ago
+    begin(step_folder(tmp_path, 49))  # being written
+    removed = prune(tmp_path, keep_last=2, keep_every=20)
+    assert [folder.name for folder in removed] == ["step-4", "step-9", "step-24"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-19", "step-29", "step-39", "step-49"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 19):
+        write(tmp_path, step)
+
+    def busy(folder: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(folder))
+
+    monkeypatch.setattr("actors.state.checkpoint_files.shutil.rmtree", busy)
+    assert prune(tmp_path, keep_last=1) == []
+    assert latest(tmp_path) == step_folder(tmp_path, 19)
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    write(tmp_path, 9)
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) == step_folder(tmp_path, 9)
+    assert latest(tmp_path) != write(tmp_path, 10) == latest(tmp_path)
+
+
+@pytest.mark.parametrize("ema", [True, False])
+@pytest.mark.parametrize("size", [1, 8])
+def test_forecast_is_within_two_percent_of_the_real_size(tmp_path: Path, ema: bool, size: int) -> None:
+    total = 100_000
+    folder = step_folder(tmp_path, 1)
+    begin(folder)
+    for lo, hi in shard_bounds(total, size):
+        write_shard(folder, state(lo, hi, total=total, ema=ema))
+    layout = [{"name": f"blocks.{i}.attn1.to_q.weight", "shape": [10, 100]} for i in range(100)]
+    seal(folder, {"step": 1, "parameters": layout})
+    real = sum(path.stat().st_size for path in folder.iterdir())
+    assert forecast_bytes(total, ema=ema, num_shards=size, num_parameters=100) == pytest.approx(real, rel=0.02)
+
+
+def test_too_little_space_is_refused_before_writing(tmp_path: Path) -> None:
+    check_free_space(tmp_path / "not" / "there" / "yet", 1)
+    with pytest.raises(CheckpointError, match=r"needs 1048576\.00 GiB"):
+        check_free_space(tmp_path, 2**50)

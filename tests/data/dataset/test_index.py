@@ -1,0 +1,222 @@
+"""The index is made once, read again only where shards changed, and answers by column and by row."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.config import SourceConfig
+from data.dataset.index import build_index, index_folder
+from data.errors import DataError
+from data.ledger import Ledger
+from data.readers import part
+from data.storage import ReadFile, read_range
+from data.tools.stats import statistics
+from tests.data.making import clip, good, index_of, picture, sample, shard
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "shards"
+    path.mkdir()
+    for i in range(3):
+        (path / f"{i:05d}.tar").write_bytes(shard(good(4)))
+    return path
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[str]:
+    """URIs that are opened."""
+    seen: list[str] = []
+    plain = ReadFile.__init__
+
+    def counting(self, uri, retries=4):
+        seen.append(Path(uri).name)
+        plain(self, uri, retries)
+
+    monkeypatch.setattr(ReadFile, "__init__", counting)
+    return seen
+
+
+def test_unchanged_shards_are_not_read_again(folder, tmp_path, opened):
+    first, _ = index_of(folder, tmp_path / "cache")
+    assert opened == ["00000.tar", "00001.tar", "00002.tar"]
+    opened.clear()
+    second, ledger = index_of(folder, tmp_path / "cache")
+    assert opened == [] and second.hash == first.hash and ledger.indexed == 12
+
+
+def test_only_a_changed_shard_is_read_again(folder, tmp_path, opened):
+    first, _ = index_of(folder, tmp_path / "cache")
+    opened.clear()
+    (folder / "00001.tar").write_bytes(shard(good(5)))
+    second, _ = index_of(folder, tmp_path / "cache")
+    assert opened == ["00001.tar"]
+    assert second.shard_bounds.tolist() == [0, 4, 9, 13] and second.hash != first.hash
+
+
+def test_hash_is_of_the_content_not_of_place_or_time(folder, tmp_path):
+    first, _ = index_of(folder, tmp_path / "cache")
+    shutil.copytree(folder, tmp_path / "moved")
+    os.utime(folder / "00000.tar", (1, 1))
+    assert index_of(folder, tmp_path / "cache")[0].hash == first.hash
+    assert index_of(tmp_path / "moved", tmp_path / "cache")[0].hash == first.hash
+    (tmp_path / "moved" / "00002.tar").write_bytes(shard([*good(3), *sample(3, mp4=clip(seed=7))]))
+    assert index_of(tmp_path / "moved", tmp_path / "cache")[0].hash != first.hash
+
+
+def test_an_edited_caption_or_clip_of_equal_length_is_another_index(tmp_path):
+    hashes = set()
+    for members in (sample(0), sample(0, txt=b"caption 1"), sample(0, json=b'{"caption": "j"}'), sample(0)):
+        (tmp_path / "a.tar").write_bytes(shard(members))
+        hashes.add(index_of(tmp_path / "a.tar", tmp_path / "cache", caption="txt+json:caption")[0].hash)
+    assert len(hashes) == 3
+
+
+def test_an_edited_score_is_another_index(tmp_path):
+    hashes = set()
+    for about in (b'{"aesthetic": 4.5}', b'{"aesthetic": 5.4}', b'{"aesthetics": 4.5}'):
+        (tmp_path / "a.tar").write_bytes(shard(sample(0, json=about)))
+        hashes.add(index_of(tmp_path / "a.tar", tmp_path / "cache")[0].hash)
+    assert len(hashes) == 3
+
+
+def test_an_index_of_another_version_is_made_again(folder, tmp_path, monkeypatch, opened):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(part, "VERSION", part.VERSION - 1)
+        first, _ = index_of(folder, tmp_path / "cache")
+    opened.clear()
+    second, _ = index_of(folder, tmp_path / "cache")
+    assert opened == ["00000.tar", "00001.tar", "00002.tar"] and second.hash == first.hash
+
+
+def test_caption_setting_and_limits_are_part_of_the_key(folder, tmp_path):
+    plain, _ = index_of(folder, tmp_path / "cache")
+    other, _ = index_of(folder, tmp_path / "cache", caption="json:caption")
+    assert plain.caption(0) == "caption 0" and other.caption(0) == "json caption 0"
+    assert index_of(folder, tmp_path / "cache")[0].caption(0) == "caption 0"
+
+
+def test_torn_index_files_are_made_again(folder, tmp_path):
+    first, _ = index_of(folder, tmp_path / "cache")
+    for i, indexed in enumerate(first.parts):
+        data = indexed.file.read_bytes()
+        indexed.file.write_bytes(data[: len(data) * i // 2])
+    assert index_of(folder, tmp_path / "cache")[0].hash == first.hash
+
+
+def test_verify_names_the_shard_that_changed(folder, tmp_path):
+    index, _ = index_of(folder, tmp_path / "cache")
+    index.verify()
+    (folder / "00001.tar").write_bytes(shard(good(1)))
+    with pytest.raises(DataError, match=r"shard .*00001\.tar changed .* since it was indexed. Run `heddle data index`"):
+        index.verify()
+    (folder / "00001.tar").unlink()
+    with pytest.raises(DataError, match=r"shard .*00001\.tar is gone since it was indexed"):
+        index.verify()
+
+
+def test_rows_agree_with_columns_and_with_the_bytes(folder, tmp_path):
+    index, _ = index_of(folder, tmp_path / "cache")
+    names = (
+        "ok",
+        "image",
+        "width",
+        "height",
+        "fps",
+        "num_frames",
+        "duration",
+        "rotation",
+        "num_keyframes",
+        "start_s",
+        "end_s",
+        "offset",
+        "size",
+        "caption_chars",
+        "num_captions",
+        "aesthetic_score",
+    )
+    columns = index.columns(*names)
+    assert all(len(values) == len(index) == 12 for values in columns.values())
+    for number in np.random.default_rng(0).permutation(12):
+        row = index.row(int(number))
+        assert row.key == f"{number % 4:06d}" and row.shard.endswith(f"{number // 4:05d}.tar")
+        assert read_range(row.path, row.offset, row.size) == clip(seed=number % 4 % 3)
+        for name in names[1:-2]:
+            assert getattr(row, name, len(row.captions)) == columns[name][number]
+        assert row.scores["aesthetic_score"] == columns["aesthetic_score"][number] == 4.0 + number % 4 / 10
+        assert index.caption(int(number)) == f"caption {number % 4}" and row.caption_chars == 9
+        assert row.content == index.content_id(int(number))
+    assert len({index.content_id(i) for i in range(12)}) == 12
+    with pytest.raises(IndexError, match="row 12 of source"):
+        index.row(12)
+
+
+def test_many_rows_in_one_shard_cross_row_groups(tmp_path):
+    path = tmp_path / "a.tar"
+    image = picture(16, 16)
+    path.write_bytes(shard([member for i in range(4200) for member in sample(i, mp4=None, png=image, json=None)]))
+    index, _ = index_of(path, tmp_path / "cache")
+    for number in (0, 4095, 4096, 4199):
+        assert index.row(number).key == f"{number:06d}" and index.caption(number) == f"caption {number}"
+
+
+def test_filters(folder, tmp_path):
+    index, _ = index_of(folder, tmp_path / "cache")
+    assert index.filter_mask("aesthetic_score >= 4.2").tolist() == [False, False, True, True] * 3
+    assert index.filter_mask("aesthetic score>=4.2").sum() == 6
+    assert index.filter_mask("width == 64").all() and not index.filter_mask("num_frames<9").any()
+    with pytest.raises(DataError, match="Did you mean aesthetic_score"):
+        index.filter_mask("aestetic_score >= 4.2")
+    with pytest.raises(DataError, match="is not COLUMN OPERATOR NUMBER"):
+        index.filter_mask("__import__('os')")
+
+
+def test_a_score_that_some_samples_lack_fails_the_rule(tmp_path):
+    path = tmp_path / "shards"
+    path.mkdir()
+    (path / "0.tar").write_bytes(shard([*sample(0), *sample(1, json=b'{"other": 1}')]))
+    (path / "1.tar").write_bytes(shard(sample(2, json=None)))
+    index, _ = index_of(path, tmp_path / "cache")
+    assert index.filter_mask("aesthetic_score > 0").tolist() == [True, False, False]
+    assert np.isnan(index.columns("aesthetic_score")["aesthetic_score"]).tolist() == [False, True, True]
+    assert index.scores == ("aesthetic_score", "other")
+
+
+def test_processes_give_the_same_index(folder, tmp_path):
+    one, _ = index_of(folder, tmp_path / "one")
+    ledger = Ledger()
+    two = build_index(SourceConfig(path=str(folder)), tmp_path / "two", ledger, workers=2)
+    assert two.hash == one.hash and ledger.indexed == 12
+
+
+def test_empty_sources_say_why(tmp_path):
+    (tmp_path / "a.tar").write_bytes(shard([*sample(0, mp4=None), *sample(1, txt=None, json=None)]))
+    with pytest.raises(DataError, match=r"none of its 2 samples in 1 shards can be used \(1 no_media, 1 no_caption\)"):
+        index_of(tmp_path / "a.tar", tmp_path / "cache", allow_empty=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: no files with \.tar here"):
+        index_of(tmp_path / "empty", tmp_path / "cache")
+
+
+def test_default_place_of_the_index(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert index_folder(SourceConfig(path=f"{folder}/{{00000..00002}}.tar")) == folder / ".heddle-index"
+    assert index_folder(SourceConfig(path=str(folder))) == folder / ".heddle-index"
+    assert index_folder(SourceConfig(path="s3://bucket/x.tar")) == tmp_path / "home" / "heddle" / "index"
+    assert index_folder(SourceConfig(path=str(folder), index="/elsewhere")) == Path("/elsewhere")
+
+
+def test_statistics(folder, tmp_path):
+    (folder / "00003.tar").write_bytes(shard([*sample(0, mp4=None, png=picture(80, 40)), *sample(1, mp4=b"")]))
+    facts = statistics(index_of(folder, tmp_path / "cache")[0])
+    assert (facts["indexed"], facts["usable"], facts["videos"], facts["images"]) == (14, 13, 12, 1)
+    assert facts["rejected"] == {"empty_member": 1}
+    assert facts["shapes"] == [{"width": 64, "height": 48, "count": 12}, {"width": 80, "height": 40, "count": 1}]
+    assert facts["frames"][3] == 9 and facts["fps"][3] == pytest.approx(8) and facts["aspect"][-1] == 2.0
+    assert facts["scores"]["aesthetic_score"][0] == 4.0
+    assert facts["hours"] == pytest.approx(12 * 9 / 8 / 3600)

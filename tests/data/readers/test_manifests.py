@@ -1,0 +1,329 @@
+"""Manifests of other trainers give the same rows, whatever they call their columns."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import storage
+from data.config import LimitsConfig
+from data.errors import DataError, DataIOError
+from data.ledger import Ledger
+from data.storage import read_range
+from data.tools.convert import convert
+from tests.data.making import clip, index_of, picture, rejected, shard_faults
+
+NAMES = ["videos/a.mp4", "videos/b.mp4", "videos/c.png"]
+TEXTS = ["first, caption", "second\ncaption", "a still image"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "set" / "videos").mkdir(parents=True)
+    for name, data in zip(NAMES, (clip(), clip(seed=1), picture()), strict=True):
+        (tmp_path / "set" / name).write_bytes(data)
+    return tmp_path / "set"
+
+
+def write_csv(path: Path, columns: list[str], rows: list[list]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([columns, *rows])
+
+
+def write(folder: Path, layout: str) -> Path:
+    """The three samples as one of the ecosystems lays them out."""
+    both = list(zip(NAMES, TEXTS, strict=True))
+    if layout == "Open-Sora csv":
+        write_csv(
+            folder / "meta.csv",
+            ["path", "text", "num_frames", "height", "width", "aspect_ratio", "fps"],
+            [[str(folder / name), text, 9, 48, 64, 0.75, 8] for name, text in both],
+        )
+        return folder / "meta.csv"
+    if layout == "Open-Sora parquet":
+        table = pa.table({"path": NAMES, "text": TEXTS, "score_vmafmotion": [1.0, 2.0, 3.0]})
+        pq.write_table(table, folder / "m.parquet")
+        return folder / "m.parquet"
+    if layout == "DiffSynth":
+        write_csv(folder / "metadata.csv", ["video", "prompt"], [list(pair) for pair in both])
+        return folder
+    if layout == "Hugging Face":
+        lines = [json.dumps({"file_name": name, "text": text}) for name, text in both]
+        (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+        return folder
+    if layout == "VideoX-Fun":
+        (folder / "list.json").write_text(
+            json.dumps(
+                [{"file_path": name, "text": text, "type": "video", "width": 64, "height": 48} for name, text in both]
+            )
+        )
+        return folder / "list.json"
+    if layout == "FastVideo":
+        (folder / "videos2caption.json").write_text(
+            json.dumps(
+                [{"path": name, "cap": [text], "resolution": {"width": 64, "height": 48}} for name, text in both]
+            )
+        )
+        return folder
+    if layout == "musubi-tuner":
+        (folder / "list.jsonl").write_text(
+            "\n\n".join(json.dumps({"video_path": name, "caption": text}) for name, text in both)
+        )
+        return folder / "list.jsonl"
+    if layout == "finetrainers":
+        (folder / "videos.txt").write_text("\n".join(NAMES) + "\n\n")
+        (folder / "prompt.txt").write_text("\n".join(text.replace("\n", " ") for text in TEXTS) + "\n")
+        return folder
+    if layout == "DFM":
+        (folder / "meta.json").write_text(
+            json.dumps([{"file_name": name, "width": 64, "height": 48, "vila_caption": text} for name, text in both])
+        )
+        return folder
+    (folder / "annotation.json").write_text(json.dumps([{"path": Path(name).name, "cap": text} for name, text in both]))
+    (folder / "data.txt").write_text("videos,annotation.json\n")  # Open-Sora-Plan
+    return folder / "data.txt"
+
+
+LAYOUTS = [
+    "Open-Sora csv",
+    "Open-Sora parquet",
+    "DiffSynth",
+    "Hugging Face",
+    "VideoX-Fun",
+    "FastVideo",
+    "musubi-tuner",
+    "finetrainers",
+    "DFM",
+    "Open-Sora-Plan",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_ecosystem_gives_the_same_rows(folder, tmp_path, layout):
+    index, ledger = index_of(write(folder, layout), tmp_path / "cache", kind="manifest")
+    assert not ledger.rejected and not ledger.shard_faults
+    texts = [text.replace("\n", " ") for text in TEXTS] if layout == "finetrainers" else TEXTS
+    assert [index.caption(i) for i in range(3)] == texts
+    assert [Path(index.row(i).path).resolve() for i in range(3)] == [(folder / name).resolve() for name in NAMES]
+    columns = index.columns("width", "height", "num_frames", "image")
+    assert columns["num_frames"].tolist() == [9, 9, 1] and columns["image"].tolist() == [False, False, True]
+
+
+def test_numeric_columns_are_scores(folder, tmp_path):
+    index, _ = index_of(write(folder, "Open-Sora parquet"), tmp_path / "cache", kind="manifest")
+    assert index.scores == ("score_vmafmotion",)
+    assert index.filter_mask("score_vmafmotion < 2.5").tolist() == [True, True, False]
+    with pytest.raises(DataError, match=r"no column 'score_vmaf_motion'\. Did you mean score_vmafmotion"):
+        index.filter_mask("score_vmaf_motion > 1")
+
+
+def test_frame_ranges(folder, tmp_path):
+    (folder / "meta.json").write_text(
+        json.dumps(
+            [
+                {"file_name": NAMES[0], "start_frame": 2, "end_frame": 6, "vila_caption": "part"},
+                {"file_name": NAMES[0], "start_frame": 4, "end_frame": 100, "vila_caption": "rest"},
+                {"file_name": NAMES[0], "start_frame": 50, "end_frame": 60, "vila_caption": "outside"},
+            ]
+        )
+    )
+    index, ledger = index_of(folder, tmp_path / "cache", kind="manifest")
+    columns = index.columns("num_frames", "start_s", "key")
+    assert columns["num_frames"].tolist()[:2] == [4, 5] and columns["start_s"].tolist()[:2] == [0.25, 0.5]
+    assert len(set(columns["key"])) == 3 and rejected(ledger) == {"range_outside_video": 1}
+
+
+def test_open_sora_plan_cuts(folder, tmp_path):
+    cuts = [{"cut": [2, 6]}, {"cut": [2, 6], "num_frames": 3}, {"cut": [4, 100]}, {"cut": None}, {"num_frames": 5}]
+    (folder / "annotation.json").write_text(
+        json.dumps(
+            [{"path": NAMES[0], "cap": ["text"], **cut} for cut in cuts]
+            + [{"path": NAMES[2], "cap": "c", "cut": [0, 1]}]
+        )
+    )
+    (folder / "data.txt").write_text(f"{folder},annotation.json\n")
+    index, ledger = index_of(folder / "data.txt", tmp_path / "cache", kind="manifest")
+    columns = index.columns("num_frames", "start_s", "image")
+    assert columns["num_frames"].tolist() == [4, 3, 5, 9, 9, 1] and not ledger.rejected
+    assert columns["start_s"].tolist() == [0.25, 0.25, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [2],
+        [2, 4, 6],
+        ["a", 6],
+        [2, None],
+        [6, 2],
+        [-3, 2],
+        [float("nan"), 2],
+        [[2], 6],
+        {"start": 2},
+        "2-6",
+        5,
+        True,
+        [],
+    ],
+)
+def test_a_malformed_cut_is_one_bad_row(folder, tmp_path, cut):
+    rows = [{"path": NAMES[0], "cap": "bad", "cut": cut}, {"path": NAMES[0], "cap": "good", "cut": [2, 6]}]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"bad_timestamp": 1} and index.caption(1) == "good"
+
+
+def test_max_frames_bounds_what_is_left_of_a_cut(folder, tmp_path):
+    rows = [
+        {"path": NAMES[0], "cap": "a", "cut": [2, 6]},
+        {"path": NAMES[0], "cap": "b", "cut": [2, 8]},
+        {"path": NAMES[0], "cap": "c"},
+    ]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(
+        folder / "list.json", tmp_path / "cache", kind="manifest", limits=LimitsConfig(max_frames=5)
+    )
+    assert index.columns("ok")["ok"].tolist() == [True, False, False]
+    assert rejected(ledger) == {"too_many_frames": 2} and index.row(0).num_frames == 4
+
+
+@pytest.mark.parametrize(
+    "path", ["xyz://bucket/a.mp4", "ftp://x.y/a.mp4", "a\0b.mp4", "\ud83d.mp4", "x" * 300 + ".mp4"]
+)
+def test_a_path_that_is_none_is_one_bad_row(folder, tmp_path, path):
+    (folder / "list.json").write_text(json.dumps([{"path": path, "cap": "bad"}, {"path": NAMES[0], "cap": "good"}]))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"unsafe_name": 1} and index.num_ok == 1
+
+
+def test_storage_that_fails_is_no_bad_row(folder, tmp_path, monkeypatch):
+    (folder / "list.json").write_text(json.dumps([{"path": "/elsewhere/a.mp4", "cap": "text"}]))
+    plain = storage.stat
+
+    def failing(uri, retries=4):
+        if uri == "/elsewhere/a.mp4":
+            raise DataIOError("stat: Connection reset (5 attempts)")
+        return plain(uri, retries)
+
+    monkeypatch.setattr(storage, "stat", failing)
+    with pytest.raises(DataIOError, match="Connection reset"):
+        index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+
+
+def test_bad_rows_are_counted_one_by_one(folder, tmp_path):
+    lines = [
+        json.dumps({"video": NAMES[0], "caption": "good"}),
+        "{broken",
+        "[1, 2]",
+        json.dumps({"caption": "x"}),
+        json.dumps({"video": "videos/gone.mp4", "caption": "x"}),
+        json.dumps({"video": NAMES[1]}),
+        json.dumps({"video": "pipe:touch x", "caption": "x"}),
+        json.dumps({"video": "list.jsonl", "caption": "x"}),
+        json.dumps({"video": NAMES[1], "caption": "also good"}),
+    ]
+    (folder / "list.jsonl").write_text("\n".join(lines))
+    index, ledger = index_of(folder / "list.jsonl", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"bad_row": 3, "no_caption": 1, "file_missing": 1, "unsafe_name": 1, "not_media": 1}
+    assert index.num_ok == 2 and ledger.indexed == 9
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [("a.json", b"{"), ("a.json", b"3"), ("a.parquet", b"PAR1xxxxPAR1"), ("a.csv", b""), ("a.jsonl", b"")],
+)
+def test_unreadable_manifests_are_shard_faults(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    index, ledger = index_of(tmp_path / name, tmp_path / "cache", kind="manifest")
+    assert shard_faults(ledger) == {"unreadable_manifest": 1} and len(index) == 0
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json", "parquet"])
+def test_damaged_tables_never_crash_and_the_ledger_adds_up(folder, tmp_path, suffix):
+    rows = [{"path": NAMES[i % 3], "caption": TEXTS[i % 3], "score": i / 10} for i in range(20)]
+    path = tmp_path / f"table.{suffix}"
+    if suffix == "csv":
+        write_csv(path, list(rows[0]), [list(row.values()) for row in rows])
+    elif suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) if suffix == "jsonl" else json.dumps(rows))
+    whole, random, bad = path.read_bytes(), np.random.default_rng(1), 0
+    for _ in range(40):
+        data = bytearray(whole)
+        for at in random.integers(0, len(data), random.integers(1, 8)):
+            data[at] = int(random.integers(0, 256))
+        path.write_bytes(bytes(data))
+        _, ledger = index_of(path, tmp_path / "cache", kind="manifest", media=str(folder))  # checks the ledger
+        bad += bool(ledger.rejected or ledger.shard_faults)
+    assert bad > 10
+
+
+def test_lists_of_unequal_length_are_refused(folder, tmp_path):
+    (folder / "videos.txt").write_text("\n".join(NAMES))
+    (folder / "prompt.txt").write_text("one\ntwo\n")
+    _, ledger = index_of(folder, tmp_path / "cache", kind="manifest")
+    assert shard_faults(ledger) == {"unreadable_manifest": 1}
+    assert "3 videos but 2 lines in prompt.txt" in ledger.last.detail
+
+
+def test_edited_prompts_beside_a_list_of_videos_are_read_again(folder, tmp_path):
+    write(folder, "finetrainers")
+    first, _ = index_of(folder, tmp_path / "cache", kind="manifest")
+    prompts = folder / "prompt.txt"
+    before = prompts.stat()
+    prompts.write_text(prompts.read_text().replace("first", "FIRST"))
+    os.utime(prompts, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    second, _ = index_of(folder, tmp_path / "cache", kind="manifest")
+    assert second.caption(0) == "FIRST, caption" and second.hash != first.hash
+
+
+def test_converted_shards_hold_the_same_samples(folder, tmp_path):
+    index, _ = index_of(write(folder, "FastVideo"), tmp_path / "cache", kind="manifest")
+    ledger = Ledger()
+    index.file_into(ledger)
+    shards = convert(index, tmp_path / "shards", ledger, shard_count=2)
+    ledger.check()
+    assert len(shards) == 2 and ledger.delivered == 3
+    again, _ = index_of(tmp_path / "shards", tmp_path / "cache")
+    assert [again.caption(i) for i in range(3)] == TEXTS
+    for name in ("width", "height", "num_frames", "size", "image"):
+        assert again.columns(name)[name].tolist() == index.columns(name)[name].tolist()
+    with pytest.raises(ValueError, match="already holds shards"):
+        convert(index, tmp_path / "shards", ledger)
+
+
+def test_rows_that_hold_their_media_themselves_are_trained(tmp_path):
+    """As Hugging Face's datasets write them."""
+    rows = [
+        {"bytes": clip(), "path": "a.mp4"},
+        {"bytes": picture(), "path": None},
+        {"bytes": clip(seed=1), "path": ""},
+        {"bytes": b"<html>", "path": None},
+        {"bytes": b"", "path": "beside.mp4"},
+        {"bytes": None, "path": None},
+    ]
+    (tmp_path / "beside.mp4").write_bytes(clip())
+    pq.write_table(
+        pa.table({"video": pa.array(rows), "text": [f"caption {i}" for i in range(len(rows))]}),
+        tmp_path / "train-00000.parquet",
+    )
+    for _ in range(2):  # also from the finished index
+        index, ledger = index_of(tmp_path / "train-00000.parquet", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"not_media": 1, "bad_row": 1}
+    assert index.columns("image")["image"].tolist()[:3] == [False, True, False]
+    assert [index.caption(row) for row in (0, 1, 2)] == ["caption 0", "caption 1", "caption 2"]
+    for row, held in enumerate(rows[:3]):
+        found = index.row(row)
+        assert read_range(found.path, found.offset, found.size, 0) == held["bytes"]
+    assert len({index.row(row).content for row in range(3)}) == 3
+    written = Ledger()
+    convert(index, tmp_path / "shards", written)
+    assert written.delivered == 4

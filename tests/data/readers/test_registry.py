@@ -1,0 +1,300 @@
+"""Where sources lie: local paths, patterns, remote file systems; and what happens when storage fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow.fs as pafs
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from data import storage
+from data.errors import DataError, DataIOError
+from data.readers.registry import guess_kind
+from data.storage import ByteRange, ReadFile, expand, list_files, read_range, register_filesystem, retried, stat
+from tests.data.making import clip, good, index_of, picture, rejected, shard
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i:05d}.tar").write_bytes(shard(good(2)))
+    (folder / "00000_stats.json").write_text("{}")
+    (folder / "00000.parquet").write_bytes(b"sidecar of img2dataset")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "pattern, count",
+    [
+        ("{shards}", 3),
+        ("{shards}/{{00000..00002}}.tar", 3),
+        ("{shards}/0000[01].tar", 2),
+        ("{shards}/*.tar", 3),
+        ("{shards}/00000.tar::{shards}/00002.tar", 2),
+        ("{shards}/{{00001,00002}}.tar::{shards}/00001.tar", 2),
+        ("file://{shards}/{{00000..00001}}.tar", 2),
+        ("file://{shards}", 3),
+    ],
+)
+def test_patterns(shards, tmp_path, pattern, count):
+    index, _ = index_of(pattern.format(shards=shards), tmp_path / "cache")
+    assert index.num_shards == count and index.num_ok == 2 * count
+
+
+def test_a_missing_shard_of_a_range_is_named(shards, tmp_path):
+    with pytest.raises(DataError, match=r"00003\.tar does not exist.*Check the range in"):
+        index_of(f"{shards}/{{00000..00003}}.tar", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "path, sentence",
+    [
+        ("{shards}/nothing-*.tar", "no files with .tar here"),
+        ("http://x.y/a.tar", "no PyArrow file system serves http://"),
+        ("nosuch://x/a.tar", "no PyArrow file system serves nosuch://"),
+    ],
+)
+def test_sources_that_are_nowhere(shards, tmp_path, path, sentence):
+    with pytest.raises(DataError, match=sentence):
+        index_of(path.format(shards=shards), tmp_path / "cache")
+
+
+def remote(kind: str, folder: Path) -> None:
+    if kind == "subtree":
+        register_filesystem("subtree", pafs.SubTreeFileSystem(str(folder), pafs.LocalFileSystem()))
+        return
+    memory = MemoryFileSystem()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            memory.pipe(f"/{file.relative_to(folder)}", file.read_bytes())
+    register_filesystem("memory", pafs.PyFileSystem(pafs.FSSpecHandler(memory)))
+
+
+@pytest.mark.parametrize("kind", ["subtree", "memory"])
+def test_any_pyarrow_file_system(shards, tmp_path, kind):
+    remote(kind, tmp_path)
+    local, _ = index_of(shards, tmp_path / "local")
+    for pattern in ("shards", "shards/{00000..00002}.tar", "shards/*.tar"):
+        index, _ = index_of(f"{kind}://{pattern}", tmp_path / kind)
+        assert index.hash == local.hash, "the same shards elsewhere are the same index"
+        row = index.row(3)
+        assert row.path == f"{kind}://shards/00001.tar" and index.caption(3) == "caption 1"
+        assert read_range(row.path, row.offset, row.size) == clip(seed=1)
+    index.verify()
+
+
+def test_tables_and_folders_on_a_remote_file_system(tmp_path):
+    (tmp_path / "set" / "clips").mkdir(parents=True)
+    (tmp_path / "set" / "clips" / "a.mp4").write_bytes(clip())
+    (tmp_path / "set" / "clips" / "a.txt").write_text("a clip")
+    (tmp_path / "set" / "metadata.csv").write_text("video,prompt\nclips/a.mp4,from the table\nclips/b.mp4,gone\n")
+    remote("memory", tmp_path)
+    index, ledger = index_of("memory://set", tmp_path / "cache", kind="manifest")
+    assert index.caption(0) == "from the table" and rejected(ledger) == {"file_missing": 1}
+    index, _ = index_of("memory://set/clips", tmp_path / "cache", kind="pairs")
+    assert index.caption(0) == "a clip" and index.row(0).path == "memory://set/clips/a.mp4"
+
+
+class Flaky(MemoryFileSystem):
+    """Fails every second read, and leaves the handle advanced."""
+
+    failures = 0
+    protocol = "flaky"
+
+    def _open(self, path, mode="rb", **options):
+        file, outer = super()._open(path, mode, **options), self
+        read = file.read
+
+        class Handle:
+            def __getattr__(self, name):
+                return getattr(file, name)
+
+            def read(self, size=-1):
+                outer.failures += 1
+                data = read(size)
+                if outer.failures % 2:
+                    raise OSError("AWS Error SLOW_DOWN")
+                return data
+
+        return Handle()
+
+
+def test_storage_errors_are_retried_with_a_fresh_handle_and_lose_nothing(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+    flaky = Flaky()
+    for file in shards.glob("*.tar"):
+        flaky.pipe(f"/flaky/{file.name}", file.read_bytes())
+    register_filesystem("flaky", pafs.PyFileSystem(pafs.FSSpecHandler(flaky)))
+    index, ledger = index_of("flaky://flaky", tmp_path / "cache")
+    local, _ = index_of(shards, tmp_path / "local")
+    assert flaky.failures > 2 and index.hash == local.hash and not ledger.rejected
+
+
+def test_storage_that_stays_broken_stops_the_run_and_is_no_bad_data(monkeypatch):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+    attempts = []
+
+    def fail():
+        attempts.append(1)
+        raise OSError("connection reset")
+
+    with pytest.raises(DataIOError, match=r"connection reset \(3 attempts\).*The storage failed, not the data"):
+        retried("read s3://b/0.tar", fail, retries=2)
+    assert len(attempts) == 3
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_a_storage_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 1000)
+    with ReadFile(str(path), retries=1) as file:
+        os.truncate(path, 10)
+        assert file.pread(0, 10) == b"x" * 10
+        with pytest.raises(DataIOError, match="the file had 1000 bytes when it was opened"):
+            file.pread(500, 100)
+
+
+def test_a_failing_disk_is_read_again_with_a_fresh_handle(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 1000)
+    handles, read = [], os.pread
+
+    def failing(handle, count, offset):
+        handles.append(handle)
+        if len(handles) < 3:
+            raise OSError(5, "Input/output error")
+        return read(handle, count, offset)
+
+    with ReadFile(str(path)) as file:
+        monkeypatch.setattr(storage.os, "pread", failing)
+        opened, plain = [], os.open
+        monkeypatch.setattr(storage.os, "open", lambda *rest: opened.append(rest) or plain(*rest))
+        assert file.pread(10, 20) == b"x" * 20
+    assert len(handles) == 3 and len(opened) == 1
+
+
+def test_linked_folders_are_followed_but_not_in_a_circle(tmp_path):
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "real" / "deep" / "a.mp4").write_bytes(b"")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "videos").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "circle").symlink_to(tmp_path / "real")
+    assert [Path(file.uri).name for file in list_files(str(tmp_path / "set"))] == ["a.mp4"]
+
+
+def test_missing_files_are_told_apart_from_failing_storage(tmp_path):
+    assert stat(str(tmp_path / "none")) is None and stat(str(tmp_path)) is None
+    with pytest.raises(FileNotFoundError):
+        ReadFile(str(tmp_path / "none"))
+
+
+def test_a_full_disk_is_one_clear_sentence(shards, tmp_path, monkeypatch):
+    import data.part
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data.part.os, "replace", full)
+    with pytest.raises(DataIOError, match=r"No space left on device\. Free space or name another folder"):
+        index_of(shards, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_byte_range_is_a_seekable_stream(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(100)))
+    with ReadFile(str(path)) as file:
+        stream = ByteRange(file, 10, 50)
+        assert stream.read(3) == bytes([10, 11, 12]) and stream.tell() == 3
+        assert stream.seek(-2, os.SEEK_END) == 48 and stream.read() == bytes([58, 59]) and stream.read() == b""
+        buffer = bytearray(4)
+        stream.seek(0)
+        assert stream.readinto(memoryview(buffer)) == 4 and buffer == bytes([10, 11, 12, 13])
+
+
+def test_hidden_files_are_not_listed(tmp_path):
+    for name in ("a.tar", ".hidden.tar", ".heddle-index/b.tar", "sub/c.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [Path(file.uri).name for file in list_files(str(tmp_path))] == ["a.tar", "c.tar"]
+    assert [Path(uri).name for uri in expand(str(tmp_path), (".tar",))] == ["a.tar", "c.tar"]
+
+
+def test_folders_of_pairs(tmp_path):
+    folder = tmp_path / "pairs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.mp4").write_bytes(clip())
+    (folder / "a.txt").write_text("\ufeffa clip", encoding="utf-8")
+    (folder / "sub" / "b.png").write_bytes(picture())
+    (folder / "sub" / "b.json").write_text('{"caption": ["short", "long"], "aesthetic_score": 5}')
+    (folder / "c.mp4").write_bytes(clip())
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert rejected(ledger) == {"no_caption": 1}
+    assert list(index.columns("key")["key"]) == ["a", "c", "sub/b"]
+    assert index.caption(0) == "a clip" and [index.caption(2, i) for i in (0, 1)] == ["short", "long"]
+    assert index.columns("image")["image"].tolist() == [False, False, True]
+    (folder / "c.txt").write_text("now it has one")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert not ledger.rejected and index.caption(1) == "now it has one"
+
+
+def test_file_names_that_are_not_utf8_are_refused(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for stem in (b"good", b"caf\xe9"):
+        (folder / os.fsdecode(stem + b".mp4")).write_bytes(clip())
+        (folder / os.fsdecode(stem + b".txt")).write_text("a clip")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert index.num_ok == 1 and rejected(ledger) == {"unsafe_name": 1}
+
+
+def test_several_captions_by_policy(tmp_path):
+    from tests.data.making import sample
+
+    path = tmp_path / "a.tar"
+    about = b'{"caption": "j", "captions": ["one", "", "two"]}'
+    path.write_bytes(shard([*sample(0, json=about), *sample(1, txt=None, json=about), *sample(2, json=b"{}")]))
+
+    def captions(policy: str) -> list[list[str]]:
+        index, _ = index_of(path, tmp_path / "cache", caption=policy)
+        return [[index.caption(i, k) for k in range(len(index.row(i).captions))] for i in range(3)]
+
+    assert captions("txt|json:caption") == [["caption 0"], ["j"], ["caption 2"]]
+    assert captions("txt+json:caption") == [["caption 0", "j"], ["j"], ["caption 2"]]
+    assert captions("json:captions|txt") == [["one", "two"], ["one", "two"], ["caption 2"]]
+
+
+@pytest.mark.parametrize(
+    "files, kind",
+    [
+        ({"0.tar": b""}, "webdataset"),
+        ({"metadata.csv": b"video,prompt\n"}, "manifest"),
+        ({"Koala_36M_1.csv": b"videoID,url,timestamp,caption\nx_1,u,\"['0:00:01', '0:00:02']\",c\n"}, "koala"),
+        ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),
+        ({"a.mp4": b"", "a.txt": b""}, "pairs"),
+        ({"list.csv": b"path,text\n"}, "manifest"),
+    ],
+)
+def test_kind_is_guessed_from_the_files(tmp_path, files, kind):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert guess_kind(str(tmp_path)) == kind
+    shutil.rmtree(tmp_path)
+
+
+def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(clip())
+    for name in ("a.txt", "scan.txt"):
+        (folder / name).write_text("a caption")
+    for name in ("scan.tiff", "a.srt", "Thumbs.db"):  # one was meant to be trained, the others were not
+        (folder / name).write_bytes(b"x")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert rejected(ledger) == {"not_media": 1} and [row.key for row in map(index.row, range(2))] == ["a", "scan"]
