@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import Module
+from data.config import CacheConfig
+from ops.config import ModelConfig
 
 # When a worker starts its part of the step's gradient sum: before this cascade, during its backward, behind it, or not
 # in this cascade. From then on it adds no gradient and joins no bag in this step.
@@ -188,3 +191,62 @@ class Orders:
 
     generation: int  # tasks and collectives of older generations must end now
     dump_stack: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """One worker's shard of a finished step. `shard` is owned by the worker and lives as long as it keeps it."""
+
+    step: int
+    generation: int
+    lo: int
+    hi: int
+    total: int
+    shard: Any  # reference to a ShardState
+    acknowledgements: tuple[Any, ...] = ()  # resolve when the keepers have copied it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where the training state of a generation comes from: holders of a step's snapshot, or a checkpoint folder."""
+
+    step: int
+    keepers: tuple[Any, ...] = ()  # actor handles
+    exports: tuple[Any, ...] = ()  # references to shards that living workers hold
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """All a worker needs to come up; the same for every worker of a run."""
+
+    model: ModelConfig
+    train: TrainConfig
+    workers: WorkersConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormTask:
+    """Enter a generation as `rank` of `world` workers. Without `origin` training starts from the model's weights."""
+
+    generation: int
+    rank: int
+    world: int
+    store: tuple[str, int]  # host and port of the controller's TCPStore
+    origin: Origin | None
+    snapshot_to: tuple[Any, ...] = ()  # keepers that hold this worker's shards from now on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retired:
+    """A survivor's answer when its generation has ended: the shards of finished steps that it still has."""
+
+    worker: str
+    exports: tuple[Snapshot, ...]
+
+
+STORE = -1
+
+
+SampleId = tuple[int, str, int]

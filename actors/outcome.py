@@ -52,3 +52,6 @@ def only_in_memory(step: int, on_disk: int, run_dir: Path) -> str:
         f"stay: make room in {run_dir} and continue with --resume on this cluster. A local cluster ends with its "
         f"run, which then continues from the disk."
     )
+
+
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import ray
 
 from actors.messages import Published
 from actors.plan.types import Item, Module
+from actors.step import CacheKeys, StepBatches, StepItems
 from data.buckets import BatchSize
 from data.cache import Cache, CachedLatents, Kind, text_key
 from data.config import DataConfig
@@ -35,30 +36,7 @@ from ops.geometry import Geometry
 log = logging.getLogger(__name__)
 
 _MODULES: tuple[Module, ...] = ("text", "vae")
-CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
 _READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepItems:
-    """The items of a step: for the planner, and the random-draw key of each of their samples."""
-
-    step: int
-    items: tuple[Item, ...]
-    keys: tuple[tuple[str, ...], ...]  # per item, per sample
-    cache_keys: Mapping[str, CacheKeys] = field(default_factory=dict)
-    """Item id -> names of its samples' latents and text embeddings in the cache; empty without a cache."""
-    cached: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    """(module, item id) -> reference to what a worker would have published, for modules named in `items`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepBatches:
-    """The decoded batches of a step, and where the data stands behind it: with the counts of the ledger, so that who
-    commits the step holds all that the next feeder needs."""
-
-    references: tuple[Any, ...]  # in item order
-    position: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

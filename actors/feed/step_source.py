@@ -5,25 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
-from actors.config import PlannerConfig, RuntimeConfig
+from actors.config import RuntimeConfig
 from actors.feed.batching import TargetBatch
-from actors.feed.feeder import Encoders, Feeder, StepItems
-from actors.messages import Span
+from actors.feed.feeder import Encoders, Feeder
 from actors.plan.profile import Profile
-from actors.plan.types import Cluster, Done, PlanError
-from actors.planning.planner import Assignment, Planner
 from actors.pool.workers import uses_gpu
-from actors.ray_errors import GONE
-from actors.run.dispatch import StepSamples
+from actors.ray_calls import GONE, unwrap
+from actors.step import DataLost, StepData, StepItems, StepSamples
 from data.engines.placement import beside_me
-from data.errors import DataError, DataIOError
 from ops.config import ModelConfig
 from ops.config import geometry as geometry_of
 from ops.geometry import Geometry
@@ -36,30 +30,6 @@ _ALARMS = 5  # so many times the engine's own stall alarm without an answer, and
 _LEAST_PATIENCE_S = 60.0
 _STARTS = 3
 _POSITIONS_KEPT = 256  # of a few kB each: what a checkpoint or a fallback of some steps asks for
-
-
-class DataLost(RuntimeError):
-    """The feeder died or froze: its pixels are gone with it, running steps cannot be repeated without a new one."""
-
-
-def unwrap(call: Callable[[], Any]) -> Any:
-    """Run `ray.get` and raise a known cause of a task's failure as itself, so that callers can answer it."""
-    try:
-        return call()
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, DataError | DataIOError | PlanError):
-            raise error.cause from None
-        raise
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepData:
-    """A step's items, their samples, and references to their decoded batches."""
-
-    items: StepItems
-    samples: StepSamples
-    batches: dict[str, Any]  # item id -> reference
-    cached: dict[tuple[str, str], Any]  # (module, item id) -> reference to results that need no encoding
 
 
 class StepSource:
@@ -190,53 +160,6 @@ class StepSource:
             raise DataLost(f"the feeder died: {error}") from None
         except ray.exceptions.GetTimeoutError:
             raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
-
-
-class PlannerClient:
-    """The planner actor, started again when it dies; a plan requested ahead is asked for again."""
-
-    def __init__(self, profile: Profile, config: PlannerConfig) -> None:
-        self._profile, self._config = profile, config
-        self._actor = self._start()
-        self._asked: tuple[tuple[Any, ...], Any] | None = None
-
-    def request(
-        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
-    ) -> None:
-        """Ask ahead for the plan that `plan` will be called for."""
-        question = (step, tuple(map(tuple, window)), cluster, tuple(done))
-        self._asked = (question, self._actor.plan.remote(*question, budget_s))
-
-    def plan(
-        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
-    ) -> Assignment:
-        """The plan of a step. Raises PlanError."""
-        question = (step, tuple(map(tuple, window)), cluster, tuple(done))
-        if self._asked is None or self._asked[0] != question:
-            self.request(*question, budget_s)
-        for _ in range(3):
-            assert self._asked is not None
-            reference = self._asked[1]
-            try:
-                return unwrap(partial(ray.get, reference, timeout=60 + 10 * budget_s))
-            except (*GONE, ray.exceptions.GetTimeoutError) as error:
-                log.warning("the planner is started again, step %d is planned anew: %s", step, error)
-                ray.kill(self._actor, no_restart=True)
-                self._actor = self._start()
-                self.request(*question, budget_s)
-        raise RuntimeError(f"the planner died three times while planning step {step}.")
-
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
-        """Tell measured seconds; nobody waits for the answer."""
-        self._actor.observe.remote(spans, text_tokens)
-
-    def close(self) -> None:
-        ray.kill(self._actor, no_restart=True)
-
-    def _start(self) -> Any:
-        return (
-            ray.remote(Planner).options(num_cpus=0, scheduling_strategy=beside_me()).remote(self._profile, self._config)
-        )
 
 
 def actor_factory(plain: type, *arguments: Any, **named: Any) -> Callable[[], Any]:

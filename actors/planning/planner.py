@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from actors.config import PlannerConfig
@@ -13,18 +12,10 @@ from actors.messages import Span
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan, rolling_cut
 from actors.plan.profile import Profile
-from actors.plan.types import Cascade, Cluster, Done, Item, Module, StepPlan
+from actors.plan.types import Cluster, Done, Item, Module
+from actors.step import StepAssignment
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """What the controller executes for one step: its plan, and its cascades in order, early encodes included."""
-
-    step: StepPlan
-    cascades: tuple[Cascade, ...]
-    plan_s: float
 
 
 class Planner:
@@ -35,7 +26,7 @@ class Planner:
 
     def plan(
         self, step: int, window: Sequence[Sequence[Item]], cluster: Cluster, done: Sequence[Done], budget_s: float
-    ) -> Assignment:
+    ) -> StepAssignment:
         """Plan of the window's first step. Raises PlanError (never a plan that breaks a rule)."""
         started = time.perf_counter()
         config = self._config
@@ -53,7 +44,7 @@ class Planner:
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
         check(plan, window, self._profile, cluster, done=done)
         cascades = tuple(rolling_cut(plan, options.update_waits))
-        return Assignment(step=plan.steps[0], cascades=cascades, plan_s=time.perf_counter() - started)
+        return StepAssignment(step=plan.steps[0], cascades=cascades, plan_s=time.perf_counter() - started)
 
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from actors.outcome import EXIT_RESUMABLE
 from actors.pool.membership_types import (
-    EXIT_RESUMABLE,
     Alive,
     Boundary,
     Broken,

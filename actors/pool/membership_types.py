@@ -10,7 +10,6 @@ from actors.config import WorkersConfig
 Phase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
 _NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

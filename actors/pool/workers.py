@@ -13,10 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import process
 from actors.config import WorkersConfig
-from actors.messages import IO, WorkerInfo
+from actors.messages import IO, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor
-from actors.worker.worker import Worker, WorkerSettings
+from actors.worker.worker import Worker
 from data.engines.placement import beside_me
 
 log = logging.getLogger(__name__)

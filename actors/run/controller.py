@@ -21,11 +21,13 @@ import ray
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import DataLost, PlannerClient, StepSource, feeder_of, profile_of
+from actors.feed.step_source import StepSource, feeder_of, profile_of
+from actors.messages import FormTask, WorkerSettings
 from actors.names import run_id
 from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster
+from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout, worker_name, worker_number
 from actors.pool.membership import Membership
 from actors.pool.membership_types import (
@@ -53,10 +55,11 @@ from actors.run.frozen import disagreement
 from actors.run.skips import Skips, skipped_before
 from actors.run.speeds import Speeds
 from actors.run.step_metrics import StepFacts, step_metrics, timeline_records
-from actors.run.steps import CollectedStep, GenerationLost, Seat, StepRunner
+from actors.run.steps import StepRunner
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState, exports_of
-from actors.worker.worker import FormTask, Worker, WorkerSettings
+from actors.step import CollectedStep, DataLost, GenerationLost, Seat
+from actors.worker.worker import Worker
 from ops.models.load import resolve
 
 log = logging.getLogger(__name__)

@@ -8,63 +8,14 @@ worker 3. Had the DiT run on (0, 1), worker 2 would publish and both calls would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.messages import CascadeTask, FinishTask, Piece, Sample, SumStart
+from actors.messages import STORE, CascadeTask, FinishTask, Piece, Sample, SampleId, SumStart
 from actors.plan.types import Cascade, Module
-from ops.geometry import Geometry
+from actors.step import StepSamples
 
-STORE = -1
-SampleId = tuple[int, str, int]
 ENCODERS: tuple[Module, ...] = ("text", "vae")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSamples:
-    """Every sample of a step, by item."""
-
-    step: int
-    samples: Mapping[str, tuple[Sample, ...]]
-    buckets: Mapping[str, tuple[int, int, int]]
-
-    def cached(self, item: str, latent_keys: Sequence[str], text_keys: Sequence[str]) -> StepSamples:
-        """The same with the names of an item's encode results in the cache."""
-        named = tuple(
-            replace(s, latent_key=latent, text_key=text)
-            for s, latent, text in zip(self.samples[item], latent_keys, text_keys, strict=True)
-        )
-        return replace(self, samples={**self.samples, item: named})
-
-    @staticmethod
-    def of(
-        step: int,
-        items: Iterable[tuple[str, tuple[int, int, int], Sequence[str]]],
-        geometry: Geometry,
-        loss_weight: str,
-    ) -> StepSamples:
-        """`items`: (id, (frames, height, width), keys of its samples). Weights of a step's samples add up to one."""
-        listed = list(items)
-        share = {item: geometry.tokens(*bucket) if loss_weight == "token" else 1 for item, bucket, _ in listed}
-        total = sum(share[item] * len(keys) for item, _, keys in listed)
-        return StepSamples(
-            step=step,
-            buckets={item: bucket for item, bucket, _ in listed},
-            samples={
-                item: tuple(
-                    Sample(
-                        step=step,
-                        item=item,
-                        index=i,
-                        key=key,
-                        grid=geometry.token_grid(*bucket),
-                        weight=share[item] / total,
-                    )
-                    for i, key in enumerate(keys)
-                )
-                for item, bucket, keys in listed
-            },
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,11 +9,11 @@ from typing import Any
 import ray
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import DataLost
 from actors.names import find_monitor, run_id
 from actors.outcome import only_in_memory
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
+from actors.step import DataLost
 from ops.models.load import resolve
 
 log = logging.getLogger(__name__)

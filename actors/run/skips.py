@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from actors.outcome import Outcome, StopRun
-from actors.run.steps import CollectedStep
+from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
 

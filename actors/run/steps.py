@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import ray
 
-from actors.feed.step_source import PlannerClient, StepData, StepSource
+from actors.feed.step_source import StepSource
 from actors.messages import IO, StepReport
 from actors.plan.types import Cluster, Done, Module
-from actors.planning.planner import Assignment
-from actors.ray_errors import GONE
+from actors.planning.client import PlannerClient
+from actors.ray_calls import GONE
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
-from actors.state.snapshots import Snapshot
+from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, Submitted
 
 log = logging.getLogger(__name__)
 
@@ -28,65 +28,6 @@ _ENDED_S = 60.0  # a call whose worker has finished the step after it has ended;
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
 _LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
-
-
-class GenerationLost(RuntimeError):
-    """The generation cannot go on. `dead` workers are gone, `failed` ones said why they could not do their part.
-
-    `pixels_lost`: batches are gone with the process or node that held them and must be decoded again.
-    """
-
-    def __init__(self, dead: Sequence[str], failed: dict[str, str], pixels_lost: bool = False) -> None:
-        self.dead, self.failed, self.pixels_lost = tuple(dead), failed, pixels_lost
-        super().__init__("; ".join([f"{name} died" for name in dead] + [f"{n}: {why}" for n, why in failed.items()]))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """A worker's place in a generation: its rank is its index in the world."""
-
-    name: str
-    node: str
-    handle: Any
-    publishes_later: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submitted:
-    """A call on its way. `reads_data`: its arguments come from the feeder, as pixels or as results it had cached."""
-
-    worker: str
-    name: str
-    module: Module
-    reference: Any
-    reads_data: bool
-
-
-@dataclass(kw_only=True, slots=True)
-class RunningStep:
-    """A dispatched step."""
-
-    step: int
-    generation: int
-    assignment: Assignment
-    data: StepData
-    finishes: list[Any]
-    results: dict[str, Any]  # cascade id -> reference of its published result
-    calls: list[Submitted]  # until the step has ended: a call that could not be run says so only here
-    dispatched_at: float
-    dispatch_s: float
-    num_calls: int
-    plan_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CollectedStep:
-    """A step that all workers have finished."""
-
-    running: RunningStep
-    reports: tuple[StepReport, ...]
-    snapshots: tuple[Snapshot, ...]
-    collected_at: float
 
 
 @dataclass(kw_only=True)
@@ -216,7 +157,7 @@ class StepRunner:
         elif task.publish:
             self._results[task.cascade] = reference
 
-    def _remember_early(self, assignment: Assignment, step: int) -> None:
+    def _remember_early(self, assignment: StepAssignment, step: int) -> None:
         """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there."""
         early = [c for c in assignment.cascades if c.step > step]
         self._early = {s: done for s, done in self._early.items() if s > step}

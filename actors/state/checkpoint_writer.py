@@ -14,8 +14,8 @@ from typing import Any
 import ray
 
 from actors.config import CheckpointConfig
+from actors.messages import Origin, Snapshot
 from actors.state import checkpoint_files as checkpoint
-from actors.state.snapshots import Origin, Snapshot
 from ops.shards import ShardState
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from actors.run.steps import CollectedStep
-from actors.state.snapshots import Snapshot
+from actors.messages import Snapshot
+from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import ray
 
 from actors.config import SnapshotConfig
 from actors.names import NAMESPACE, keeper_name
-from actors.ray_errors import FOR_GOOD
+from actors.ray_calls import FOR_GOOD
 from actors.state.keeper import Held, Standing, attach, place, spawn
 
 log = logging.getLogger(__name__)

@@ -17,18 +17,17 @@ from typing import Any
 import ray
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import DataLost
-from actors.outcome import Outcome, StopRun
-from actors.pool.membership_types import EXIT_RESUMABLE
-from actors.ray_errors import GONE
-from actors.run.steps import CollectedStep, GenerationLost, Seat
+from actors.messages import Origin, Snapshot
+from actors.outcome import EXIT_RESUMABLE, Outcome, StopRun
+from actors.ray_calls import GONE
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
 from actors.state.checkpoint_files import load, trained_parameters
 from actors.state.commit_log import CommitLog
 from actors.state.keeper_fleet import Keepers
-from actors.state.snapshots import Origin, Snapshot, origin_of
+from actors.state.snapshots import origin_of
+from actors.step import CollectedStep, DataLost, GenerationLost, Seat
 from data.errors import DataError, DataIOError
 from ops.config import ModelConfig
 

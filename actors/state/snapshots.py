@@ -8,38 +8,11 @@ between two snapshots are held by the workers alone: they count as committed at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from actors.messages import Origin, Snapshot
 from actors.state.keeper import Held, recoverable
 from actors.state.keeper_fleet import Keepers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """One worker's shard of a finished step. `shard` is owned by the worker and lives as long as it keeps it."""
-
-    step: int
-    generation: int
-    lo: int
-    hi: int
-    total: int
-    shard: Any  # reference to a ShardState
-    acknowledgements: tuple[Any, ...] = ()  # resolve when the keepers have copied it
-
-    def held(self) -> Held:
-        return Held(step=self.step, generation=self.generation, lo=self.lo, hi=self.hi, total=self.total, num_bytes=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Where the training state of a generation comes from: holders of a step's snapshot, or a checkpoint folder."""
-
-    step: int
-    keepers: tuple[Any, ...] = ()  # actor handles
-    exports: tuple[Any, ...] = ()  # references to shards that living workers hold
-    checkpoint: str | None = None
 
 
 def origin_of(
@@ -58,7 +31,7 @@ def origin_of(
     worker or with the controller, so it has no metrics and is computed again.
     """
     exports = [snapshot for snapshot in exports if newest is None or snapshot.step <= newest]
-    offered = {f"export/{i}": [snapshot.held()] for i, snapshot in enumerate(exports)}
+    offered = {f"export/{i}": [held_of(snapshot)] for i, snapshot in enumerate(exports)}
 
     def up_to_newest(inventories: Mapping[str, Sequence[Held]]) -> dict[str, list[Held]]:
         return {
@@ -81,3 +54,15 @@ def origin_of(
     if checkpoint is not None:
         return Origin(step=checkpoint[0], checkpoint=str(checkpoint[1]))
     return None
+
+
+def held_of(snapshot: Snapshot) -> Held:
+    """The shard as a keeper would list it."""
+    return Held(
+        step=snapshot.step,
+        generation=snapshot.generation,
+        lo=snapshot.lo,
+        hi=snapshot.hi,
+        total=snapshot.total,
+        num_bytes=0,
+    )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.messages import Sample
-from actors.run.dispatch import STORE, SampleId
+from actors.messages import STORE, Sample, SampleId
 from ops.comm import Group
 from ops.packing import chunk_bounds
 

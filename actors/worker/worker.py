@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,21 +31,23 @@ from actors.messages import (
     LOADING,
     CascadeTask,
     FinishTask,
+    FormTask,
     Progress,
     Published,
+    Retired,
+    Snapshot,
     StaleGeneration,
     StepReport,
     WorkerInfo,
+    WorkerSettings,
 )
 from actors.process import birth
 from actors.state.checkpoint_files import load
-from actors.state.snapshots import Origin, Snapshot
 from actors.worker.executor import Executor, FinishedStep, Modules, peak_rss_gib
 from actors.worker.handoff import Encoded
 from actors.worker.meeting import fetch, meet
 from actors.worker.transfer import HostCopies, PinnedCopy
 from data.cache import Cache, CacheWriter, Kind
-from data.config import CacheConfig
 from data.engines.blocks import as_batch
 from ops.comm import CancelToken, Groups
 from ops.config import ModelConfig
@@ -57,36 +59,6 @@ from ops.weights import frozen_digests
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25  # between looks whether an encode call has failed instead of leaving a result
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSettings:
-    """All a worker needs to come up; the same for every worker of a run."""
-
-    model: ModelConfig
-    train: TrainConfig
-    workers: WorkersConfig
-    cache: CacheConfig = field(default_factory=CacheConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FormTask:
-    """Enter a generation as `rank` of `world` workers. Without `origin` training starts from the model's weights."""
-
-    generation: int
-    rank: int
-    world: int
-    store: tuple[str, int]  # host and port of the controller's TCPStore
-    origin: Origin | None
-    snapshot_to: tuple[Any, ...] = ()  # keepers that hold this worker's shards from now on
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retired:
-    """A survivor's answer when its generation has ended: the shards of finished steps that it still has."""
-
-    worker: str
-    exports: tuple[Snapshot, ...]
 
 
 class Worker:

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 import typer
 
-from actors.feed.feeder import StepBatches, StepItems
 from actors.messages import CascadeTask
 from actors.plan.types import Item
+from actors.step import StepBatches, StepItems
 from actors.worker.executor import Executor, Modules, _Measure
 from actors.worker.handoff import Encoded
 from actors.worker.worker import Worker

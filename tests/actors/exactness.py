@@ -13,7 +13,8 @@ import torch
 
 from actors.config import TrainConfig
 from actors.plan.types import Cascade, Item, Part
-from actors.run.dispatch import Call, Holdings, StepSamples, calls_of, finish_of
+from actors.run.dispatch import Call, Holdings, calls_of, finish_of
+from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
 from ops import sync as ops_sync
 from ops.comm import CancelToken, Groups

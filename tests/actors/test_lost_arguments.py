@@ -18,11 +18,11 @@ import pytest
 import ray
 import torch
 
-from actors.feed.step_source import StepData
 from actors.messages import CascadeTask, Published
 from actors.run import controller
 from actors.run.dispatch import Call
-from actors.run.steps import StepRunner, Submitted
+from actors.run.steps import StepRunner
+from actors.step import StepData, Submitted
 from actors.worker.executor import Executor
 from actors.worker.transfer import Copying, HostCopies
 from actors.worker.worker import Worker

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from actors.plan.types import Cascade, Item
-from actors.run.dispatch import Holdings, StepSamples, calls_of, finish_of
+from actors.run.dispatch import Holdings, calls_of, finish_of
+from actors.step import StepSamples
 from actors.worker.executor import Executor
 from actors.worker.handoff import HandoffError
 from ops.geometry import Geometry

@@ -14,9 +14,9 @@ from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan, rolling_cut
 from actors.plan.profile import Profile
 from actors.plan.types import Cascade, Cluster, Done, Item, Part, StepPlan
-from actors.planning.planner import Assignment
-from actors.run.dispatch import Holdings, StepSamples, calls_of
-from actors.run.steps import Seat, StepRunner
+from actors.run.dispatch import Holdings, calls_of
+from actors.run.steps import StepRunner
+from actors.step import Assignment, Seat, StepSamples
 from ops.config import DiTConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.plan.types import StepPlan
-from actors.planning.planner import Assignment
+from actors.step import Assignment
 from app import recorder
 from app.recorder import Recorder
 from app.rundir import RunDir

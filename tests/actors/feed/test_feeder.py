@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import ray
 
-from actors.feed.feeder import Encoders, Feeder, StepBatches
+from actors.feed.feeder import Encoders, Feeder
 from actors.feed.step_source import StepSource
+from actors.step import StepBatches
 from data.cache import Cache
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset

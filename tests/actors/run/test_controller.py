@@ -11,13 +11,13 @@ from unittest.mock import Mock
 import pytest
 import ray
 
-from actors.feed.step_source import DataLost, StepSource
+from actors.feed.step_source import StepSource
+from actors.messages import Origin
 from actors.pool.monitor import Monitor
 from actors.run.controller import Controller
-from actors.run.steps import CollectedStep, GenerationLost, Seat
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
-from actors.state.snapshots import Origin
+from actors.step import CollectedStep, DataLost, GenerationLost, Seat
 from data.errors import DataIOError
 from ops.geometry import Geometry
 

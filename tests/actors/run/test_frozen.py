@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from actors.config import WorkersConfig
-from actors.messages import WorkerInfo
+from actors.messages import FormTask, WorkerInfo, WorkerSettings
 from actors.outcome import StopRun
 from actors.pool.membership_types import Form
 from actors.run.controller import Controller
 from actors.run.frozen import disagreement
-from actors.worker.worker import FormTask, Worker, WorkerSettings
+from actors.worker.worker import Worker
 from ops.config import DiTConfig, ModelConfig
 from ops.models.load import build_dit
 from ops.sync import trainable

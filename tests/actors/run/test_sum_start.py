@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from actors.plan.types import Cascade, Item, Part
-from actors.run.dispatch import Holdings, StepSamples, calls_of, finish_of
+from actors.run.dispatch import Holdings, calls_of, finish_of
+from actors.step import StepSamples
 from ops.geometry import Geometry
 from tests.actors.exactness import execute, items_of, make_hosts, on_all, one_worker, random_cascades, train_config
 

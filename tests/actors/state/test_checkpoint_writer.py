@@ -13,12 +13,12 @@ import pytest
 import ray
 
 from actors.config import CheckpointConfig, SnapshotConfig
+from actors.messages import Origin, Snapshot
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state.commit_log import CommitLog
 from actors.state.keeper import Held, Keeper
 from actors.state.run_state import RunState
-from actors.state.snapshots import Origin, Snapshot
 from ops.shards import ARRAYS, ShardState, shard_bounds
 
 TOTAL = 640

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 import ray
 
-from actors.run.steps import CollectedStep
+from actors.messages import Snapshot
 from actors.state.commit_log import CommitLog
-from actors.state.snapshots import Snapshot
+from actors.step import CollectedStep
 
 LOST = ray.exceptions.ActorDiedError()
 

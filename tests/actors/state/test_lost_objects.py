@@ -12,9 +12,9 @@ import pytest
 import ray
 
 from actors.config import CheckpointConfig
+from actors.messages import Origin, Snapshot
 from actors.run.steps import has_lost_argument
 from actors.state.checkpoint_writer import Writer, latest
-from actors.state.snapshots import Origin, Snapshot
 from ops.shards import ARRAYS, ShardState
 
 pytestmark = pytest.mark.cluster

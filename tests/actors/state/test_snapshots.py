@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from actors.messages import Snapshot
 from actors.state.commit_log import CommitLog
 from actors.state.keeper import Held
-from actors.state.snapshots import Snapshot, origin_of
+from actors.state.snapshots import origin_of
 
 TOTAL = 100
 

@@ -13,7 +13,8 @@ import torch
 
 from actors.messages import CascadeTask, Published
 from actors.plan.types import Cascade, Item, Part
-from actors.run.dispatch import Holdings, StepSamples, calls_of
+from actors.run.dispatch import Holdings, calls_of
+from actors.step import StepSamples
 from actors.worker.handoff import STORE, Encoded, EncodeStore, HandoffError, Inputs, gather_inputs
 from actors.worker.worker import Worker, _published
 from data.cache import Cache

@@ -13,7 +13,8 @@ import pytest
 import ray
 import torch
 
-from actors.run.dispatch import Holdings, StepSamples, calls_of
+from actors.run.dispatch import Holdings, calls_of
+from actors.step import StepSamples
 from actors.worker.executor import Executor
 from actors.worker.handoff import Encoded
 from actors.worker.transfer import Copying, HostCopies

@@ -1,0 +1,68 @@
+"""The controller's side of the planner: plans asked for ahead of their use, and a planner that is started again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.config import PlannerConfig
+from actors.messages import Span
+from actors.plan.profile import Profile
+from actors.plan.types import Cluster, Done
+from actors.planning.planner import Planner
+from actors.ray_calls import GONE, unwrap
+from actors.step import StepAssignment
+from data.engines.placement import beside_me
+
+log = logging.getLogger(__name__)
+
+
+class PlannerClient:
+    """The planner actor, started again when it dies; a plan requested ahead is asked for again."""
+
+    def __init__(self, profile: Profile, config: PlannerConfig) -> None:
+        self._profile, self._config = profile, config
+        self._actor = self._start()
+        self._asked: tuple[tuple[Any, ...], Any] | None = None
+
+    def request(
+        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
+    ) -> None:
+        """Ask ahead for the plan that `plan` will be called for."""
+        question = (step, tuple(map(tuple, window)), cluster, tuple(done))
+        self._asked = (question, self._actor.plan.remote(*question, budget_s))
+
+    def plan(
+        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
+    ) -> StepAssignment:
+        """The plan of a step. Raises PlanError."""
+        question = (step, tuple(map(tuple, window)), cluster, tuple(done))
+        if self._asked is None or self._asked[0] != question:
+            self.request(*question, budget_s)
+        for _ in range(3):
+            assert self._asked is not None
+            reference = self._asked[1]
+            try:
+                return unwrap(partial(ray.get, reference, timeout=60 + 10 * budget_s))
+            except (*GONE, ray.exceptions.GetTimeoutError) as error:
+                log.warning("the planner is started again, step %d is planned anew: %s", step, error)
+                ray.kill(self._actor, no_restart=True)
+                self._actor = self._start()
+                self.request(*question, budget_s)
+        raise RuntimeError(f"the planner died three times while planning step {step}.")
+
+    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
+        """Tell measured seconds; nobody waits for the answer."""
+        self._actor.observe.remote(spans, text_tokens)
+
+    def close(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+
+    def _start(self) -> Any:
+        return (
+            ray.remote(Planner).options(num_cpus=0, scheduling_strategy=beside_me()).remote(self._profile, self._config)
+        )

@@ -1,0 +1,165 @@
+"""One training step on its way through the rooms of `actors/`: its items, its plan, its calls, its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from actors.messages import Sample, Snapshot, StepReport
+from actors.plan.types import Cascade, Item, Module, StepPlan
+from ops.geometry import Geometry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepAssignment:
+    """What the controller executes for one step: its plan, and its cascades in order, early encodes included."""
+
+    step: StepPlan
+    cascades: tuple[Cascade, ...]
+    plan_s: float
+
+
+CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepItems:
+    """The items of a step: for the planner, and the random-draw key of each of their samples."""
+
+    step: int
+    items: tuple[Item, ...]
+    keys: tuple[tuple[str, ...], ...]  # per item, per sample
+    cache_keys: Mapping[str, CacheKeys] = field(default_factory=dict)
+    """Item id -> names of its samples' latents and text embeddings in the cache; empty without a cache."""
+    cached: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    """(module, item id) -> reference to what a worker would have published, for modules named in `items`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatches:
+    """The decoded batches of a step, and where the data stands behind it: with the counts of the ledger, so that who
+    commits the step holds all that the next feeder needs."""
+
+    references: tuple[Any, ...]  # in item order
+    position: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSamples:
+    """Every sample of a step, by item."""
+
+    step: int
+    samples: Mapping[str, tuple[Sample, ...]]
+    buckets: Mapping[str, tuple[int, int, int]]
+
+    def cached(self, item: str, latent_keys: Sequence[str], text_keys: Sequence[str]) -> StepSamples:
+        """The same with the names of an item's encode results in the cache."""
+        named = tuple(
+            replace(s, latent_key=latent, text_key=text)
+            for s, latent, text in zip(self.samples[item], latent_keys, text_keys, strict=True)
+        )
+        return replace(self, samples={**self.samples, item: named})
+
+    @staticmethod
+    def of(
+        step: int,
+        items: Iterable[tuple[str, tuple[int, int, int], Sequence[str]]],
+        geometry: Geometry,
+        loss_weight: str,
+    ) -> StepSamples:
+        """`items`: (id, (frames, height, width), keys of its samples). Weights of a step's samples add up to one."""
+        listed = list(items)
+        share = {item: geometry.tokens(*bucket) if loss_weight == "token" else 1 for item, bucket, _ in listed}
+        total = sum(share[item] * len(keys) for item, _, keys in listed)
+        return StepSamples(
+            step=step,
+            buckets={item: bucket for item, bucket, _ in listed},
+            samples={
+                item: tuple(
+                    Sample(
+                        step=step,
+                        item=item,
+                        index=i,
+                        key=key,
+                        grid=geometry.token_grid(*bucket),
+                        weight=share[item] / total,
+                    )
+                    for i, key in enumerate(keys)
+                )
+                for item, bucket, keys in listed
+            },
+        )
+
+
+class DataLost(RuntimeError):
+    """The feeder died or froze: its pixels are gone with it, running steps cannot be repeated without a new one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepData:
+    """A step's items, their samples, and references to their decoded batches."""
+
+    items: StepItems
+    samples: StepSamples
+    batches: dict[str, Any]  # item id -> reference
+    cached: dict[tuple[str, str], Any]  # (module, item id) -> reference to results that need no encoding
+
+
+class GenerationLost(RuntimeError):
+    """The generation cannot go on. `dead` workers are gone, `failed` ones said why they could not do their part.
+
+    `pixels_lost`: batches are gone with the process or node that held them and must be decoded again.
+    """
+
+    def __init__(self, dead: Sequence[str], failed: dict[str, str], pixels_lost: bool = False) -> None:
+        self.dead, self.failed, self.pixels_lost = tuple(dead), failed, pixels_lost
+        super().__init__("; ".join([f"{name} died" for name in dead] + [f"{n}: {why}" for n, why in failed.items()]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A worker's place in a generation: its rank is its index in the world."""
+
+    name: str
+    node: str
+    handle: Any
+    publishes_later: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """A call on its way. `reads_data`: its arguments come from the feeder, as pixels or as results it had cached."""
+
+    worker: str
+    name: str
+    module: Module
+    reference: Any
+    reads_data: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningStep:
+    """A dispatched step."""
+
+    step: int
+    generation: int
+    assignment: StepAssignment
+    data: StepData
+    finishes: list[Any]
+    results: dict[str, Any]  # cascade id -> reference of its published result
+    calls: list[Submitted]  # until the step has ended: a call that could not be run says so only here
+    dispatched_at: float
+    dispatch_s: float
+    num_calls: int
+    plan_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectedStep:
+    """A step that all workers have finished."""
+
+    running: RunningStep
+    reports: tuple[StepReport, ...]
+    snapshots: tuple[Snapshot, ...]
+    collected_at: float
