@@ -27,7 +27,7 @@ class StaleGeneration(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class StepSample:
     """One clip inside a cascade: where it stands in its item, and the key of its random draws."""
 
     step: int
@@ -68,7 +68,7 @@ class CascadeTask:
     name: str
     module: Module
     bag: tuple[int, ...]  # worker ranks, in rank order of the bag
-    samples: tuple[Sample, ...]
+    samples: tuple[StepSample, ...]
     pieces: tuple[Piece, ...]  # the same samples by item, in order
     planned_start_s: float
     planned_end_s: float
@@ -79,7 +79,7 @@ class CascadeTask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class PublishedResult:
     """One sample's encode result on its way to another worker. Made by the producer (or read from the cache)."""
 
     module: str
@@ -239,7 +239,7 @@ class FormTask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retired:
+class Handover:
     """A survivor's answer when its generation has ended: the shards of finished steps that it still has."""
 
     worker: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.messages import Sample, Snapshot, StepReport
+from actors.messages import Snapshot, StepReport, StepSample
 from actors.plan.types import Cascade, Item, Module, StepPlan
 from ops.geometry import Geometry
 
@@ -50,7 +50,7 @@ class StepSamples:
     """Every sample of a step, by item."""
 
     step: int
-    samples: Mapping[str, tuple[Sample, ...]]
+    samples: Mapping[str, tuple[StepSample, ...]]
     buckets: Mapping[str, tuple[int, int, int]]
 
     def cached(self, item: str, latent_keys: Sequence[str], text_keys: Sequence[str]) -> StepSamples:
@@ -77,7 +77,7 @@ class StepSamples:
             buckets={item: bucket for item, bucket, _ in listed},
             samples={
                 item: tuple(
-                    Sample(
+                    StepSample(
                         step=step,
                         item=item,
                         index=i,
@@ -128,7 +128,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Submitted:
+class SubmittedCall:
     """A call on its way. `reads_data`: its arguments come from the feeder, as pixels or as results it had cached."""
 
     worker: str
@@ -148,7 +148,7 @@ class RunningStep:
     data: StepData
     finishes: list[Any]
     results: dict[str, Any]  # cascade id -> reference of its published result
-    calls: list[Submitted]  # until the step has ended: a call that could not be run says so only here
+    calls: list[SubmittedCall]  # until the step has ended: a call that could not be run says so only here
     dispatched_at: float
     dispatch_s: float
     num_calls: int

@@ -96,11 +96,11 @@ def plan(
     page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
 ) -> None:
     """Preview: step times, idle share, memory and the account of the data, before a GPU is touched."""
-    from app.plan import Request, run_plan
+    from app.plan import PlanRequest, run_plan
 
     strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
     run_plan(
-        Request(
+        PlanRequest(
             workload=workload,
             config=config,
             overrides=overrides or [],

@@ -21,7 +21,7 @@ from actors.plan.types import Cluster, Plan
 from app.config import RunConfig, check_place, from_here, notes, run_dir
 from app.data_account import print_account
 from app.data_synth import make_missing
-from app.plan import Problem, options_of, step_figures
+from app.plan import PlanInputs, options_of, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
 from ops.config import ModelConfig
 from ops.folders import resolve
@@ -49,7 +49,7 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     cluster = Cluster(nodes=(config.workers.max,))
     plan = make_plan(steps, profile, cluster, options_of(config))
     check(plan, steps, profile, cluster)
-    bound = Problem(steps=steps, profile=profile, cluster=cluster, options=options_of(config)).bound(plan)
+    bound = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options_of(config)).bound(plan)
     _print_plan(config, plan, profile, bound)
 
 

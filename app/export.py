@@ -40,7 +40,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class ExportResult:
     """What was written. `notes` are the sentences a user must read: what Diffusers cannot load, and why."""
 
     folder: Path
@@ -49,7 +49,9 @@ class Exported:
     notes: list[str] = field(default_factory=list)
 
 
-def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True) -> Exported:
+def run(
+    checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True
+) -> ExportResult:
     """Body of the command: export, compare, print what was done."""
     _quiet()
     exported = export(checkpoint, to, base=base, dtype=dtype, ema=ema)
@@ -66,7 +68,7 @@ def run(checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "f
 
 def export(
     checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True
-) -> Exported:
+) -> ExportResult:
     """Write and verify the folder `to`. Raises ConfigError for wrong requests, CheckpointError when parity fails."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
@@ -100,7 +102,9 @@ def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype, ema: bool) -> Exported:
+def _fill(
+    work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype, ema: bool
+) -> ExportResult:
     resolved, _ = resolve(config.model)
     index, origins, notes = pipeline_parts.collect(work, replace(config, model=resolved), base)
     averaged = ema and config.train.optimizer.ema_decay > 0
@@ -128,7 +132,7 @@ def _fill(work: Path, folder: Path, config: RunConfig, base: Path | None, dtype:
     index["transformer"] = ["diffusers", TRANSFORMER_CLASSES[resolved.dit.architecture]]
     (work / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
-    return Exported(folder=work, components=origins, largest_difference=largest, notes=notes)
+    return ExportResult(folder=work, components=origins, largest_difference=largest, notes=notes)
 
 
 def _prompt_note(pad_to: int) -> str:

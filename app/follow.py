@@ -22,10 +22,10 @@ class Follower:
     """Shows the growing metrics.jsonl and events.jsonl in this process while the controller runs in another."""
 
     def __init__(self, run_dir: Path, total_steps: int) -> None:
-        from app.metrics import Progress
+        from app.metrics import ProgressLine
 
         self._files = {name: Tail(run_dir / name) for name in ("events.jsonl", "metrics.jsonl")}
-        self._progress = Progress(total_steps)
+        self._progress = ProgressLine(total_steps)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
 

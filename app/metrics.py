@@ -52,7 +52,7 @@ class Metrics:
         self._last = _last_step(self.path)
         self._replaced_up_to = -1
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._progress = Progress(total_steps) if total_steps is not None else None
+        self._progress = ProgressLine(total_steps) if total_steps is not None else None
         self._writer = _summary_writer(Path(run_dir) / "events") if tensorboard else None
 
     def step(self, record: Mapping[str, Any]) -> Record:
@@ -159,7 +159,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class Progress:
+class ProgressLine:
     """One Rich line on a terminal; elsewhere a plain line per step, at most one per `interval_s`."""
 
     def __init__(self, total_steps: int, stream: IO[str] | None = None, interval_s: float = 1.0) -> None:

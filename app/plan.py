@@ -20,7 +20,7 @@ from actors.plan.bounds import mean_bound
 from actors.plan.check import check
 from actors.plan.metrics import StepFigures, figures, windows
 from actors.plan.planner import STRATEGIES, PlanOptions, make_plan
-from actors.plan.problem import Problem as PlanProblem
+from actors.plan.problem import Problem
 from actors.plan.profile import Profile
 from actors.plan.types import Cascade, Cluster, Item, Plan, StepPlan
 from app import plan_inputs
@@ -33,7 +33,7 @@ Steps = Sequence[Sequence[Item]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PlanRequest:
     """The options of the command as they were typed."""
 
     workload: Path | None
@@ -50,7 +50,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class PlanInputs:
     """What is planned, wherever it came from."""
 
     steps: Steps
@@ -64,11 +64,13 @@ class Problem:
 
     def bound(self, plan: Plan) -> float:
         """Seconds of a mean step that no plan of these steps can beat: their own bounds, or all work on all workers."""
-        whole = mean_bound(PlanProblem(self.steps, self.profile, self.cluster, self.options))
+        whole = mean_bound(Problem(self.steps, self.profile, self.cluster, self.options))
         return max(whole, _mean([step.lower_bound_s for step in plan.steps]))
 
 
-def run_plan(request: Request, out: Path | None = None, gantt: Path | None = None, page: Path | None = None) -> None:
+def run_plan(
+    request: PlanRequest, out: Path | None = None, gantt: Path | None = None, page: Path | None = None
+) -> None:
     """Plan, check, print the table, write what was asked for. Raises ConfigError, DataError and PlanError."""
     for strategy in request.strategies:
         if strategy not in STRATEGIES:
@@ -110,7 +112,7 @@ def run_plan(request: Request, out: Path | None = None, gantt: Path | None = Non
         print(f"page      {page}")
 
 
-def _from_workload(request: Request) -> Problem:
+def _from_workload(request: PlanRequest) -> PlanInputs:
     assert request.workload is not None
     if request.profile is None:
         raise ConfigError("--workload needs --profile P.json: the latencies to plan with.")
@@ -123,7 +125,7 @@ def _from_workload(request: Request) -> Problem:
     # A file of many steps is a preview of a run: it may look further ahead and think longer than a run's planner can.
     budget_s = (0.2 if len(workload.steps) == 1 else 1.0) if request.budget_s is None else request.budget_s
     options = PlanOptions(budget_s=budget_s, lookahead=2)
-    return Problem(
+    return PlanInputs(
         steps=workload.steps,
         profile=plan_inputs.load_profile(request.profile),
         cluster=plan_inputs.read_cluster(spec),
@@ -131,7 +133,7 @@ def _from_workload(request: Request) -> Problem:
     )
 
 
-def _from_config(request: Request) -> Problem:
+def _from_config(request: PlanRequest) -> PlanInputs:
     from ops.folders import resolve
 
     assert request.config is not None
@@ -151,7 +153,7 @@ def _from_config(request: Request) -> Problem:
         print_buckets(batches, config, geometry)
         steps = plan_inputs.items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
     cluster = plan_inputs.read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
-    return Problem(steps=steps, profile=profile, cluster=cluster, options=options_of(config, request.budget_s))
+    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options_of(config, request.budget_s))
 
 
 def options_of(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
@@ -169,7 +171,7 @@ def options_of(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
     )
 
 
-def _plan(problem: Problem, strategy: str) -> Plan:
+def _plan(problem: PlanInputs, strategy: str) -> Plan:
     plan = make_plan(problem.steps, problem.profile, problem.cluster, replace(problem.options, strategy=strategy))
     check(plan, problem.steps, problem.profile, problem.cluster)
     return plan
@@ -178,7 +180,7 @@ def _plan(problem: Problem, strategy: str) -> Plan:
 HEAD = ("strategy", "step", "bound", "over", "idle", "WIR", "CV step", "CV comp", "peak", "planning")
 
 
-def table(plans: Sequence[Plan], problem: Problem) -> str:
+def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
     """One line per strategy: means over the steps; peak memory and planning time are the largest."""
     rows = [HEAD]
     for plan in plans:
@@ -216,7 +218,7 @@ def step_figures(plan: Plan, workers: int) -> list[StepFigures]:
     return [figures(cascades, window, workers) for window in windows(cascades, [step.step for step in plan.steps])]
 
 
-def peak_gib(plan: Plan, problem: Problem) -> float:
+def peak_gib(plan: Plan, problem: PlanInputs) -> float:
     """The largest predicted memory of any cascade; 0 where the profile knows none."""
     items = problem.items(plan)
     peaks = [0.0]

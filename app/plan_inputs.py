@@ -15,7 +15,7 @@ from actors.feed.batching import TargetBatch
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Item, PlanError
 from app.settings import ConfigError, parse, plain
-from data.buckets import Table, planned_batch
+from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
 from ops.config import ModelConfig
 from ops.geometry import Geometry
@@ -182,7 +182,7 @@ def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dat
 
 def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[Bucket, tuple[int, str]]:
     """Batch size of every bucket of the config and what sets it, without looking at data."""
-    table, timed = Table.build(config.data.buckets, geometry), TargetBatch(profile=profile, geometry=geometry)
+    table, timed = BucketTable.build(config.data.buckets, geometry), TargetBatch(profile=profile, geometry=geometry)
     return {bucket: planned_batch(table, bucket, config.data.batch, geometry, timed) for bucket in table.buckets}
 
 

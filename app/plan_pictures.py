@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.plan.types import Cascade, Cluster, Item, Plan
 from app.report_style import CSS
-from app.report_svg import Bar, Lane, Mark, timeline
+from app.report_svg import Bar, EventMark, Lane, timeline
 
 COLOURS = {"text": "#d9962b", "vae": "#1f9e8b", "dit": "#4c63d2"}
 ROW_INCHES, MAX_INCHES = 0.22, 40.0
@@ -97,11 +97,11 @@ def _total(plan: Plan) -> float:
     return sum(step.makespan_s for step in plan.steps)
 
 
-def _ends(plan: Plan) -> list[Mark]:
+def _ends(plan: Plan) -> list[EventMark]:
     marks, total = [], 0.0
     for step in plan.steps:
         total += step.makespan_s
-        marks.append(Mark(x=total, title=f"end of step {step.step}"))
+        marks.append(EventMark(x=total, title=f"end of step {step.step}"))
     return marks
 
 

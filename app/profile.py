@@ -22,7 +22,7 @@ from actors.plan.profile import Profile
 from actors.plan.types import Module
 from app.config import RunConfig, from_here
 from app.settings import ConfigError
-from data.buckets import Table, planned_batch
+from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
 from ops.config import ModelConfig
 from ops.geometry import Geometry
@@ -34,7 +34,7 @@ WARM_UP = 1  # untimed runs: the first call of a shape pays for allocations and 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ProfiledShape:
     """One cascade to time."""
 
     batch: int
@@ -106,24 +106,24 @@ def _memory_gib(device: torch.device) -> float | None:
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
-def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[Shape]:
+def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[ProfiledShape]:
     """Every bucket of every segment at batch 1 and at its planned batch size, by this profile where it is timed."""
     timed = TargetBatch(profile=profile, geometry=geometry)
     stages = [(config.data.buckets, config.data.batch)]
     stages += [(s.buckets or config.data.buckets, s.batch or config.data.batch) for s in config.data.segments]
     seen = set()
     for buckets, limits in stages:
-        table = Table.build(buckets, geometry)
+        table = BucketTable.build(buckets, geometry)
         for bucket in table.buckets:
             size, _ = planned_batch(table, bucket, limits, geometry, timed)
             for batch in sorted({1, size}):
-                shape = Shape(batch=batch, bucket=bucket, text_tokens=limits.text_tokens)
+                shape = ProfiledShape(batch=batch, bucket=bucket, text_tokens=limits.text_tokens)
                 if shape not in seen:
                     seen.add(shape)
                     yield shape
 
 
-def _record(profile: Profile, module: Module, shape: Shape, seconds: float, peak: float | None) -> None:
+def _record(profile: Profile, module: Module, shape: ProfiledShape, seconds: float, peak: float | None) -> None:
     bucket = shape.bucket
     key = (module, shape.batch, bucket.frames, bucket.height, bucket.width, 1)
     profile.measured[key] = seconds
@@ -154,7 +154,7 @@ class Bench:
         self.vae = build_vae(model.vae, device)
         self.text = build_text(model.text, device)
 
-    def measure(self, module: Module, shape: Shape, repeats: int) -> tuple[float, float | None]:
+    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> tuple[float, float | None]:
         """Median seconds of one cascade, and the peak GiB it needed where the device counts it."""
         import torch
 
@@ -174,7 +174,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def _text(self, shape: Shape) -> Callable[[], Any]:
+    def _text(self, shape: ProfiledShape) -> Callable[[], Any]:
         captions = [self._caption(shape.text_tokens)] * shape.batch
         return lambda: self.text.encode(captions)
 
@@ -185,7 +185,7 @@ class Bench:
             words.append("shape")
         return " ".join(words)
 
-    def _vae(self, shape: Shape) -> Callable[[], Any]:
+    def _vae(self, shape: ProfiledShape) -> Callable[[], Any]:
         import torch
 
         bucket = shape.bucket
@@ -193,7 +193,7 @@ class Bench:
         video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         return lambda: self.vae.encode(video.to(self.device))
 
-    def _dit(self, shape: Shape) -> Callable[[], Any]:
+    def _dit(self, shape: ProfiledShape) -> Callable[[], Any]:
         """Forward and backward of one packed batch, gradients accumulated as in training."""
         import torch
 

@@ -17,10 +17,10 @@ from app.config import RunConfig
 from app.events import describe
 from app.metrics import clock
 from app.report_style import CSS
-from app.report_svg import Bar, Lane, Mark, Series, line_chart, timeline
+from app.report_svg import Bar, EventMark, Lane, Series, line_chart, timeline
 from app.rundir import Record, RunDir
 from app.settings import ConfigError
-from app.timeline import Window, final_windows, lane, planned
+from app.timeline import StepWindow, final_windows, lane, planned
 from ops.folders import resolve
 
 log = logging.getLogger(__name__)
@@ -121,9 +121,9 @@ def _steps(metrics: Sequence[Record]) -> list[float]:
     return [float(line["step"]) for line in metrics]
 
 
-def _generation_marks(metrics: Sequence[Record]) -> list[Mark]:
+def _generation_marks(metrics: Sequence[Record]) -> list[EventMark]:
     return [
-        Mark(x=first, title=f"generation {generation} from step {first}, {workers} workers")
+        EventMark(x=first, title=f"generation {generation} from step {first}, {workers} workers")
         for generation, first, _, workers in facts.generations(metrics)[1:]
     ]
 
@@ -205,14 +205,14 @@ def _embed(path: Path) -> str:
     return f"<img alt='{escape(path.stem)}' src='data:image/{path.suffix[1:]};base64,{data}'>"
 
 
-def _slow(metrics: Sequence[Record], executed: Sequence[Window], events: Sequence[Record]) -> str:
+def _slow(metrics: Sequence[Record], executed: Sequence[StepWindow], events: Sequence[Record]) -> str:
     sentences = facts.slow_steps(metrics, executed, events)
     if not sentences:
         return "<p class='soft'>No step took more than 1.3 times the median.</p>"
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _timelines(executed: Sequence[Window], metrics: Sequence[Record]) -> str:
+def _timelines(executed: Sequence[StepWindow], metrics: Sequence[Record]) -> str:
     if not executed:
         return ""
     chosen = _telling(executed, metrics)
@@ -226,7 +226,7 @@ def _timelines(executed: Sequence[Window], metrics: Sequence[Record]) -> str:
     return "".join(parts)
 
 
-def _telling(executed: Sequence[Window], metrics: Sequence[Record]) -> list[tuple[str, Window]]:
+def _telling(executed: Sequence[StepWindow], metrics: Sequence[Record]) -> list[tuple[str, StepWindow]]:
     """The median step, the slowest and the last one. The first steps, which warm up, only if there are no others."""
     settled = executed[min(3, len(executed) // 4) :]
     by_time = sorted(settled, key=lambda window: window.end - window.start)
@@ -235,7 +235,7 @@ def _telling(executed: Sequence[Window], metrics: Sequence[Record]) -> list[tupl
     return [(label, window) for label, window in picks if first_label[window.step] == label]
 
 
-def step_timeline(window: Window) -> str:
+def step_timeline(window: StepWindow) -> str:
     """Measured and planned lanes of each worker."""
     lanes = []
     workers = sorted({span["worker"] for span in window.spans}, key=lane)
@@ -272,7 +272,7 @@ def _css(span: Record) -> str:
     return span["module"] if span.get("module") in ("text", "vae", "dit", "finish") else "other"
 
 
-def _measured_bar(span: Record, window: Window) -> Bar:
+def _measured_bar(span: Record, window: StepWindow) -> Bar:
     seconds = span["end"] - span["start"]
     lines = [f"{span['name']}: {seconds:.3f} s"]
     if times := planned(span):

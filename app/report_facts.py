@@ -11,7 +11,7 @@ from typing import Any
 
 from app.events import describe
 from app.rundir import Record
-from app.timeline import Window, planned
+from app.timeline import StepWindow, planned
 
 CASCADES = ("text", "vae", "dit")
 DISTURBING = ("dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost")
@@ -137,7 +137,11 @@ def pieces(span: Record) -> list[tuple[tuple[int, int, int], str, int, float]]:
 
 
 def slow_steps(
-    metrics: Sequence[Record], executed: Sequence[Window], events: Sequence[Record], factor: float = 1.3, limit: int = 8
+    metrics: Sequence[Record],
+    executed: Sequence[StepWindow],
+    events: Sequence[Record],
+    factor: float = 1.3,
+    limit: int = 8,
 ) -> list[str]:
     """A sentence for each of the slowest steps: how slow, and what took the time."""
     usual = median(column(metrics, "step_s"))

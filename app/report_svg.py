@@ -25,7 +25,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class EventMark:
     """A vertical line at x with a hover title."""
 
     x: float
@@ -53,7 +53,11 @@ class Lane:
 
 
 def line_chart(
-    series: Sequence[Series], marks: Sequence[Mark] = (), height: int = 220, zero: bool = False, x_name: str = "step"
+    series: Sequence[Series],
+    marks: Sequence[EventMark] = (),
+    height: int = 220,
+    zero: bool = False,
+    x_name: str = "step",
 ) -> str:
     """Curves over a common x axis; an empty string when there is nothing to draw."""
     drawn = [thin_out(s) for s in series]
@@ -159,7 +163,7 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def timeline(lanes: Sequence[Lane], lines: Sequence[Mark] = ()) -> str:
+def timeline(lanes: Sequence[Lane], lines: Sequence[EventMark] = ()) -> str:
     """Lanes of bars over seconds, planned ones (thin) under the measured ones they belong to."""
     end = max((bar.end_s for lane in lanes for bar in lane.bars), default=0.0)
     if end <= 0:

@@ -32,7 +32,7 @@ from ops.models.load import build_dit, build_text, build_vae, resolve
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.ranges import SEED, above, between
-from ops.sampling import Request, SamplerConfig, sample_latents
+from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.weights import check_state
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def make_clips(
 ) -> list[np.ndarray]:
     """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
     requests = [
-        Request(
+        SampleRequest(
             text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
         )
         for index, text in enumerate(model.text.encode(list(prompts)))
@@ -313,7 +313,7 @@ def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
     return write_clips(out, make_clips(model, prompts, settings), prompts, settings.fps)
 
 
-def _batches(requests: list[Request], tokens: int) -> Iterator[list[Request]]:
+def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:
     size = max(1, _BATCH_TOKENS // tokens)
     for start in range(0, len(requests), size):
         yield requests[start : start + size]

@@ -28,7 +28,7 @@ COLOURS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class StepWindow:
     """One execution of a step: what ran from its start to its end, encodes for later steps included."""
 
     step: int
@@ -37,7 +37,7 @@ class Window:
     spans: tuple[Record, ...]
 
 
-def windows(spans: Iterable[Record]) -> list[Window]:
+def windows(spans: Iterable[Record]) -> list[StepWindow]:
     """Executions in the order they happened. A step that was run again has several."""
     groups: dict[float, list[Record]] = defaultdict(list)
     for span in spans:
@@ -46,11 +46,11 @@ def windows(spans: Iterable[Record]) -> list[Window]:
     for start, members in sorted(groups.items()):
         finished = [span["step"] for span in members if span.get("module") == "finish"]
         step = finished[0] if finished else min(span["step"] for span in members)
-        found.append(Window(step=step, start=start, end=max(span["end"] for span in members), spans=tuple(members)))
+        found.append(StepWindow(step=step, start=start, end=max(span["end"] for span in members), spans=tuple(members)))
     return found
 
 
-def final_windows(spans: Iterable[Record]) -> list[Window]:
+def final_windows(spans: Iterable[Record]) -> list[StepWindow]:
     """The last execution of every step, in step order."""
     return [window for _, window in sorted({window.step: window for window in windows(spans)}.items())]
 

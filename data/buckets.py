@@ -22,7 +22,7 @@ BatchSize = Callable[[Bucket, BatchConfig], int]  # clips of a batch that takes 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ClipShape:
     """What the header of a clip says, as far as bucketing cares. `fps` 0 marks a still image."""
 
     frames: int
@@ -36,7 +36,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ResolutionBuckets:
     """The buckets of one resolution and frame count: one per aspect ratio."""
 
     resolution: str
@@ -71,17 +71,17 @@ class Refusal:
         return f"{self.reason}, nearest bucket {self.nearest}" if self.nearest else self.reason
 
 
-class Table:
+class BucketTable:
     """All buckets of a run (or of a segment). Immutable."""
 
-    def __init__(self, entries: Sequence[Entry], config: BucketsConfig) -> None:
+    def __init__(self, entries: Sequence[ResolutionBuckets], config: BucketsConfig) -> None:
         self.entries = tuple(sorted(entries, key=lambda entry: (-entry.area, -entry.frames, entry.resolution)))
         self.config = config
         self.buckets = tuple(sorted({bucket for entry in self.entries for bucket in entry.buckets}))
         self.batches = {bucket: entry.batch for entry in self.entries for bucket in entry.buckets if entry.batch}
 
     @classmethod
-    def build(cls, config: BucketsConfig, geometry: Geometry) -> Table:
+    def build(cls, config: BucketsConfig, geometry: Geometry) -> BucketTable:
         """The table a config asks for. Raises ValueError for a bucket the VAE or the patch cannot take."""
         if config.open_sora:
             entries = _open_sora_entries(config.open_sora, geometry)
@@ -103,7 +103,7 @@ class Table:
             geometry.token_grid(bucket.frames, bucket.height, bucket.width)
         return table
 
-    def choices(self, shape: Shape, fps: float) -> tuple[Choice, ...] | Refusal:
+    def choices(self, shape: ClipShape, fps: float) -> tuple[Choice, ...] | Refusal:
         """Buckets the clip may join, in order of preference; a sure choice ends the list."""
         frames = available_frames(shape, fps)
         entries = self._entries_by_size(shape)
@@ -114,7 +114,7 @@ class Table:
             return self._too_short(entries, shape, frames)
         return self._by_ratio(fitting, shape)
 
-    def _entries_by_size(self, shape: Shape) -> list[Entry] | Refusal:
+    def _entries_by_size(self, shape: ClipShape) -> list[ResolutionBuckets] | Refusal:
         area = shape.height * shape.width
         largest, smallest = self.entries[0].area, min(entry.area for entry in self.entries)
         if self.config.oversize == "drop" and area * self.config.min_area > largest:
@@ -136,7 +136,9 @@ class Table:
             f"the smallest bucket {nearest}",
         )
 
-    def _entries_by_length(self, entries: Sequence[Entry], shape: Shape, frames: int) -> list[Entry]:
+    def _entries_by_length(
+        self, entries: Sequence[ResolutionBuckets], shape: ClipShape, frames: int
+    ) -> list[ResolutionBuckets]:
         """Still images take one-frame buckets, videos the others (unless a video too short may stand as an image)."""
         if shape.is_image:
             return [entry for entry in entries if entry.frames == 1]
@@ -145,7 +147,7 @@ class Table:
             return [entry for entry in entries if entry.frames == 1]
         return fitting
 
-    def _too_short(self, entries: Sequence[Entry], shape: Shape, frames: int) -> Refusal:
+    def _too_short(self, entries: Sequence[ResolutionBuckets], shape: ClipShape, frames: int) -> Refusal:
         if shape.is_image:
             return Refusal(
                 reason="no_image_bucket",
@@ -167,7 +169,7 @@ class Table:
             detail=f"{frames} frames at the training frame rate; the shortest bucket of its size is {nearest}",
         )
 
-    def _by_ratio(self, entries: Sequence[Entry], shape: Shape) -> tuple[Choice, ...] | Refusal:
+    def _by_ratio(self, entries: Sequence[ResolutionBuckets], shape: ClipShape) -> tuple[Choice, ...] | Refusal:
         choices = []
         for entry in entries:
             bucket = min(entry.buckets, key=lambda bucket: (_ratio_error(bucket, shape), bucket))
@@ -187,16 +189,16 @@ class Table:
             f"{self.config.max_ratio_error:g} from the nearest bucket {nearest}",
         )
 
-    def nearest_by_class(self, shape: Shape) -> dict[str, Bucket]:
+    def nearest_by_class(self, shape: ClipShape) -> dict[str, Bucket]:
         """Of every resolution class, smallest first, the bucket that a shape misses by least."""
-        classes: dict[str, list[Entry]] = {}
+        classes: dict[str, list[ResolutionBuckets]] = {}
         for entry in reversed(self.entries):
             classes.setdefault(entry.resolution, []).append(entry)
         found = {name: self._nearest(entries, shape) for name, entries in classes.items()}
         return {name: bucket for name, bucket in found.items() if bucket is not None}
 
     @staticmethod
-    def _nearest(entries: Sequence[Entry], shape: Shape) -> Bucket | None:
+    def _nearest(entries: Sequence[ResolutionBuckets], shape: ClipShape) -> Bucket | None:
         buckets = [bucket for entry in entries for bucket in entry.buckets]
         area = shape.height * shape.width
         return min(
@@ -227,7 +229,7 @@ def pick(choices: Sequence[Choice], uniforms: Callable[[int], float]) -> Bucket 
     return None
 
 
-def available_frames(shape: Shape, fps: float) -> int:
+def available_frames(shape: ClipShape, fps: float) -> int:
     """Frames a clip yields at the training frame rate (0: its own). The last frame is held for its own duration."""
     if shape.is_image:
         return 1
@@ -236,7 +238,7 @@ def available_frames(shape: Shape, fps: float) -> int:
     return int((shape.frames - 1) / shape.fps * fps + 1e-6) + 1
 
 
-def last_start(shape: Shape, bucket: Bucket, fps: float) -> int:
+def last_start(shape: ClipShape, bucket: Bucket, fps: float) -> int:
     """The latest frame of the file at which the bucket's frames may begin."""
     if shape.is_image or bucket.frames == 1:
         return 0  # a video that stands as an image gives its first frame
@@ -247,7 +249,7 @@ def last_start(shape: Shape, bucket: Bucket, fps: float) -> int:
 
 
 def planned_batch(
-    table: Table, bucket: Bucket, config: BatchConfig, geometry: Geometry, timed: BatchSize | None = None
+    table: BucketTable, bucket: Bucket, config: BatchConfig, geometry: Geometry, timed: BatchSize | None = None
 ) -> tuple[int, str]:
     """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` tells where the
     config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
@@ -286,7 +288,7 @@ def binding_limit(bucket: Bucket, config: BatchConfig, geometry: Geometry) -> st
     return limit if sizes[limit] >= 1 else f"one ({limit})"
 
 
-def _explicit_entries(buckets: Sequence[Bucket]) -> list[Entry]:
+def _explicit_entries(buckets: Sequence[Bucket]) -> list[ResolutionBuckets]:
     """Buckets whose areas lie within 25 % of the class's largest count as one resolution."""
     entries: dict[tuple[int, int], list[Bucket]] = {}
     area = 0
@@ -299,7 +301,9 @@ def _explicit_entries(buckets: Sequence[Bucket]) -> list[Entry]:
         for area, _ in entries
     }
     return [
-        Entry(resolution=f"{math.isqrt(area)}px", area=smallest[area], frames=frames, buckets=tuple(sorted(group)))
+        ResolutionBuckets(
+            resolution=f"{math.isqrt(area)}px", area=smallest[area], frames=frames, buckets=tuple(sorted(group))
+        )
         for (area, frames), group in entries.items()
     ]
 
@@ -313,9 +317,9 @@ def _generated(
     keep: float = 1.0,
     step_down: float = 1.0,
     batch: int = 0,
-) -> Entry:
+) -> ResolutionBuckets:
     buckets = {_fit(frames, area, ratio, geometry.spatial_multiple) for ratio in ratios}
-    return Entry(
+    return ResolutionBuckets(
         resolution=name,
         area=area,
         frames=frames,
@@ -349,7 +353,7 @@ def _area(name: str) -> int:
     return side * side * 16 // 9 if match[2] == "p" else side * side
 
 
-def _open_sora_entries(table: Mapping[str, Any], geometry: Geometry) -> list[Entry]:
+def _open_sora_entries(table: Mapping[str, Any], geometry: Geometry) -> list[ResolutionBuckets]:
     entries = []
     for name, rows in table.items():
         name = str(name)
@@ -381,5 +385,5 @@ def _open_sora_entries(table: Mapping[str, Any], geometry: Geometry) -> list[Ent
     return entries
 
 
-def _ratio_error(bucket: Bucket, shape: Shape) -> float:
+def _ratio_error(bucket: Bucket, shape: ClipShape) -> float:
     return abs(math.log(bucket.width / bucket.height) - math.log(shape.width / shape.height))

@@ -26,7 +26,7 @@ from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import square_width
 from data.storage import ByteRange, ReadFile, open_file, read_range
-from data.types import Batch, Clip, Job
+from data.types import Batch, Clip, DecodeJob
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: latents cached before are of no use then
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
@@ -38,20 +38,20 @@ FRAMES_SHORT_ALLOWED = 0.02  # of those a header promises: edit lists make its c
 # table's bicubic (1080p to 480p 5.2 ms). BITEXACT: the same pixels on every CPU.
 SCALING = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
-Decoder = Callable[[Clip, Job], np.ndarray]
+Decoder = Callable[[Clip, DecodeJob], np.ndarray]
 
 
-class Shown(NamedTuple):
+class DecodedFrame(NamedTuple):
     """A decoded frame, and its width when its pixels are made square."""
 
     frame: Any
     width: int
 
 
-Frames = Iterator[tuple[float, Shown]]  # seconds from the start of the video, frame
+Frames = Iterator[tuple[float, DecodedFrame]]  # seconds from the start of the video, frame
 
 
-def decode_job(job: Job) -> Batch:
+def decode_job(job: DecodeJob) -> Batch:
     """The batch of an item. A bad clip keeps its slot: black, `ok` False, its fault listed. Raises DataIOError only."""
     decoder = load_decoder(job.decoder)
     video = _memory.array(job.shape)
@@ -103,7 +103,7 @@ def load_decoder(name: str) -> Decoder:
         raise ValueError(f"data.engine.decoder {name!r} is not an importable module:function ({error}).") from error
 
 
-def caption_of(clip: Clip, job: Job) -> str:
+def caption_of(clip: Clip, job: DecodeJob) -> str:
     """The caption that chance chose for this draw; empty when it is dropped."""
     if clip.caption_drop or not clip.captions:
         return ""
@@ -114,7 +114,7 @@ def caption_of(clip: Clip, job: Job) -> str:
         raise _gone(ref.path, clip) from error
 
 
-def caption_or_empty(clip: Clip, job: Job) -> str:
+def caption_or_empty(clip: Clip, job: DecodeJob) -> str:
     """The caption of a draw; one that cannot be read is empty."""
     try:
         return caption_of(clip, job)
@@ -122,7 +122,7 @@ def caption_or_empty(clip: Clip, job: Job) -> str:
         return ""
 
 
-def decode_clip(clip: Clip, job: Job, into: np.ndarray | None = None) -> np.ndarray:
+def decode_clip(clip: Clip, job: DecodeJob, into: np.ndarray | None = None) -> np.ndarray:
     """uint8 [T, H, W, 3] of the bucket's shape, in the array `into` if given. Raises BadSample for what is wrong with
     the bytes, DataIOError for storage that failed."""
     pixels = np.empty(job.shape[1:], np.uint8) if into is None else into
@@ -140,7 +140,7 @@ def decode_clip(clip: Clip, job: Job, into: np.ndarray | None = None) -> np.ndar
             raise BadSample(Reason.DECODE_ERROR, _short(error), clip.offset) from error
 
 
-def _open_media(clip: Clip, job: Job) -> ReadFile:
+def _open_media(clip: Clip, job: DecodeJob) -> ReadFile:
     try:
         return open_file(clip.media, job.limits.retries)
     except FileNotFoundError as error:
@@ -157,7 +157,7 @@ def _gone(path: str, clip: Clip) -> Exception:
 # video
 
 
-def decode_video(source: Any, clip: Clip, job: Job, into: np.ndarray) -> np.ndarray:
+def decode_video(source: Any, clip: Clip, job: DecodeJob, into: np.ndarray) -> np.ndarray:
     """Fills `into`, uint8 [T, H, W, 3], from a seekable stream of one video, a frame at a time: copies and page faults
     of whole clips cost a tenth of their decoding. Raises BadSample and av.error.FFmpegError."""
     begin = clip.start_seconds + (clip.start_frame / clip.fps if clip.fps else 0.0)
@@ -171,7 +171,7 @@ def decode_video(source: Any, clip: Clip, job: Job, into: np.ndarray) -> np.ndar
     return into
 
 
-def _frames_from(source: Any, clip: Clip, job: Job, begin: float) -> Frames:
+def _frames_from(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Frames:
     """From a keyframe at or before `begin` on."""
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
@@ -190,12 +190,12 @@ def _frames_from(source: Any, clip: Clip, job: Job, begin: float) -> Frames:
         yield from _decoded(container, stream, float((stream.start_time or 0) * stream.time_base), clip)
 
 
-def _container(source: Any, job: Job) -> Any:
+def _container(source: Any, job: DecodeJob) -> Any:
     source.seek(0)
     return av.open(source, options={"max_pixels": str(job.limits.max_pixels)}, metadata_errors="ignore")
 
 
-def _video_stream(container: Any, clip: Clip, job: Job) -> Any:
+def _video_stream(container: Any, clip: Clip, job: DecodeJob) -> Any:
     if not container.streams.video:
         raise BadSample(Reason.NO_VIDEO_TRACK, f"{len(container.streams)} streams, none of video", clip.offset)
     stream = container.streams.video[0]
@@ -214,10 +214,10 @@ def _decoded(container: Any, stream: Any, origin: float, clip: Clip) -> Frames:
     seconds, pixel_aspect = -1 / rate, stream.sample_aspect_ratio
     for frame in container.decode(stream):
         seconds = frame.time - origin if frame.pts is not None else seconds + 1 / rate
-        yield seconds, Shown(frame, square_width(frame.width, pixel_aspect))
+        yield seconds, DecodedFrame(frame, square_width(frame.width, pixel_aspect))
 
 
-def _in_a_row(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
+def _in_a_row(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     """Consecutive frames of the file, of which the last ones given count.
 
     A start counted in frames is sought by the average rate. Where the rate varies too few may follow it: then the clip
@@ -245,13 +245,13 @@ def _in_a_row(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown
         )
 
 
-def _frames_since(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
+def _frames_since(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_seconds or math.inf
     frames = itertools.takewhile(lambda frame: frame[0] < end - END_SLACK, _frames_from(source, clip, job, begin))
     return (shown for seconds, shown in frames if seconds >= begin - half)
 
 
-def _at_times(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown]:
+def _at_times(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     """Of every wanted time the frame that is on screen then, by time stamps: right for variable frame rates too."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
     shown, next_time, since = None, 0, 0.0
@@ -269,7 +269,7 @@ def _at_times(source: Any, clip: Clip, job: Job, begin: float) -> Iterator[Shown
         yield shown
 
 
-def _fit(shown: Shown, job: Job, rotation: int, scaler: VideoReformatter, into: np.ndarray) -> None:
+def _fit(shown: DecodedFrame, job: DecodeJob, rotation: int, scaler: VideoReformatter, into: np.ndarray) -> None:
     """Fills `into` with RGB of the bucket's size: scaled to cover it in one step, cut centrally, turned upright.
 
     swscale gives planes in a third of the time of packed RGB, for which it has no vector code.
@@ -302,7 +302,7 @@ def _cut(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     return pixels[top : top + height, left : left + width]
 
 
-def _check_pixels(width: int, height: int, clip: Clip, job: Job) -> None:
+def _check_pixels(width: int, height: int, clip: Clip, job: DecodeJob) -> None:
     if width * height > job.limits.max_pixels:
         raise BadSample(Reason.TOO_MANY_PIXELS, f"{width}x{height} > max_pixels {job.limits.max_pixels}", clip.offset)
 
@@ -310,7 +310,7 @@ def _check_pixels(width: int, height: int, clip: Clip, job: Job) -> None:
 # images
 
 
-def _decode_image(clip: Clip, job: Job) -> np.ndarray:
+def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
     """uint8 [H, W, 3] of a JPEG, PNG, WebP, ..."""
     from PIL import Image
 

@@ -79,7 +79,7 @@ def probe(file: ReadFile, offset: int, size: int, suffix: str, limits: LimitsCon
     if suffix in BOX_SUFFIXES:
         try:
             return mp4.probe(lambda at, count: file.pread(offset + at, min(count, size - at)), size, limits)
-        except mp4.Fragmented:
+        except mp4.FragmentedFile:
             pass
     return _probe_with_av(file, offset, size, limits)
 

@@ -25,7 +25,7 @@ LAST_READ_BYTES = 4096  # what follows mdat, if short, is read at once
 SAMPLE_ENTRY_BYTES = 86  # of a video sample entry, before the boxes in it
 
 
-class Fragmented(Exception):
+class FragmentedFile(Exception):
     """The samples lie in moof boxes; the moov alone does not tell their number."""
 
 
@@ -140,7 +140,7 @@ def _parse_track(
         raise BadSample(Reason.TOO_MANY_FRAMES, f"{num_frames} frames > max_frames {limits.max_frames}")
     if not num_frames:
         if fragmented:
-            raise Fragmented
+            raise FragmentedFile
         raise BadSample(Reason.NO_VIDEO_TRACK, "a video track without frames")
     _check_chunks(moov, table, size)
 

@@ -68,7 +68,7 @@ class DataItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class StepOfItems:
     """The items of one step. The same for any number of workers."""
 
     index: int
@@ -113,7 +113,7 @@ class CaptionRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class DecodeJob:
     """Decode work for one item; self-contained, so decoders need no index."""
 
     item: str

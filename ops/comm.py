@@ -33,11 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import Cancelled, CancelToken, GroupError, Pending, Progress
+from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CancelToken", "Cancelled", "Group", "GroupError", "Groups", "Pending", "Progress"]
+__all__ = ["CancelToken", "Cancelled", "CollectiveProgress", "Group", "GroupError", "Groups", "Pending"]
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -72,7 +72,7 @@ class Group:
         self._timeout_seconds = timeout_s
         self._cancel = cancel or CancelToken()
         self._outstanding: weakref.WeakSet[Pending] = weakref.WeakSet()
-        self._progress = Progress(0, None, 0.0)
+        self._progress = CollectiveProgress(0, None, 0.0)
         self._store: dist.Store | None = None  # given by Groups, for install_default
         self._is_default = False
 
@@ -88,7 +88,7 @@ class Group:
         return Group(process_group, members, process_group.rank(), timeout_s)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> CollectiveProgress:
         return self._progress
 
     # Collectives ------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Group:
         if self.broken or process_group is None:
             raise GroupError(f"{name} in group {self.members}: the group is {self.broken or 'closed'}.")
         self._cancel.check(f"{name} in group {self.members}")
-        self._progress = Progress(self._progress.sequence + 1, self._progress.name, self._progress.since)
+        self._progress = CollectiveProgress(self._progress.sequence + 1, self._progress.name, self._progress.since)
         try:
             work = launch(process_group)
         except RuntimeError as error:
@@ -272,7 +272,7 @@ class Group:
     def wait_for(self, pending: Pending) -> None:
         name = pending.name
         begin = time.monotonic()
-        self._progress = Progress(self._progress.sequence, name, begin)
+        self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
             self._wait_sliced(pending, begin + self._timeout_seconds)
         except RuntimeError:
@@ -286,7 +286,7 @@ class Group:
         finally:
             pending.forget()
             self._outstanding.discard(pending)
-            self._progress = Progress(self._progress.sequence, None, 0.0)
+            self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
     def _wait_sliced(self, pending: Pending, deadline: float) -> None:
         where = f"{pending.name} in group {self.members} (rank {self.rank})"
@@ -452,7 +452,7 @@ class Groups:
         return self.get(self.world)
 
     @property
-    def progress(self) -> dict[tuple[int, ...], Progress]:
+    def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
         """Per bag, what the watchdog wants to know."""
         return {members: group.progress for members, group in list(self._groups.items())}
 

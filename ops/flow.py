@@ -19,7 +19,7 @@ from ops.packing import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class NoiseDraw:
     """The randomness of one sample at one step."""
 
     sigma: float  # in [0, 1], after the shift
@@ -32,11 +32,11 @@ def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.rando
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...]) -> Draw:
+def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...]) -> NoiseDraw:
     """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W]."""
     numbers = generator(seed, step, key)
     sigma = shift(density(config, numbers), config.flow_shift)
-    return Draw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
+    return NoiseDraw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
 
 
 def density(config: FlowConfig, numbers: np.random.Generator) -> float:

@@ -27,7 +27,7 @@ Bounds = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
+class ReduceBucket:
     """Parameters [first, last) of the layout and their range of the flat vector."""
 
     first: int
@@ -36,14 +36,14 @@ class Bucket:
     hi: int
 
 
-def cut_buckets(layout: Sequence[Slot], elements: int) -> list[Bucket]:
+def cut_buckets(layout: Sequence[Slot], elements: int) -> list[ReduceBucket]:
     """Whole parameters from the last to the first; a bucket is closed when it holds `elements` or more."""
-    buckets: list[Bucket] = []
+    buckets: list[ReduceBucket] = []
     last = len(layout)
     for first in reversed(range(len(layout))):
         lo, hi = layout[first].lo, layout[last - 1].hi
         if hi - lo >= elements or first == 0:
-            buckets.append(Bucket(first=first, last=last, lo=lo, hi=hi))
+            buckets.append(ReduceBucket(first=first, last=last, lo=lo, hi=hi))
             last = first
     return buckets
 

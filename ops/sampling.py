@@ -42,7 +42,7 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class SampleRequest:
     """One clip to make. `text` [L, text_dim] is its prompt's embedding."""
 
     text: Tensor
@@ -60,7 +60,7 @@ def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def sample_latents(
     dit: nn.Module,
-    requests: Sequence[Request],
+    requests: Sequence[SampleRequest],
     negative: Tensor,
     geometry: Geometry,
     config: SamplerConfig,
@@ -108,7 +108,7 @@ def _condition(
     return Layout(sequences, group.size, group.rank, device), torch.cat([text.to(device) for text in texts])
 
 
-def _noise_tokens(request: Request, geometry: Geometry, channels: int) -> Tensor:
+def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
     shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
     return patchify(initial_noise(request.seed, shape), geometry.patch)
 

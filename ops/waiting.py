@@ -94,7 +94,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CollectiveProgress:
     """What a watchdog reads: how many collectives were begun, the one being waited for, and since when."""
 
     sequence: int

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from actors.messages import Published
+from actors.messages import PublishedResult
 from actors.plan.types import Item, Module
 from actors.step import CacheKeys, StepBatches, StepItems
 from data.buckets import BatchSize
@@ -213,7 +213,7 @@ class Feeder:
                 found["vae", item.id] = ray.put(results)
         return found
 
-    def _load(self, module: Module, step: int, item: DataItem, names: tuple[str, ...]) -> list[Published] | None:
+    def _load(self, module: Module, step: int, item: DataItem, names: tuple[str, ...]) -> list[PublishedResult] | None:
         """Results of all samples of an item; None when one of them is not there, or not what the encoder makes."""
         assert self._cache is not None
         encoders, bucket = self._encoders, item.bucket
@@ -221,12 +221,12 @@ class Feeder:
         tokens = self._geometry.tokens(bucket.frames, bucket.height, bucket.width)
         rows = range(tokens, tokens + 1) if module == "vae" else range(encoders.most_text + 1)
         width = encoders.latent_width if module == "vae" else encoders.text_width
-        results: list[Published] = []
+        results: list[PublishedResult] = []
         for index, name in enumerate(names):
             array = self._cache.get(kind, name, rows, width)
             if array is None:
                 return None
-            results.append(Published(module=module, id=(step, item.id, index), rows=array, ok=True))
+            results.append(PublishedResult(module=module, id=(step, item.id, index), rows=array, ok=True))
         return results
 
     def _text_tokens(self, samples: tuple[Any, ...]) -> int:

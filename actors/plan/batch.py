@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.problem import Job, Problem
+from actors.plan.problem import PlannedJob, Problem
 
 NEVER = 1e15  # free time of a worker that does not exist
 FEW_NODES = 4  # up to which bags over more nodes than necessary are tried
@@ -45,7 +45,7 @@ class Space:
         return len(self.chain_of)
 
 
-def chains(jobs: Sequence[Job]) -> list[list[int]]:
+def chains(jobs: Sequence[PlannedJob]) -> list[list[int]]:
     """Connected components of the precedence graph, each in precedence order."""
     parent = list(range(len(jobs)))
 
@@ -64,7 +64,7 @@ def chains(jobs: Sequence[Job]) -> list[list[int]]:
     return [sorted(group, key=lambda i: (bool(jobs[i].preds), i)) for group in groups.values()]
 
 
-def useful_modes(problem: Problem, job: Job) -> list[tuple[int, int, float]]:
+def useful_modes(problem: Problem, job: PlannedJob) -> list[tuple[int, int, float]]:
     """(degree, nodes, seconds) that are not dominated: less of both workers and time never hurts.
 
     A bag over several nodes takes equal shares of them at the best cross-node factor; it stays beside the same degree
@@ -87,7 +87,7 @@ def useful_modes(problem: Problem, job: Job) -> list[tuple[int, int, float]]:
 
 def build(
     problem: Problem,
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedJob],
     free: Sequence[float] | None = None,
     barrier: float = 0.0,
     release: Sequence[float] | None = None,
@@ -138,7 +138,7 @@ def build(
 
 
 @dataclass(slots=True)
-class Decoded:
+class PopulationSchedules:
     """Schedules of a population."""
 
     makespan: np.ndarray  # [N] end of the last job that counts
@@ -149,7 +149,7 @@ class Decoded:
     end: np.ndarray  # [N, J]
 
 
-def decode(space: Space, keys: np.ndarray, modes: np.ndarray, ranks: np.ndarray) -> Decoded:
+def decode(space: Space, keys: np.ndarray, modes: np.ndarray, ranks: np.ndarray) -> PopulationSchedules:
     """Place every candidate's jobs in the order of its keys [N, J] with its modes, on its ranks-th best nodes.
 
     Written with flat `take` and per-position columns: this loop is where planning time goes.
@@ -205,7 +205,7 @@ def decode(space: Space, keys: np.ndarray, modes: np.ndarray, ranks: np.ndarray)
     makespan = np.maximum(np.where(space.counts, finished, 0.0).max(axis=1), space.barrier)
     real = space.nodes.ravel() < NEVER
     area = np.where(real, free.reshape(count, -1), 0.0).sum(axis=1) / real.sum()
-    return Decoded(makespan, area, order, node_of, begin_of, finished)
+    return PopulationSchedules(makespan, area, order, node_of, begin_of, finished)
 
 
 def _order(space: Space, keys: np.ndarray) -> np.ndarray:

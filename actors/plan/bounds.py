@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.problem import ENCODERS, Job, Problem
+from actors.plan.problem import ENCODERS, PlannedJob, Problem
 from actors.plan.simulate import ItemKey
 from actors.plan.types import Module
 
@@ -52,7 +52,7 @@ def step_bound(problem: Problem, step: int, modules: Sequence[Module] = (*ENCODE
     return max(area / sum(problem.topology.speed), path)
 
 
-def path_bound(problem: Problem, jobs: Sequence[Job]) -> float:
+def path_bound(problem: Problem, jobs: Sequence[PlannedJob]) -> float:
     """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
     largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
     quick = [

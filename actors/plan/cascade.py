@@ -19,7 +19,7 @@ from actors.plan.cells import plan_cells, worth_cells
 from actors.plan.gaps import fill
 from actors.plan.greedy import allot, tails
 from actors.plan.listing import Lister
-from actors.plan.problem import ENCODERS, Job, Placed, Problem
+from actors.plan.problem import ENCODERS, Placement, PlannedJob, Problem
 from actors.plan.realise import realise
 from actors.plan.simulate import ItemKey
 from actors.plan.types import MODULES, Cascade, Module
@@ -38,7 +38,7 @@ FEW_WORKERS = 8
 
 
 @dataclass(slots=True)
-class State:
+class StepContext:
     """What a step inherits: busy workers, the update barrier, encodes that already ran."""
 
     free: list[float]
@@ -52,7 +52,7 @@ class StepJobs:
     """Jobs that may run during one step: its own, and encodes of later steps (`worth` > 0), which may end up to
     `slack` seconds after the step without delaying theirs."""
 
-    jobs: list[Job]
+    jobs: list[PlannedJob]
     release: list[float]
     worth: list[float]
     slack: list[float]
@@ -70,7 +70,7 @@ def cascade_plan(
         native.library()  # compiled on the first call of a machine: not within any step's planning time
     long = len(numbers) >= LONG_HORIZON and budget_s > 0
     width, worths = (BEAM, WORTHS) if long else (1, WORTHS[:1])
-    beam = [Past(State(free=[0.0] * problem.topology.num_workers), [], [])]
+    beam = [EarlierSteps(StepContext(free=[0.0] * problem.topology.num_workers), [], [])]
     for step in numbers:
         started = time.perf_counter()
         ahead = [s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers]
@@ -97,20 +97,20 @@ def cascade_plan(
     best = min(beam, key=lambda past: past.state.barrier)
     keep = sorted({p.job for p in best.placed})
     index = {old: new for new, old in enumerate(keep)}
-    return problem.to_cascades([best.jobs[i] for i in keep], [Placed(index[p.job], p.workers) for p in best.placed])
+    return problem.to_cascades([best.jobs[i] for i in keep], [Placement(index[p.job], p.workers) for p in best.placed])
 
 
 @dataclass(slots=True)
-class Past:
+class EarlierSteps:
     """Steps decided so far, and what they leave."""
 
-    state: State
-    jobs: list[Job]
-    placed: list[Placed]
+    state: StepContext
+    jobs: list[PlannedJob]
+    placed: list[Placement]
 
-    def after(self, chosen: StepJobs, lister: Lister) -> Past:
-        placed = self.placed + [Placed(len(self.jobs) + p.job, p.workers) for p in lister.placed]
-        return Past(_after(chosen, lister, self.state), self.jobs + chosen.jobs, placed)
+    def after(self, chosen: StepJobs, lister: Lister) -> EarlierSteps:
+        placed = self.placed + [Placement(len(self.jobs) + p.job, p.workers) for p in lister.placed]
+        return EarlierSteps(_after(chosen, lister, self.state), self.jobs + chosen.jobs, placed)
 
     def least_end(self, problem: Problem) -> float:
         """Up to a constant of the horizon, when all steps can be over: encodes that ran ahead are worth their share of
@@ -123,7 +123,7 @@ class Past:
 
 
 def plan_step(
-    problem: Problem, state: State, step: int, ahead: Sequence[int], seed: int, budget_s: float
+    problem: Problem, state: StepContext, step: int, ahead: Sequence[int], seed: int, budget_s: float
 ) -> tuple[StepJobs, Lister]:
     """The best decision found for one step within the budget: whole batches, and batches cut where that may pay.
 
@@ -174,7 +174,7 @@ def plan_step(
     return chosen, lister
 
 
-def rough_step(problem: Problem, state: State, step: int) -> tuple[StepJobs, Lister]:
+def rough_step(problem: Problem, state: StepContext, step: int) -> tuple[StepJobs, Lister]:
     """Some legal plan of a step, in a millisecond: a run plans it again before it is executed."""
     chosen = step_jobs(problem, state, step, [])
     lister = Lister(problem, chosen.jobs, state.free)
@@ -193,14 +193,14 @@ def _searched(
     bound: float,
     deadline: float,
     population: int = 0,
-) -> search.Found | None:
+) -> search.SearchResult | None:
     """The best candidate of the compiled search, or of the vectorised one where there is no compiler."""
     if native.fits(space):
         return native.anneal(space, starts, budget_s, seed, bound, deadline - time.perf_counter())
     return search.anneal(space, starts, budget_s, seed, bound, deadline, population)
 
 
-def _bound(problem: Problem, chosen: StepJobs, state: State) -> float:
+def _bound(problem: Problem, chosen: StepJobs, state: StepContext) -> float:
     """No schedule of these jobs ends earlier; a search that reaches it may stop."""
     if state.barrier:
         return state.barrier
@@ -212,7 +212,7 @@ def _bound(problem: Problem, chosen: StepJobs, state: State) -> float:
 Patterns = dict[tuple[ItemKey, Module], tuple[int, ...]]
 
 
-def cuts(problem: Problem, state: State, step: int) -> list[Patterns]:
+def cuts(problem: Problem, state: StepContext, step: int) -> list[Patterns]:
     """Ways to cut the step's batches: every item that is long against the step into pieces of at most a share of it."""
     if not problem.options.split:
         return []
@@ -254,18 +254,20 @@ def _longest_piece(problem: Problem, key: ItemKey, pattern: Sequence[int]) -> fl
     return min(((k * s, s) for k, s in modes), default=(0.0, float("inf")))[1]
 
 
-def _fresh(state: State) -> bool:
+def _fresh(state: StepContext) -> bool:
     return not any(state.free) and not state.ran
 
 
-def _by_cells(problem: Problem, state: State, chosen: StepJobs, seed: int, budget_s: float) -> tuple[StepJobs, Lister]:
+def _by_cells(
+    problem: Problem, state: StepContext, chosen: StepJobs, seed: int, budget_s: float
+) -> tuple[StepJobs, Lister]:
     """A large step from idle workers, without early encodes: they are many enough to fill each other's gaps."""
     own = [i for i, worth in enumerate(chosen.worth) if worth == 0]
     chosen = _alone([chosen.jobs[i] for i in own])
 
-    def plan_cell(part: Problem, jobs: Sequence[Job], seconds: float) -> tuple[float, list[Placed]]:
+    def plan_cell(part: Problem, jobs: Sequence[PlannedJob], seconds: float) -> tuple[float, list[Placement]]:
         cell_jobs = _alone(jobs)
-        empty = State(free=[0.0] * part.topology.num_workers)
+        empty = StepContext(free=[0.0] * part.topology.num_workers)
         space = batch.build(part, jobs) if seconds > 0 else None
         if space is None:
             score, lister, _ = constructive(part, cell_jobs, empty)
@@ -284,14 +286,14 @@ def _by_cells(problem: Problem, state: State, chosen: StepJobs, seed: int, budge
     return chosen, lister
 
 
-def _alone(jobs: Sequence[Job]) -> StepJobs:
+def _alone(jobs: Sequence[PlannedJob]) -> StepJobs:
     """Jobs of one step that begins with idle workers."""
     return StepJobs(list(jobs), [0.0] * len(jobs), [0.0] * len(jobs), [0.0] * len(jobs))
 
 
 def step_jobs(
     problem: Problem,
-    state: State,
+    state: StepContext,
     step: int,
     ahead: Sequence[int],
     patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None,
@@ -338,7 +340,7 @@ def step_jobs(
 
 
 def _add_later(
-    problem: Problem, state: State, step: int, ahead: Sequence[int], chosen: StepJobs, lister: Lister
+    problem: Problem, state: StepContext, step: int, ahead: Sequence[int], chosen: StepJobs, lister: Lister
 ) -> None:
     """Put the encodes of the steps ahead behind the jobs of a planned step; the schedule makes room for them."""
     more = step_jobs(problem, state, step, ahead)
@@ -353,7 +355,7 @@ def _add_later(
 
 
 def constructive(
-    problem: Problem, chosen: StepJobs, state: State
+    problem: Problem, chosen: StepJobs, state: StepContext
 ) -> tuple[float, Lister, list[tuple[list[int], list[int]]]]:
     """(score, best schedule, all (order, degrees) tried): allotments for a few target times, own jobs only first."""
     own = [i for i, worth in enumerate(chosen.worth) if worth == 0]
@@ -388,7 +390,7 @@ def constructive(
 
 
 def side_by_side(
-    problem: Problem, jobs: Sequence[Job], own: Sequence[int] | None = None
+    problem: Problem, jobs: Sequence[PlannedJob], own: Sequence[int] | None = None
 ) -> list[tuple[list[int], list[int]]]:
     """(order, degrees) in which nodes encode all items side by side, then run their dits, longest or shortest first."""
     own = range(len(jobs)) if own is None else own
@@ -403,7 +405,7 @@ def side_by_side(
     return found
 
 
-def _fill_gaps(chosen: StepJobs, lister: Lister, state: State, deadline: float) -> None:
+def _fill_gaps(chosen: StepJobs, lister: Lister, state: StepContext, deadline: float) -> None:
     """Encodes of later steps into what is idle; the most urgent and largest first."""
     optional = sorted(
         (i for i, worth in enumerate(chosen.worth) if worth > 0 and i not in lister.where),
@@ -413,7 +415,7 @@ def _fill_gaps(chosen: StepJobs, lister: Lister, state: State, deadline: float) 
         fill(lister, optional, _end(chosen, lister, state), deadline)
 
 
-def _end(chosen: StepJobs, lister: Lister, state: State) -> float:
+def _end(chosen: StepJobs, lister: Lister, state: StepContext) -> float:
     """End of the step: of its last dit, or of its last encode where it has no dit."""
     own = [i for i, worth in enumerate(chosen.worth) if worth == 0 and i in lister.where]
     dits = [i for i in own if chosen.jobs[i].module == "dit"] or own
@@ -423,7 +425,7 @@ def _end(chosen: StepJobs, lister: Lister, state: State) -> float:
 def climb(
     problem: Problem,
     chosen: StepJobs,
-    state: State,
+    state: StepContext,
     tried: Sequence[tuple[list[int], list[int]]],
     budget_s: float,
     seed: int,
@@ -461,12 +463,12 @@ def climb(
     return best[1]
 
 
-def _by_tail(jobs: Sequence[Job], degrees: Sequence[int]) -> Callable[[int], tuple[float, int]]:
+def _by_tail(jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> Callable[[int], tuple[float, int]]:
     tail = tails(jobs, degrees)
     return lambda index: (-tail[index], index)
 
 
-def _whole_nodes(problem: Problem, jobs: Sequence[Job], limit: float) -> list[int]:
+def _whole_nodes(problem: Problem, jobs: Sequence[PlannedJob], limit: float) -> list[int]:
     """Encoders at their cheapest degree within `limit` seconds, dits at the largest degree inside a node: nodes encode
     side by side, then run their dits one after the other."""
     largest = max(problem.cluster.nodes)
@@ -479,12 +481,14 @@ def _whole_nodes(problem: Problem, jobs: Sequence[Job], limit: float) -> list[in
     return degrees
 
 
-def _realised(problem: Problem, chosen: StepJobs, state: State, found: search.Found, budget_s: float) -> Lister:
+def _realised(
+    problem: Problem, chosen: StepJobs, state: StepContext, found: search.SearchResult, budget_s: float
+) -> Lister:
     own = [worth == 0 for worth in chosen.worth]
     return realise(problem, chosen.jobs, found, state.free, state.barrier, chosen.release, own, budget_s)
 
 
-def _score(chosen: StepJobs, lister: Lister, state: State) -> float:
+def _score(chosen: StepJobs, lister: Lister, state: StepContext) -> float:
     """End of the step plus what later steps pay: encodes left to them, and workers that are busy beyond it."""
     end = _end(chosen, lister, state)
     left = sum(worth for i, worth in enumerate(chosen.worth) if worth > 0 and i not in lister.where)
@@ -502,7 +506,7 @@ def _score(chosen: StepJobs, lister: Lister, state: State) -> float:
     return end + left + over + max(delay, 0.0)
 
 
-def _after(chosen: StepJobs, lister: Lister, state: State) -> State:
+def _after(chosen: StepJobs, lister: Lister, state: StepContext) -> StepContext:
     ran = dict(state.ran)
     barrier = state.barrier
     for placed in lister.placed:
@@ -511,7 +515,7 @@ def _after(chosen: StepJobs, lister: Lister, state: State) -> State:
             barrier = max(barrier, lister.end[placed.job])
         else:
             ran[job.item, job.module, job.first, job.count] = (lister.end[placed.job], placed.workers)
-    return State(free=list(lister.free), barrier=barrier, worths=state.worths, ran=ran)
+    return StepContext(free=list(lister.free), barrier=barrier, worths=state.worths, ran=ran)
 
 
 assert ENCODERS == ("text", "vae")

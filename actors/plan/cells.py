@@ -14,7 +14,7 @@ import numpy as np
 
 from actors.plan.batch import chains
 from actors.plan.listing import Lister
-from actors.plan.problem import Job, Placed, Problem
+from actors.plan.problem import Placement, PlannedJob, Problem
 from actors.plan.strips import Strip, Strips
 from actors.plan.types import Cluster
 
@@ -24,7 +24,7 @@ BALANCE_S = 0.1  # for the strips, whatever the budget
 TRY_S = 0.008  # planning time of one cell at a time
 SHARE = 0.8  # of the budget; the rest is for making a plan of the cells
 
-PlanCell = Callable[[Problem, Sequence[Job], float], tuple[float, list[Placed]]]
+PlanCell = Callable[[Problem, Sequence[PlannedJob], float], tuple[float, list[Placement]]]
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class Cell:
     first_worker: int
     chains: list[int]
     makespan: float = 0.0
-    placed: list[Placed] | None = None  # job indices of the whole problem, workers of the cell
+    placed: list[Placement] | None = None  # job indices of the whole problem, workers of the cell
     searched: bool = False
 
 
-def worth_cells(problem: Problem, jobs: Sequence[Job]) -> bool:
+def worth_cells(problem: Problem, jobs: Sequence[PlannedJob]) -> bool:
     """Whether the cluster is large against its jobs' degrees and has several chains for every cell."""
     nodes = problem.cluster.nodes
     workers = problem.topology.num_workers
@@ -54,7 +54,7 @@ def worth_cells(problem: Problem, jobs: Sequence[Job]) -> bool:
     )
 
 
-def plan_cells(problem: Problem, jobs: Sequence[Job], plan_cell: PlanCell, budget_s: float) -> list[Placed]:
+def plan_cells(problem: Problem, jobs: Sequence[PlannedJob], plan_cell: PlanCell, budget_s: float) -> list[Placement]:
     """Placements of all jobs. `plan_cell(problem, jobs, budget)` plans one cell; budget 0 is its constructive plan."""
     deadline = time.perf_counter() + SHARE * budget_s
     groups = chains(jobs)
@@ -71,7 +71,9 @@ def plan_cells(problem: Problem, jobs: Sequence[Job], plan_cell: PlanCell, budge
         try_s = min(3 * try_s, max(TRY_S, 0.1 * budget_s))
         for cell in cells:
             cell.searched = False
-    return [Placed(p.job, tuple(w + cell.first_worker for w in p.workers)) for cell in cells for p in cell.placed or []]
+    return [
+        Placement(p.job, tuple(w + cell.first_worker for w in p.workers)) for cell in cells for p in cell.placed or []
+    ]
 
 
 def _dealt(strips: Sequence[Strip], counts: Sequence[int]) -> list[list[Strip]]:
@@ -80,7 +82,7 @@ def _dealt(strips: Sequence[Strip], counts: Sequence[int]) -> list[list[Strip]]:
     return [[left.pop(-1 if number % 2 == 0 else 0) for number in range(count)] for count in counts]
 
 
-def _lay(cell: Cell, jobs: Sequence[Job], strips: Sequence[Strip]) -> None:
+def _lay(cell: Cell, jobs: Sequence[PlannedJob], strips: Sequence[Strip]) -> None:
     """Give a cell the plan of its strips, one on each node."""
     lister = Lister(cell.problem, jobs)
     for node, strip in enumerate(strips):
@@ -91,7 +93,7 @@ def _lay(cell: Cell, jobs: Sequence[Job], strips: Sequence[Strip]) -> None:
 
 def _even_out(
     cells: list[Cell],
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedJob],
     groups: Sequence[Sequence[int]],
     areas: np.ndarray,
     plan_cell: PlanCell,
@@ -123,14 +125,14 @@ def _cells(problem: Problem) -> list[Cell]:
 
 
 def _plan(
-    cell: Cell, jobs: Sequence[Job], groups: Sequence[Sequence[int]], plan_cell: PlanCell, budget_s: float
+    cell: Cell, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], plan_cell: PlanCell, budget_s: float
 ) -> None:
     """Plan a cell; keeps its earlier plan where that was better."""
     cell.searched = budget_s > 0
     indices = [i for chain in cell.chains for i in groups[chain]]
     place = {old: new for new, old in enumerate(indices)}
     own = [
-        Job(
+        PlannedJob(
             jobs[i].module,
             jobs[i].step,
             jobs[i].item,
@@ -143,13 +145,13 @@ def _plan(
     ]
     makespan, placed = plan_cell(cell.problem, own, budget_s) if own else (0.0, [])
     if cell.placed is None or makespan < cell.makespan:
-        cell.makespan, cell.placed = makespan, [Placed(indices[p.job], p.workers) for p in placed]
+        cell.makespan, cell.placed = makespan, [Placement(indices[p.job], p.workers) for p in placed]
 
 
 def _swap(
     slow: Cell,
     fast: Cell,
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedJob],
     groups: Sequence[Sequence[int]],
     areas: np.ndarray,
     plan_cell: PlanCell,

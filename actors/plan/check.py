@@ -8,13 +8,13 @@ from itertools import pairwise
 from actors.plan.profile import Profile
 from actors.plan.simulate import ItemKey, cascade_seconds, done_results, handoff_seconds, index_items
 from actors.plan.topology import Topology
-from actors.plan.types import Cascade, Cluster, Done, Item, Plan, PlanError
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
 TOLERANCE_S = 1e-6
 
 
 def check(
-    plan: Plan, steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, done: Sequence[Done] = ()
+    plan: Plan, steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, done: Sequence[EarlyEncode] = ()
 ) -> None:
     """Raise PlanError unless the plan runs every sample of every item once, legally, in the profile's durations."""
     topology = Topology(cluster, profile.cross_node)
@@ -93,7 +93,7 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
 
 
 def _check_coverage(
-    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[Done]
+    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[EarlyEncode]
 ) -> None:
     runs: dict[tuple[ItemKey, str], list[int]] = {}
     for cascade in cascades:
@@ -127,7 +127,7 @@ def _check_exclusive(cascades: Sequence[Cascade]) -> None:
 
 
 def _check_predecessors(
-    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[Done]
+    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[EarlyEncode]
 ) -> None:
     produced: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...], str]]] = {}
     for key, result in done_results(done, items):

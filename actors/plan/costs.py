@@ -121,7 +121,7 @@ def quality(predicted: np.ndarray, target: np.ndarray) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CostForm:
     """A family of cost models, linear in its coefficients."""
 
     names: tuple[str, ...]
@@ -163,12 +163,12 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 FORMS = {
-    "arachne": Form(("constant", "alpha1", "alpha2", "comm"), _arachne),
-    "knapformer": Form(("linear", "quadratic"), _knapformer),
-    "adaptiveload": Form(("a", "b"), _adaptiveload),
-    "tiles": Form(("constant", "volume"), _tiles),
-    "pixels": Form(("constant", "pixel", "sample"), _pixels),
-    "captions": Form(("constant", "token"), _captions),
+    "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne),
+    "knapformer": CostForm(("linear", "quadratic"), _knapformer),
+    "adaptiveload": CostForm(("a", "b"), _adaptiveload),
+    "tiles": CostForm(("constant", "volume"), _tiles),
+    "pixels": CostForm(("constant", "pixel", "sample"), _pixels),
+    "captions": CostForm(("constant", "token"), _captions),
 }
 FORMS_OF = {"dit": ("arachne", "adaptiveload", "knapformer"), "vae": ("tiles", "pixels"), "text": ("captions",)}
 TILE = (16, 256, 256)  # frames, height, width of a VAE tile; neighbours overlap by a quarter in space

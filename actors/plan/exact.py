@@ -13,9 +13,9 @@ from typing import Any
 
 from actors.plan.batch import useful_modes
 from actors.plan.listing import EPS, Lister
-from actors.plan.problem import Job, Problem
+from actors.plan.problem import PlannedJob, Problem
 from actors.plan.realise import realise
-from actors.plan.search import Found
+from actors.plan.search import SearchResult
 from actors.plan.types import PlanError
 
 log = logging.getLogger(__name__)
@@ -23,11 +23,11 @@ EXACT_S = 20.0  # it may take at least this long: a proof needs it, a budget of 
 RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up, the evaluator then uses the exact ones
 
 
-def improve_exactly(problem: Problem, jobs: Sequence[Job], start: Lister, seed: int) -> Lister:
+def improve_exactly(problem: Problem, jobs: Sequence[PlannedJob], start: Lister, seed: int) -> Lister:
     """The proven optimum, or the best found in max(EXACT_S, budget); never worse than `start`."""
     nodes = [tuple(sorted({problem.topology.node[w] for w in start.where[i]})) for i in range(len(jobs))]
     degrees = [len(start.where[i]) for i in range(len(jobs))]
-    hint = Found(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0)
+    hint = SearchResult(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0)
     budget_s = max(EXACT_S, problem.options.budget_s)
     found, _ = solve(problem, jobs, hint, budget_s, seed)
     free, none = [0.0] * problem.topology.num_workers, [0.0] * len(jobs)
@@ -35,7 +35,9 @@ def improve_exactly(problem: Problem, jobs: Sequence[Job], start: Lister, seed: 
     return best if max(best.end) < max(start.end) - EPS else start
 
 
-def solve(problem: Problem, jobs: Sequence[Job], hint: Found | None, budget_s: float, seed: int) -> tuple[Found, bool]:
+def solve(
+    problem: Problem, jobs: Sequence[PlannedJob], hint: SearchResult | None, budget_s: float, seed: int
+) -> tuple[SearchResult, bool]:
     """(best schedule, proven optimal). PlanError when the budget ends without any schedule and there is no hint."""
     from ortools.sat.python import cp_model
 
@@ -97,5 +99,5 @@ def solve(problem: Problem, jobs: Sequence[Job], hint: Found | None, budget_s: f
     order = sorted(range(len(jobs)), key=lambda i: (solver.value(starts[i]), i))
     picked = [next(option for option in options if solver.value(option[0])) for options in choices]
     last, begin = solver.value(makespan) / ticks, [solver.value(start) / ticks for start in starts]
-    found = Found(last, last, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
+    found = SearchResult(last, last, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
     return found, status == cp_model.OPTIMAL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.plan.listing import Lister
-from actors.plan.problem import Job, Problem
+from actors.plan.problem import PlannedJob, Problem
 from actors.plan.simulate import ItemKey
 from actors.plan.types import Cascade
 
@@ -29,7 +29,7 @@ def flexsp_step(problem: Problem, step: int, *, greedy: bool = False) -> list[Ca
     return problem.to_cascades(jobs, lister.placed)
 
 
-def _times(problem: Problem, jobs: Sequence[Job], key: ItemKey) -> dict[int, float]:
+def _times(problem: Problem, jobs: Sequence[PlannedJob], key: ItemKey) -> dict[int, float]:
     """Seconds of an item by group size: its modules one after the other, an encoder at its best degree within it."""
     own = [job for job in jobs if job.item == key]
     largest = max(problem.cluster.nodes)
@@ -43,7 +43,7 @@ def _times(problem: Problem, jobs: Sequence[Job], key: ItemKey) -> dict[int, flo
     return result
 
 
-def _degree_of(job: Job, size: int) -> int:
+def _degree_of(job: PlannedJob, size: int) -> int:
     """The job's degree within a group: the size itself, or the next legal one, for dit; the quickest degree that fits
     for encoders."""
     if job.module == "dit":

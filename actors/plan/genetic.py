@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from actors.plan.greedy import list_by_tail, tails
 from actors.plan.listing import Lister
-from actors.plan.problem import Job, Problem
+from actors.plan.problem import PlannedJob, Problem
 
 POPULATION = 40
 GENERATIONS = 50
@@ -21,7 +21,7 @@ ELITE = 4
 SCHEDULE_S = 2.5e-5  # calibration: one job of one list schedule
 
 
-def genetic_step(problem: Problem, jobs: Sequence[Job], seed: int, budget_s: float) -> Lister:
+def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> Lister:
     """Best schedule after GENERATIONS or the budget's worth of them, placed on nodes."""
     source = random.Random(seed)
     choices = [[k for k, _ in job.modes] for job in jobs]
@@ -48,7 +48,7 @@ def genetic_step(problem: Problem, jobs: Sequence[Job], seed: int, budget_s: flo
     return list_by_tail(problem, jobs, best)[1]
 
 
-def _pool_makespan(problem: Problem, jobs: Sequence[Job], degrees: Sequence[int]) -> float:
+def _pool_makespan(problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> float:
     """Critical-path list schedule on one pool of equal workers, blind to nodes."""
     tail = tails(jobs, degrees)
     free = [0.0] * problem.topology.num_workers

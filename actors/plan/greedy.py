@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.plan.listing import Lister
-from actors.plan.problem import Job, Problem
+from actors.plan.problem import PlannedJob, Problem
 
 
-def allot(problem: Problem, jobs: Sequence[Job], target: float) -> list[int]:
+def allot(problem: Problem, jobs: Sequence[PlannedJob], target: float) -> list[int]:
     """Degree of every job: the fewest GPU-seconds with which encode + dit of its item stay within `target`.
 
     Where nothing does, the quickest degree. Bags over several nodes are charged their best cross-node factor.
@@ -31,18 +31,18 @@ def allot(problem: Problem, jobs: Sequence[Job], target: float) -> list[int]:
     return degrees
 
 
-def _cheapest_within(job: Job, limit: float, largest: int, span: float) -> int:
+def _cheapest_within(job: PlannedJob, limit: float, largest: int, span: float) -> int:
     best = min(((k * s, s, k) for k, s in _effective(job, largest, span) if s <= limit), default=None)
     if best is None:
         return min((s, k) for k, s in _effective(job, largest, span))[1]
     return best[2]
 
 
-def _effective(job: Job, largest: int, span: float) -> list[tuple[int, float]]:
+def _effective(job: PlannedJob, largest: int, span: float) -> list[tuple[int, float]]:
     return [(k, s * span if k > largest else s) for k, s in job.modes]
 
 
-def tails(jobs: Sequence[Job], degrees: Sequence[int]) -> list[float]:
+def tails(jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> list[float]:
     """Seconds from the start of each job to the end of its item's dit."""
     tail = [job.seconds(k) for job, k in zip(jobs, degrees)]
     for index, job in enumerate(jobs):
@@ -53,7 +53,7 @@ def tails(jobs: Sequence[Job], degrees: Sequence[int]) -> list[float]:
 
 def list_by_tail(
     problem: Problem,
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedJob],
     degrees: Sequence[int],
     free: Sequence[float] | None = None,
     barrier: float = 0.0,
@@ -75,7 +75,11 @@ def list_by_tail(
 
 
 def longest_first(
-    problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = None, barrier: float = 0.0, targets: int = 12
+    problem: Problem,
+    jobs: Sequence[PlannedJob],
+    free: Sequence[float] | None = None,
+    barrier: float = 0.0,
+    targets: int = 12,
 ) -> tuple[float, Lister]:
     """Best of a few target times between the bound and three times it."""
     area = sum(job.area for job in jobs) / sum(problem.topology.speed)

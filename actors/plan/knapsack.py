@@ -20,7 +20,7 @@ EXCHANGES = 400  # improvement steps after the constructive assignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
+class Balance:
     """Sequence -> bag, with the seconds of every bag."""
 
     sizes: tuple[int, ...]  # workers of each bag
@@ -70,7 +70,7 @@ def balance(
     width: int = 3072,
     gamma: float = 0.42,
     max_tokens: float | None = None,
-) -> Assignment:
+) -> Balance:
     """Balance sequences over bags by Eq. 2. `max_tokens` caps the tokens of a worker; PlanError when it cannot hold."""
     work = np.array([workload(length, width, gamma) for length in lengths], dtype=float)
     kinds = sorted(set(sizes))
@@ -81,7 +81,7 @@ def balance(
     return assign(np.where(allowed, costs, np.inf), sizes, np.array(lengths, dtype=float), max_tokens)
 
 
-def assign(costs: np.ndarray, sizes: Sequence[int], tokens: np.ndarray, max_tokens: float | None = None) -> Assignment:
+def assign(costs: np.ndarray, sizes: Sequence[int], tokens: np.ndarray, max_tokens: float | None = None) -> Balance:
     """Least possible maximum load. costs [U, kinds] seconds of a unit on each bag size, ascending; infinite if illegal.
 
     Two starts, improved by moves and swaps: earliest finish for the largest first, and KnapFormer's own rule, so the
@@ -95,7 +95,7 @@ def assign(costs: np.ndarray, sizes: Sequence[int], tokens: np.ndarray, max_toke
     starts = [_earliest_finish(costs, kind_of, sizes, tokens, max_tokens)]
     if max_tokens is None and len(costs) * len(sizes) <= 200_000:
         starts.append(_occupancy(costs, kind_of, sizes))
-    best: Assignment | None = None
+    best: Balance | None = None
     for bags in starts:
         found = _improve(costs, kind_of, sizes, tokens, max_tokens, bags)
         if best is None or _better(found, best):
@@ -104,7 +104,7 @@ def assign(costs: np.ndarray, sizes: Sequence[int], tokens: np.ndarray, max_toke
     return best
 
 
-def occupancy_rule(work: Sequence[float], sizes: Sequence[int]) -> Assignment:
+def occupancy_rule(work: Sequence[float], sizes: Sequence[int]) -> Balance:
     """What KnapFormer's published rule makes of it, for comparison: no improvement, no cap."""
     kinds = sorted(set(sizes))
     costs = np.array(work, dtype=float)[:, None] / np.array(kinds, dtype=float)[None, :]
@@ -112,10 +112,10 @@ def occupancy_rule(work: Sequence[float], sizes: Sequence[int]) -> Assignment:
     load = [0.0] * len(sizes)
     for unit, bag in enumerate(bags):
         load[bag] += work[unit] / sizes[bag]
-    return Assignment(sizes=tuple(sizes), bag_of=tuple(bags), load=tuple(load))
+    return Balance(sizes=tuple(sizes), bag_of=tuple(bags), load=tuple(load))
 
 
-def _better(one: Assignment, other: Assignment) -> bool:
+def _better(one: Balance, other: Balance) -> bool:
     top, best = max(one.load), max(other.load)
     if abs(top - best) > 1e-3 * best:
         return top < best
@@ -182,7 +182,7 @@ def _improve(
     tokens: np.ndarray,
     max_tokens: float | None,
     bags: list[int],
-) -> Assignment:
+) -> Balance:
     """Relieve the busiest bag, then fill the least busy one, by moves and swaps that hurt neither end."""
     per_bag = costs[:, kind_of]
     bag_of = np.array(bags, dtype=np.intp)
@@ -208,7 +208,7 @@ def _improve(
     exact = [0.0] * len(sizes)  # summed afresh: thousands of exchanges leave rounding behind
     for unit, bag in enumerate(bag_of):
         exact[bag] += float(per_bag[unit, bag])
-    return Assignment(sizes=tuple(sizes), bag_of=tuple(int(b) for b in bag_of), load=tuple(exact))
+    return Balance(sizes=tuple(sizes), bag_of=tuple(int(b) for b in bag_of), load=tuple(exact))
 
 
 def _exchange(

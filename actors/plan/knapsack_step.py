@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actors.plan import costs as cost_models
-from actors.plan.knapsack import Assignment, assign, candidate_topologies, parse_topology
+from actors.plan.knapsack import Balance, assign, candidate_topologies, parse_topology
 from actors.plan.problem import ENCODERS, Problem
 from actors.plan.simulate import ItemKey, simulate
 from actors.plan.types import Cascade, Module, Part, PlanError
@@ -58,7 +58,7 @@ def _choose(problem: Problem, units: Sequence[Unit], workers: int) -> tuple[tupl
         return sizes, _balance(problem, units, sizes * replicas).bag_of, replicas
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
     work = [min(k * s for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units]
-    best: tuple[float, tuple[int, ...], Assignment] | None = None
+    best: tuple[float, tuple[int, ...], Balance] | None = None
     for sizes in candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
         try:
             found = _balance(problem, units, sizes)
@@ -85,7 +85,7 @@ def _units(problem: Problem, step: int) -> list[Unit]:
     return units
 
 
-def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> Assignment:
+def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> Balance:
     kinds = sorted(set(sizes))
     costs = np.full((len(units), len(kinds)), np.inf)
     tokens = np.zeros(len(units))

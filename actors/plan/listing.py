@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.plan.placement import pick_on, span
-from actors.plan.problem import Job, Placed, Problem
+from actors.plan.problem import Placement, PlannedJob, Problem
 
 EPS = 1e-9
 
@@ -13,7 +13,7 @@ EPS = 1e-9
 class Lister:
     """Places jobs one by one on the workers of a problem. One instance serves one schedule."""
 
-    def __init__(self, problem: Problem, jobs: Sequence[Job], free: Sequence[float] | None = None) -> None:
+    def __init__(self, problem: Problem, jobs: Sequence[PlannedJob], free: Sequence[float] | None = None) -> None:
         self.problem = problem
         self.topology = problem.topology
         self.jobs = jobs
@@ -25,7 +25,7 @@ class Lister:
         self.end = [0.0] * len(jobs)
         self.barrier = 0.0  # no dit starts before it
         self.release = [0.0] * len(jobs)  # earliest start of each job: encodes that ran before
-        self.placed: list[Placed] = []
+        self.placed: list[Placement] = []
         self.where: dict[int, tuple[int, ...]] = {}
 
     def place(self, index: int, degree: int) -> float:
@@ -68,7 +68,7 @@ class Lister:
     def insert(self, index: int, workers: tuple[int, ...], start: float, end: float) -> None:
         """Put a job into an idle gap; the caller vouches for the gap and restores the order of `placed`."""
         self.begin[index], self.end[index], self.where[index] = start, end, workers
-        self.placed.append(Placed(index, workers))
+        self.placed.append(Placement(index, workers))
         for worker in workers:
             self.free[worker] = max(self.free[worker], end)
 
@@ -80,7 +80,7 @@ class Lister:
         self.begin[index] = end - self.jobs[index].seconds(len(workers)) * self.topology.factor(workers)
         self.end[index] = end
         self.where[index] = workers
-        self.placed.append(Placed(index, workers))
+        self.placed.append(Placement(index, workers))
         return end
 
     def _ready(self, index: int) -> float:
@@ -89,7 +89,7 @@ class Lister:
         ready = max(ready, self.release[index])
         return max(ready, self.barrier) if job.module == "dit" else ready
 
-    def _handoff_ready(self, job: Job, workers: tuple[int, ...]) -> float:
+    def _handoff_ready(self, job: PlannedJob, workers: tuple[int, ...]) -> float:
         if job.module != "dit" or not self.handoff:
             return 0.0
         item = self.problem.items[job.item]

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.plan.batch import NEVER, Space
-from actors.plan.search import Found
+from actors.plan.search import SearchResult
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def anneal(
     seed: int,
     bound: float,
     seconds: float,
-) -> Found | None:
+) -> SearchResult | None:
     """Restarts from the starting candidates (keys [J], modes [J]) and from random ones, until the budget's evaluations
     are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that.
 
@@ -121,8 +121,8 @@ def anneal(
     evaluations = evaluations_for(space, budget_s)
     longest = max(50, min(LENGTH * num_jobs**2, evaluations // ENOUGH))
 
-    def search(number: int) -> _Searched:
-        one = _Searched(np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4))
+    def search(number: int) -> _SearchOutput:
+        one = _SearchOutput(np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4))
         one.evaluations = compiled.anneal(
             ctypes.byref(given),
             _pointer(keys),
@@ -156,7 +156,7 @@ def anneal(
     if best.figures[2]:  # found from its end: in forward order of start, encodes first
         placing = sorted(range(num_jobs), key=lambda j: (result[j, 0], bool(before[j]), j))
     kept = [j for j in placing if space.counts[j] or not space.worth[j] or result[j, 0] < makespan - 1e-9]
-    return Found(
+    return SearchResult(
         makespan,
         float(best.figures[1]),
         kept,
@@ -168,7 +168,7 @@ def anneal(
 
 
 @dataclass(slots=True)
-class _Searched:
+class _SearchOutput:
     """What one run of the compiled search left: see `anneal` in annealer.c."""
 
     result: np.ndarray

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from actors.plan import metrics
-from actors.plan.cascade import CUT_GAIN, State, cascade_plan, plan_step
+from actors.plan.cascade import CUT_GAIN, StepContext, cascade_plan, plan_step
 from actors.plan.exact import improve_exactly
 from actors.plan.flexsp import flexsp_step
 from actors.plan.genetic import genetic_step
@@ -24,7 +24,7 @@ from actors.plan.knapsack_step import knapsack_step
 from actors.plan.problem import PlanOptions, Problem
 from actors.plan.profile import Profile
 from actors.plan.static import static_plan
-from actors.plan.types import Cascade, Cluster, Done, Item, Plan, PlanError
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
 __all__ = ["STRATEGIES", "PlanOptions", "make_plan", "rolling_cut"]
 
@@ -36,7 +36,7 @@ def make_plan(
     options: PlanOptions,
     *,
     first_step: int = 0,
-    done: Sequence[Done] = (),
+    done: Sequence[EarlyEncode] = (),
     seed: int = 0,
 ) -> Plan:
     """Plan the steps in order. Raises PlanError, naming the item and a remedy, when no legal plan exists.
@@ -56,7 +56,7 @@ def make_plan(
 def rolling_cut(plan: Plan, update_waits: bool = False) -> list[Cascade]:
     """What the runtime executes for the plan's first step, in execution order: its own cascades, and encodes of later
     steps that start before the end of its last dit cascade, or with `update_waits` end by it. Encodes of a cut item run
-    early together or not at all: the next plan is told of whole items only (`Done`)."""
+    early together or not at all: the next plan is told of whole items only (`EarlyEncode`)."""
     if not plan.steps:
         return []
     first = plan.steps[0]
@@ -141,7 +141,7 @@ def _genetic(problem: Problem, step: int, seed: int) -> list[Cascade]:
 
 
 def _exact(problem: Problem, step: int, seed: int) -> list[Cascade]:
-    state = State(free=[0.0] * problem.topology.num_workers)
+    state = StepContext(free=[0.0] * problem.topology.num_workers)
     chosen, lister = plan_step(problem, state, step, [], seed, problem.options.budget_s)
     if not chosen.jobs:
         return []

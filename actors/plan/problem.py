@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from actors.plan.profile import Profile
 from actors.plan.simulate import ItemKey, done_results, index_items, simulate
 from actors.plan.topology import Topology
-from actors.plan.types import MODULES, Cascade, Cluster, Done, Item, Module, Part, PlanError
+from actors.plan.types import MODULES, Cascade, Cluster, EarlyEncode, Item, Module, Part, PlanError
 
 ENCODERS: tuple[Module, ...] = ("text", "vae")
 
@@ -40,7 +40,7 @@ class PlanOptions:
 
 
 @dataclass(slots=True)
-class Job:
+class PlannedJob:
     """One cascade to be. `modes` are (degree, seconds), ascending; `preds` indices of the encodes it consumes."""
 
     module: Module
@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Placement:
     """A decision about one job."""
 
     job: int
@@ -83,7 +83,7 @@ class Problem:
         options: PlanOptions,
         *,
         first_step: int = 0,
-        done: Sequence[Done] = (),
+        done: Sequence[EarlyEncode] = (),
     ) -> None:
         self.steps = steps
         self.profile = profile
@@ -114,7 +114,7 @@ class Problem:
         """Whether a cascade of this module must run for the item."""
         return module in self._modules and module not in self.items[key].cached and (key, module) not in self.finished
 
-    def pieces(self, key: ItemKey, module: Module, pattern: Sequence[int]) -> list[Job]:
+    def pieces(self, key: ItemKey, module: Module, pattern: Sequence[int]) -> list[PlannedJob]:
         """Jobs of one module of an item, `pattern` being the samples of each cascade. PlanError if one has no mode."""
         item = self.items[key]
         jobs, first = [], 0
@@ -122,7 +122,7 @@ class Problem:
             modes = self.modes(module, item, count)
             if not modes:
                 raise PlanError(self.why_not(key, module, count))
-            jobs.append(Job(module, key[0], key, first, count, modes))
+            jobs.append(PlannedJob(module, key[0], key, first, count, modes))
             first += count
         return jobs
 
@@ -136,9 +136,9 @@ class Problem:
 
     def jobs(
         self, patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None, steps: Sequence[int] | None = None
-    ) -> list[Job]:
+    ) -> list[PlannedJob]:
         """All jobs of the given steps, encodes before the dit of their item, predecessors filled in."""
-        jobs: list[Job] = []
+        jobs: list[PlannedJob] = []
         for key in self.items:
             if steps is not None and key[0] not in steps:
                 continue
@@ -187,7 +187,7 @@ class Problem:
                     found.append(pattern)
         return found
 
-    def to_cascades(self, jobs: Sequence[Job], placed: Sequence[Placed]) -> list[Cascade]:
+    def to_cascades(self, jobs: Sequence[PlannedJob], placed: Sequence[Placement]) -> list[Cascade]:
         """Timed cascades of a decision, in its order."""
         serial: dict[tuple[ItemKey, Module, int], int] = {}
         numbers: dict[tuple[ItemKey, Module], int] = {}

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 
 from actors.plan.listing import EPS, Lister
-from actors.plan.problem import Job, Problem
-from actors.plan.search import Found
+from actors.plan.problem import PlannedJob, Problem
+from actors.plan.search import SearchResult
 
 TURNS = 6  # ways to resolve equal workers by rule
 DRAWS = 60  # random ones at most, where no rule keeps the found makespan, within
@@ -23,8 +23,8 @@ SAME = 1e-6  # seconds
 
 def realise(
     problem: Problem,
-    jobs: Sequence[Job],
-    found: Found,
+    jobs: Sequence[PlannedJob],
+    found: SearchResult,
     free: Sequence[float],
     barrier: float,
     release: Sequence[float],
@@ -60,7 +60,7 @@ def realise(
     return best[1]
 
 
-def draw_bag(lister: Lister, index: int, found: Found, source: random.Random) -> tuple[int, ...]:
+def draw_bag(lister: Lister, index: int, found: SearchResult, source: random.Random) -> tuple[int, ...]:
     """Workers of the found nodes that are free at the found start, rail by rail in random order; over several nodes
     the same rails on each."""
     topology, nodes = lister.topology, found.nodes[index]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.batch import NEVER, Decoded, Space, decode
-from actors.plan.problem import Job
+from actors.plan.batch import NEVER, PopulationSchedules, Space, decode
+from actors.plan.problem import PlannedJob
 from actors.plan.waves import waves
 
 SMALL = 10  # jobs up to which more candidates beat more rounds
@@ -31,7 +31,7 @@ CALL_S, ROW_S, CELL_S = 1.2e-4, 3e-7, 6e-9
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """The best candidate: jobs in order; degree, nodes and start of each job."""
 
     makespan: float
@@ -57,7 +57,7 @@ def anneal(
     bound: float,
     deadline: float,
     population: int = 0,
-) -> Found:
+) -> SearchResult:
     """Improve from starting candidates (keys [J], modes [J]) until the budget's rounds are spent or `bound` is met."""
     random = np.random.default_rng(seed)
     if not population:
@@ -114,7 +114,7 @@ def _start_waves(random: np.random.Generator, space: Space, genes: tuple[np.ndar
         genes[0][rows], genes[1][rows], genes[2][rows], cost[rows] = keys[top], modes[top], 0, found[top]
 
 
-def _cost(space: Space, state: Decoded, modes: np.ndarray) -> np.ndarray:
+def _cost(space: Space, state: PopulationSchedules, modes: np.ndarray) -> np.ndarray:
     """Makespan, softened so that progress on any late item counts, plus what the next steps will have to pay.
 
     Encodes of later steps that would start after this step's end are left to them; those that start before and end
@@ -156,13 +156,15 @@ def _cross(random: np.random.Generator, space: Space, genes: tuple[np.ndarray, .
         gene[takers] = np.where(mask, gene[partners], gene[takers])
 
 
-def _best(state: Decoded, cost: np.ndarray, modes: np.ndarray, space: Space, rounds: int = 0) -> Found:
+def _best(
+    state: PopulationSchedules, cost: np.ndarray, modes: np.ndarray, space: Space, rounds: int = 0
+) -> SearchResult:
     row = int(cost.argmin()) if space.worth.any() else int(np.lexsort((state.area, state.makespan))[0])
     jobs = range(space.num_jobs)
     end = state.makespan[row] - 1e-9
     kept = [int(j) for j in state.order[row] if space.counts[j] or not space.worth[j] or state.start[row, j] < end]
     degrees = [int(space.degree[j, modes[row, j]]) for j in jobs]
-    return Found(
+    return SearchResult(
         float(state.makespan[row]),
         float(cost[row]),
         kept,
@@ -196,7 +198,7 @@ def _mutate(
 
 
 def start_from(
-    space: Space, jobs: Sequence[Job], order: Sequence[int], degrees: Sequence[int]
+    space: Space, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """A candidate (keys, modes) that repeats a constructive plan."""
     keys = np.empty(len(jobs))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from actors.plan.profile import Profile
 from actors.plan.topology import Topology
-from actors.plan.types import Cascade, Cluster, Done, Item, PlanError
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
 
@@ -29,7 +29,7 @@ def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[It
     return items
 
 
-def done_results(done: Sequence[Done], items: Mapping[ItemKey, Item]) -> list[tuple[ItemKey, Done]]:
+def done_results(done: Sequence[EarlyEncode], items: Mapping[ItemKey, Item]) -> list[tuple[ItemKey, EarlyEncode]]:
     """The first item of each finished encode's id; results of items that are not planned are left out."""
     first: dict[str, ItemKey] = {}
     for key in items:
@@ -61,7 +61,7 @@ def simulate(
     cluster: Cluster,
     *,
     first_step: int = 0,
-    done: Sequence[Done] = (),
+    done: Sequence[EarlyEncode] = (),
     topology: Topology | None = None,
 ) -> list[Cascade]:
     """Time cascades in list order; their own start_s and end_s are ignored. Starts are as early as the rules allow."""

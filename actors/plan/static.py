@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.problem import Job, Placed, Problem
+from actors.plan.problem import Placement, PlannedJob, Problem
 from actors.plan.types import Cascade, PlanError
 
 
@@ -18,7 +18,7 @@ def static_step(problem: Problem, step: int, degree: int) -> list[Cascade] | Non
         return None
     jobs = problem.jobs(steps=[step])
     items = [key for key in problem.items if key[0] == step]
-    placed: list[Placed] = []
+    placed: list[Placement] = []
     for number, key in enumerate(items):
         group = groups[number % len(groups)]
         for index, job in enumerate(jobs):
@@ -26,11 +26,11 @@ def static_step(problem: Problem, step: int, degree: int) -> list[Cascade] | Non
                 size = _degree_for(job, degree)
                 if size is None:
                     return None
-                placed.append(Placed(index, group[:size]))
+                placed.append(Placement(index, group[:size]))
     return problem.to_cascades(jobs, placed)
 
 
-def _degree_for(job: Job, degree: int) -> int | None:
+def _degree_for(job: PlannedJob, degree: int) -> int | None:
     legal = [k for k, _ in job.modes]
     if degree in legal:
         return degree

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.plan.problem import Job
+from actors.plan.problem import PlannedJob
 
 PARTNERS = 40  # quickest strips that are tried as partner of the slowest
 PAIRS = 4  # exchanges tried with each
@@ -29,7 +29,7 @@ class Strip:
 class Strips:
     """Balances chains over `count` nodes of `size` workers each."""
 
-    def __init__(self, jobs: Sequence[Job], groups: Sequence[Sequence[int]], count: int, size: int) -> None:
+    def __init__(self, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], count: int, size: int) -> None:
         self.jobs = jobs
         self.groups = groups
         self.count, self.size = count, size

@@ -107,7 +107,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
+class EarlyEncode:
     """An encode result that exists before the plan starts: it needs no cascade, only a handoff from these workers."""
 
     item: str

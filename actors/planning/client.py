@@ -12,7 +12,7 @@ import ray
 from actors.config import PlannerConfig
 from actors.messages import Span
 from actors.plan.profile import Profile
-from actors.plan.types import Cluster, Done
+from actors.plan.types import Cluster, EarlyEncode
 from actors.planning.planner import Planner
 from actors.ray_calls import GONE, unwrap
 from actors.step import StepAssignment
@@ -30,14 +30,14 @@ class PlannerClient:
         self._asked: tuple[tuple[Any, ...], Any] | None = None
 
     def request(
-        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
+        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
     ) -> None:
         """Ask ahead for the plan that `plan` will be called for."""
         question = (step, tuple(map(tuple, window)), cluster, tuple(done))
         self._asked = (question, self._actor.plan.remote(*question, budget_s))
 
     def plan(
-        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[Done], budget_s: float
+        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
     ) -> StepAssignment:
         """The plan of a step. Raises PlanError."""
         question = (step, tuple(map(tuple, window)), cluster, tuple(done))

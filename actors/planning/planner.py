@@ -12,7 +12,7 @@ from actors.messages import Span
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan, rolling_cut
 from actors.plan.profile import Profile
-from actors.plan.types import Cluster, Done, Item, Module
+from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.step import StepAssignment
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,12 @@ class Planner:
         self._profile, self._config = profile, config
 
     def plan(
-        self, step: int, window: Sequence[Sequence[Item]], cluster: Cluster, done: Sequence[Done], budget_s: float
+        self,
+        step: int,
+        window: Sequence[Sequence[Item]],
+        cluster: Cluster,
+        done: Sequence[EarlyEncode],
+        budget_s: float,
     ) -> StepAssignment:
         """Plan of the window's first step. Raises PlanError (never a plan that breaks a rule)."""
         started = time.perf_counter()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from actors.config import WorkersConfig
 from actors.messages import Progress
-from actors.pool.monitor import Report, Seen
+from actors.pool.monitor import LastHeartbeat, MonitorReport
 
 _LEAST_STALL_S = 30.0  # predictions of short cascades are off by more than any factor
 
@@ -48,7 +48,7 @@ class Watch:
     _leaving: set[str] = field(default_factory=set)
     _stalled: set[tuple[str, float]] = field(default_factory=set)
 
-    def look(self, report: Report, members: Collection[str]) -> Findings:
+    def look(self, report: MonitorReport, members: Collection[str]) -> Findings:
         """`members` are the workers that should be heard of; silence counts from the first look for one."""
         seen = {name: report.seen[name] for name in members if name in report.seen}
         self._expected_at = {name: self._expected_at.get(name, report.now) for name in members}
@@ -67,7 +67,7 @@ class Watch:
             stall=self._stall(list(seen.values()), report.now),
         )
 
-    def _stall(self, all_seen: list[Seen], now: float) -> Stall | None:
+    def _stall(self, all_seen: list[LastHeartbeat], now: float) -> Stall | None:
         """The late one among the busy: not waiting in a collective, or else with the fewest collectives done."""
         age = {seen.progress.worker: now - seen.since for seen in all_seen}
         all_progress = [seen.progress for seen in all_seen]

@@ -22,7 +22,7 @@ from actors.pool.membership_types import (
     Resources,
     Suspect,
 )
-from actors.pool.monitor import Report, Wishes
+from actors.pool.monitor import MonitorReport, OperatorRequests
 from actors.pool.workers import Pool, uses_gpu
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,11 @@ class Lookout:
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
         self._doing: dict[str, Progress] = {}  # at the last look
-        self._life, self._generation, self._wishes = "", -1, Wishes()  # what a monitor started anew has to be told
+        self._life, self._generation, self._wishes = (
+            "",
+            -1,
+            OperatorRequests(),
+        )  # what a monitor started anew has to be told
 
     def look(self) -> list[Event]:
         """Everything that has changed since the last look, in an order the membership can take."""
@@ -73,10 +77,10 @@ class Lookout:
         first = first_late(busy)
         return f"; last heard of {first.worker}{self.doing(first.worker)}" if first is not None else ""
 
-    def _report(self) -> Report | None:
+    def _report(self) -> MonitorReport | None:
         """The monitor's report, or None while it is being started again; a new one is told what the old one knew."""
         try:
-            report: Report = ray.get(self._monitor.collect.remote(), timeout=_ANSWER_S)
+            report: MonitorReport = ray.get(self._monitor.collect.remote(), timeout=_ANSWER_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             log.warning("the monitor does not answer: %s", type(error).__name__)
             return None
@@ -106,7 +110,7 @@ class Lookout:
         self._tell("lost", worker=name, why=why)
         return Refused(count=1)
 
-    def _hanging_starts(self, report: Report) -> list[Event]:
+    def _hanging_starts(self, report: MonitorReport) -> list[Event]:
         """Its heartbeat begins before its modules are loaded; one that still waits for resources has none."""
         events = []
         for name in self._pool.pending:
@@ -118,7 +122,7 @@ class Lookout:
                 events.append(self._failed_start(name, why))
         return events
 
-    def _heartbeats(self, report: Report) -> list[Event]:
+    def _heartbeats(self, report: MonitorReport) -> list[Event]:
         self._doing = {name: seen.progress for name, seen in report.seen.items() if name in self._pool.names}
         pending = set(self._pool.pending)
         found = self._watch.look(report, [name for name in self._pool.names if name not in pending])

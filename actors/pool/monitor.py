@@ -15,7 +15,7 @@ from actors.messages import Orders, Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class LastHeartbeat:
     """A worker's last heartbeat, when it arrived, and when the first one with this activity did.
 
     Seconds on the monitor's monotonic clock: the workers' own clocks may be set anew, and differ from node to node.
@@ -27,7 +27,7 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class OperatorRequests:
     """What people asked for on the command line since the run began."""
 
     target: int | None = None  # number of workers; None: as many as workers.max allows
@@ -36,11 +36,11 @@ class Wishes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class MonitorReport:
     """What the controller reads in one call."""
 
-    seen: dict[str, Seen]
-    wishes: Wishes
+    seen: dict[str, LastHeartbeat]
+    wishes: OperatorRequests
     stacks: dict[str, str] = field(default_factory=dict)
     now: float = 0.0  # on the same clock as `seen`
     generation: int = -1  # the newest one announced
@@ -52,9 +52,9 @@ class Monitor:
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, LastHeartbeat] = {}
         self._generation = -1
-        self._wishes = Wishes()
+        self._wishes = OperatorRequests()
         self._dump: set[str] = set()
         self._stacks: dict[str, str] = {}
 
@@ -63,7 +63,7 @@ class Monitor:
         now, last = time.monotonic(), self._seen.get(progress.worker)
         goes_on = last is not None and _activity(last.progress) == _activity(progress)
         since = last.since if last is not None and goes_on else now
-        self._seen[progress.worker] = Seen(progress=progress, at=now, since=since)
+        self._seen[progress.worker] = LastHeartbeat(progress=progress, at=now, since=since)
         dump = progress.worker in self._dump
         self._dump.discard(progress.worker)
         return Orders(generation=self._generation, dump_stack=dump)
@@ -75,16 +75,16 @@ class Monitor:
         """Called by the controller when a generation begins: everything older must end now."""
         self._generation = max(self._generation, generation)
 
-    def begin(self) -> Report:
+    def begin(self) -> MonitorReport:
         """Called by a controller that takes the run over: its workers are new ones under the numbers of the old, whose
         heartbeats and leaves are not theirs. Size and stop are still wished."""
         self._seen, self._stacks, self._dump = {}, {}, set()
         self._wishes = replace(self._wishes, drain=())
         return self.report()
 
-    def report(self) -> Report:
+    def report(self) -> MonitorReport:
         """What is known, for anybody who asks."""
-        return Report(
+        return MonitorReport(
             seen=dict(self._seen),
             wishes=self._wishes,
             stacks=dict(self._stacks),
@@ -93,7 +93,7 @@ class Monitor:
             life=self._life,
         )
 
-    def collect(self) -> Report:
+    def collect(self) -> MonitorReport:
         """The same for the controller, which takes the stacks along."""
         report = self.report()
         self._stacks = {}
@@ -103,12 +103,12 @@ class Monitor:
         """Have these workers send their stacks with the next heartbeat."""
         self._dump.update(workers)
 
-    def restore(self, generation: int, wishes: Wishes) -> None:
+    def restore(self, generation: int, wishes: OperatorRequests) -> None:
         """Called by the controller when this is a new life: what people had asked for before still holds."""
         self.announce(generation)
         drain = tuple(dict.fromkeys((*wishes.drain, *self._wishes.drain)))
         target = wishes.target if self._wishes.target is None else self._wishes.target
-        self._wishes = Wishes(target=target, drain=drain, stop=self._wishes.stop or wishes.stop)
+        self._wishes = OperatorRequests(target=target, drain=drain, stop=self._wishes.stop or wishes.stop)
 
     def forget(self, worker: str) -> None:
         self._seen.pop(worker, None)

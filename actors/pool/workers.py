@@ -26,7 +26,7 @@ _ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 @dataclass(kw_only=True, slots=True)
-class Member:
+class PoolMember:
     """One worker actor, from its request to its end."""
 
     name: str
@@ -55,7 +55,7 @@ class Pool:
             if uses_gpu(settings.workers)
             else ray.remote(worker_class)
         )
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PoolMember] = {}
         self._serial = 0
 
     def start(self, count: int) -> list[str]:
@@ -121,7 +121,9 @@ class Pool:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": {**_ENVIRONMENT, "OMP_NUM_THREADS": str(workers.torch_threads)}},
         ).remote(name, self._settings, self._monitor)
-        self._members[name] = Member(name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time())
+        self._members[name] = PoolMember(
+            name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time()
+        )
         return name
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.messages import STORE, CascadeTask, FinishTask, Piece, Sample, SampleId, SumStart
+from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, StepSample, SumStart
 from actors.plan.types import Cascade, Module
 from actors.step import StepSamples
 
@@ -88,7 +88,7 @@ def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
     return marked
 
 
-def _samples(cascade: Cascade, steps: Mapping[int, StepSamples]) -> tuple[Sample, ...]:
+def _samples(cascade: Cascade, steps: Mapping[int, StepSamples]) -> tuple[StepSample, ...]:
     of_item = steps[cascade.step].samples
     return tuple(s for part in cascade.parts for s in of_item[part.item][part.first : part.first + part.count])
 
@@ -156,7 +156,7 @@ def _task(
     cascade: Cascade,
     steps: Mapping[int, StepSamples],
     generation: int,
-    samples: tuple[Sample, ...],
+    samples: tuple[StepSample, ...],
     bag: tuple[int, ...],
     *,
     sources: dict[str, tuple[int, ...]] | None = None,

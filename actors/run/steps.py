@@ -16,11 +16,11 @@ import ray
 
 from actors.feed.step_source import StepSource
 from actors.messages import IO, StepReport
-from actors.plan.types import Cluster, Done, Module
+from actors.plan.types import Cluster, EarlyEncode, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
-from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, Submitted
+from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class StepRunner:
     forming: list[Any]  # references that resolve when the workers have formed the generation
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
-    _early: dict[int, list[Done]] = field(default_factory=dict)  # step -> encode work of it that an earlier one does
+    _early: dict[int, list[EarlyEncode]] = field(
+        default_factory=dict
+    )  # step -> encode work of it that an earlier one does
     _results: dict[str, Any] = field(default_factory=dict)
     _bags: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -108,7 +110,7 @@ class StepRunner:
             collected_at=time.time(),
         )
 
-    def _question(self, step: int) -> tuple[list[tuple[Any, ...]], list[Done]]:
+    def _question(self, step: int) -> tuple[list[tuple[Any, ...]], list[EarlyEncode]]:
         """Items of the step and of those whose encode work may run early, and what of it has already been planned."""
         window = []
         for s in range(step, step + 1 + self.lookahead):
@@ -134,7 +136,7 @@ class StepRunner:
             for sample in data.samples.samples[item]:
                 self._holdings.published[cast(Module, module), sample.id] = source
 
-    def _submit(self, call: Call, data: dict[int, StepData]) -> Submitted:
+    def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall:
         seat, task = self.world[call.rank], call.task
         handle, shown = seat.handle, shape_of(task.name)
         if task.module == "dit":
@@ -145,7 +147,7 @@ class StepRunner:
             method = handle.encode_text if task.module == "text" else handle.encode_vae
             reference, reads_data = method.options(name=shown).remote(task, *batches), True
             self._publish(call, reference)
-        return Submitted(
+        return SubmittedCall(
             worker=seat.name, name=task.name, module=task.module, reference=reference, reads_data=reads_data
         )
 
@@ -162,7 +164,7 @@ class StepRunner:
         early = [c for c in assignment.cascades if c.step > step]
         self._early = {s: done for s, done in self._early.items() if s > step}
         for c in early:
-            done = [Done(item=part.item, module=c.module, workers=c.workers) for part in c.parts]
+            done = [EarlyEncode(item=part.item, module=c.module, workers=c.workers) for part in c.parts]
             self._early.setdefault(c.step, []).extend(done)
         self._holdings.drop_before(step + 1)
         wanted = set(self._holdings.published.values())

@@ -20,7 +20,7 @@ _SLOW_S = 30.0  # a keeper that takes longer is worth a word
 
 
 @dataclass(kw_only=True, slots=True)
-class Uncommitted:
+class UncommittedStep:
     """A finished step and the acknowledgements it still waits for."""
 
     collected: CollectedStep
@@ -39,11 +39,11 @@ class CommitLog:
     failure: str = ""  # why the last `settle` was in vain
     overdue: bool = False  # that was because nobody answered
     _told: int = -1
-    _queue: deque[Uncommitted] = field(default_factory=deque)
+    _queue: deque[UncommittedStep] = field(default_factory=deque)
 
     def add(self, collected: CollectedStep) -> None:
         acknowledgements = [a for snapshot in collected.snapshots for a in snapshot.acknowledgements]
-        self._queue.append(Uncommitted(collected=collected, waiting=acknowledgements, since=time.monotonic()))
+        self._queue.append(UncommittedStep(collected=collected, waiting=acknowledgements, since=time.monotonic()))
 
     def settle(self, timeout_s: float = 0.0) -> bool:
         """Commit what has become safe. Returns False when a keeper or worker is gone or silent: until the shards are

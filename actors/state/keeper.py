@@ -32,7 +32,7 @@ _SMALL = 64 << 20  # bytes; what a full node dies of is larger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class HeldShard:
     """One shard a keeper holds."""
 
     step: int
@@ -116,10 +116,10 @@ class Keeper:
         """Ranges per step."""
         return {step: sorted(held.shards) for step, held in self._steps.items()}
 
-    def inventory(self) -> list[Held]:
+    def inventory(self) -> list[HeldShard]:
         """Everything that is held, for `recoverable` and `sources`."""
         return [
-            Held(
+            HeldShard(
                 step=step,
                 generation=held.generation,
                 lo=shard.lo,
@@ -219,7 +219,7 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
     return chosen
 
 
-def recoverable(inventories: Mapping[str, Sequence[Held]]) -> tuple[int, int] | None:
+def recoverable(inventories: Mapping[str, Sequence[HeldShard]]) -> tuple[int, int] | None:
     """(step, generation) of the newest step whose shards of one generation cover the whole vector, or None."""
     ranges: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for held in (held for inventory in inventories.values() for held in inventory):
@@ -229,7 +229,7 @@ def recoverable(inventories: Mapping[str, Sequence[Held]]) -> tuple[int, int] | 
 
 
 def sources(
-    inventories: Mapping[str, Sequence[Held]], step: int, generation: int, lo: int, hi: int
+    inventories: Mapping[str, Sequence[HeldShard]], step: int, generation: int, lo: int, hi: int
 ) -> list[tuple[str, int, int]]:
     """Which parts of [lo, hi) to ask of which keeper: (keeper, from, to), without overlap, in order.
 

@@ -14,7 +14,7 @@ import ray
 from actors.config import SnapshotConfig
 from actors.names import NAMESPACE, keeper_name
 from actors.ray_calls import FOR_GOOD
-from actors.state.keeper import Held, Standing, attach, place, spawn
+from actors.state.keeper import HeldShard, Standing, attach, place, spawn
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class Keepers:
         return dict(self._handles)
 
     def inventories(
-        self, patience_s: float, enough: Callable[[Mapping[str, Sequence[Held]]], bool] = lambda found: False
-    ) -> dict[str, Sequence[Held]]:
+        self, patience_s: float, enough: Callable[[Mapping[str, Sequence[HeldShard]]], bool] = lambda found: False
+    ) -> dict[str, Sequence[HeldShard]]:
         """What each keeper holds. `enough` says whether what has been found makes further waiting needless."""
         return self._ask("inventory", patience_s, enough)
 

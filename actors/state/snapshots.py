@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.messages import Origin, Snapshot
-from actors.state.keeper import Held, recoverable
+from actors.state.keeper import HeldShard, recoverable
 from actors.state.keeper_fleet import Keepers
 
 
@@ -33,13 +33,13 @@ def origin_of(
     exports = [snapshot for snapshot in exports if newest is None or snapshot.step <= newest]
     offered = {f"export/{i}": [held_of(snapshot)] for i, snapshot in enumerate(exports)}
 
-    def up_to_newest(inventories: Mapping[str, Sequence[Held]]) -> dict[str, list[Held]]:
+    def up_to_newest(inventories: Mapping[str, Sequence[HeldShard]]) -> dict[str, list[HeldShard]]:
         return {
             name: [held for held in inventory if newest is None or held.step <= newest]
             for name, inventory in inventories.items()
         }
 
-    def enough(inventories: Mapping[str, Sequence[Held]]) -> bool:
+    def enough(inventories: Mapping[str, Sequence[HeldShard]]) -> bool:
         whole = recoverable({**up_to_newest(inventories), **offered})
         steps = [known[0] for known in (whole, checkpoint) if known is not None]
         return newest is not None and max(steps, default=-1) >= newest
@@ -56,9 +56,9 @@ def origin_of(
     return None
 
 
-def held_of(snapshot: Snapshot) -> Held:
+def held_of(snapshot: Snapshot) -> HeldShard:
     """The shard as a keeper would list it."""
-    return Held(
+    return HeldShard(
         step=snapshot.step,
         generation=snapshot.generation,
         lo=snapshot.lo,

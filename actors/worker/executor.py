@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from actors.messages import CascadeTask, FinishTask, Sample, Span, StaleGeneration
-from actors.worker.handoff import Encoded, EncodeStore, Inputs, SampleId, gather_inputs
+from actors.messages import CascadeTask, FinishTask, Span, StaleGeneration, StepSample
+from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, SampleId, gather_inputs
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.config import ModelConfig
@@ -80,7 +80,7 @@ class Executor:
     ) -> None:
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase = on_phase
-        self.on_encoded: Callable[[CascadeTask, list[Encoded]], None] = lambda task, results: None
+        self.on_encoded: Callable[[CascadeTask, list[EncodeResult]], None] = lambda task, results: None
         self.store = EncodeStore()
         self.copies: HostCopies | None = None  # on CUDA: published results are copied behind the next cascades
         self.generation = -1
@@ -141,7 +141,7 @@ class Executor:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[Encoded]:
+    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
         """Encode the captions of the task's samples. Over a bag, captions are dealt round robin and shared."""
         with _Measure(self, task) as measure:
             group = self._bag(task)
@@ -154,9 +154,9 @@ class Executor:
             if group.size > 1:
                 measure.phase("handoff")
                 found = _share(found, len(task.samples), group, self.device)
-            return self._deliver(task, [Encoded(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
+            return self._deliver(task, [EncodeResult(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
 
-    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[Encoded]:
+    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles."""
         with _Measure(self, task) as measure:
             group, vae = self._bag(task), self.modules.vae
@@ -186,11 +186,11 @@ class Executor:
                     )
             rows = [patchify(latent.float(), self.modules.geometry.patch) for latent in latents]
             return self._deliver(
-                task, [Encoded(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
+                task, [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
             )
 
     def dit(
-        self, task: CascadeTask, fetched: dict[tuple[str, SampleId], Encoded], fetch_s: float | None = None
+        self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
     ) -> None:
         """Forward and backward of one packed cascade; its share of the step's gradient stays in the parameters.
 
@@ -301,7 +301,7 @@ class Executor:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _corrupt(
-        self, samples: Sequence[Sample], rows: list[Tensor], layout: Layout, dtype: torch.dtype
+        self, samples: Sequence[StepSample], rows: list[Tensor], layout: Layout, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy rows, target rows, timesteps. Noise is drawn for the whole sample by its key, then cut to my chunk."""
         flow, patch = self.train.flow, self.modules.geometry.patch
@@ -316,7 +316,7 @@ class Executor:
         timesteps = torch.tensor(sigmas, dtype=dtype, device=self.device) * flow.num_train_timesteps
         return torch.cat(noisy), torch.cat(target), timesteps
 
-    def _deliver(self, task: CascadeTask, results: list[Encoded]) -> list[Encoded]:
+    def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
         self.on_encoded(task, results)
         for i in task.keep:
             self.store.keep(task.module, results[i])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.messages import STORE, Sample, SampleId
+from actors.messages import STORE, SampleId, StepSample
 from ops.comm import Group
 from ops.packing import chunk_bounds
 
@@ -22,7 +22,7 @@ class HandoffError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
+class EncodeResult:
     """One sample's encode result. `rows` is [tokens, P] for the VAE, [text_tokens, E] for text."""
 
     id: SampleId
@@ -34,12 +34,12 @@ class EncodeStore:
     """Encode results that wait on this worker for their DiT cascade. Each is taken exactly once."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, SampleId], Encoded] = {}
+        self._held: dict[tuple[str, SampleId], EncodeResult] = {}
 
-    def keep(self, module: str, encoded: Encoded) -> None:
+    def keep(self, module: str, encoded: EncodeResult) -> None:
         self._held[module, encoded.id] = encoded
 
-    def take(self, module: str, sample: SampleId) -> Encoded:
+    def take(self, module: str, sample: SampleId) -> EncodeResult:
         found = self._held.pop((module, sample), None)
         if found is None:
             raise HandoffError(f"{module} result of sample {sample} is not on this worker; the plan says it is.")
@@ -73,10 +73,10 @@ class Inputs:
 
 
 def gather_inputs(
-    samples: Sequence[Sample],
+    samples: Sequence[StepSample],
     sources: dict[str, tuple[int, ...]],
     store: EncodeStore,
-    fetched: dict[tuple[str, SampleId], Encoded],
+    fetched: dict[tuple[str, SampleId], EncodeResult],
     group: Group,
     device: torch.device,
     widths: tuple[int, int],
@@ -136,7 +136,7 @@ def gather_inputs(
     )
 
 
-def _check(module: str, sample: Sample, rows: torch.Tensor, width: int) -> None:
+def _check(module: str, sample: StepSample, rows: torch.Tensor, width: int) -> None:
     """What was handed over must be what the model takes; a wrong tensor would only be noticed far from its cause."""
     tokens = sample.grid[0] * sample.grid[1] * sample.grid[2]
     right = rows.dim() == 2 and rows.shape[1] == width and (module == "text" or rows.shape[0] == tokens)
@@ -148,15 +148,17 @@ def _check(module: str, sample: Sample, rows: torch.Tensor, width: int) -> None:
         )
 
 
-def _local_facts(mine: dict[str, dict[int, Encoded]], samples: Sequence[Sample]) -> tuple[list[int], list[bool]]:
+def _local_facts(
+    mine: dict[str, dict[int, EncodeResult]], samples: Sequence[StepSample]
+) -> tuple[list[int], list[bool]]:
     order = range(len(samples))
     return [mine["text"][i].rows.shape[0] for i in order], [mine["vae"][i].ok for i in order]
 
 
 def _agree(
-    mine: dict[str, dict[int, Encoded]],
+    mine: dict[str, dict[int, EncodeResult]],
     sources: dict[str, tuple[int, ...]],
-    samples: Sequence[Sample],
+    samples: Sequence[StepSample],
     group: Group,
     device: torch.device,
 ) -> tuple[list[int], list[bool]]:
@@ -175,7 +177,7 @@ def _agree(
 
 def _exchange(
     source: tuple[int, ...],
-    mine: dict[int, Encoded],
+    mine: dict[int, EncodeResult],
     spans: list[list[tuple[int, int]]],
     group: Group,
     device: torch.device,

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actors.worker.handoff import Encoded
+from actors.worker.handoff import EncodeResult
 
 Key = tuple[int, str]  # generation, cascade
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copying:
+class CopyInFlight:
     """A copy in flight: `host` may be read once `wait` has returned."""
 
     host: Tensor
@@ -33,9 +33,9 @@ class PinnedCopy:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, rows: Tensor) -> Copying:
+    def __call__(self, rows: Tensor) -> CopyInFlight:
         if not rows.is_cuda:
-            return Copying(host=rows, wait=lambda: None)
+            return CopyInFlight(host=rows, wait=lambda: None)
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps, without the GIL
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -43,18 +43,18 @@ class PinnedCopy:
             host.copy_(rows, non_blocking=True)
             done.record(self._stream)
         rows.record_stream(self._stream)  # its memory is not given out again before the copy has read it
-        return Copying(host=host, wait=done.synchronize)
+        return CopyInFlight(host=host, wait=done.synchronize)
 
 
 class HostCopies:
     """Results that consumers elsewhere wait for, by generation and cascade. Each is taken once. Thread-safe."""
 
-    def __init__(self, copy: Callable[[Tensor], Copying]) -> None:
+    def __init__(self, copy: Callable[[Tensor], CopyInFlight]) -> None:
         self._copy = copy
         self._changed = threading.Condition()
-        self._started: dict[Key, list[tuple[Encoded, Copying]]] = {}
+        self._started: dict[Key, list[tuple[EncodeResult, CopyInFlight]]] = {}
 
-    def start(self, key: Key, results: list[Encoded]) -> None:
+    def start(self, key: Key, results: list[EncodeResult]) -> None:
         """Queue the copies of a cascade's results; returns at once."""
         copies = [self._copy(result.rows) for result in results]
         started = [(replace(result, rows=copying.host), copying) for result, copying in zip(results, copies)]
@@ -62,7 +62,7 @@ class HostCopies:
             self._started[key] = started
             self._changed.notify_all()
 
-    def take(self, key: Key, timeout_s: float) -> list[Encoded] | None:
+    def take(self, key: Key, timeout_s: float) -> list[EncodeResult] | None:
         """The results in host memory, when their copies have ended. None if the cascade has not run by then."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._started, timeout_s):

@@ -32,9 +32,9 @@ from actors.messages import (
     CascadeTask,
     FinishTask,
     FormTask,
+    Handover,
     Progress,
-    Published,
-    Retired,
+    PublishedResult,
     Snapshot,
     StaleGeneration,
     StepReport,
@@ -44,7 +44,7 @@ from actors.messages import (
 from actors.process import birth
 from actors.state.checkpoint_files import load
 from actors.worker.executor import Executor, FinishedStep, Modules, peak_rss_gib
-from actors.worker.handoff import Encoded
+from actors.worker.handoff import EncodeResult
 from actors.worker.meeting import fetch, meet
 from actors.worker.transfer import HostCopies, PinnedCopy
 from data.cache import Cache, CacheWriter, Kind
@@ -155,13 +155,13 @@ class Worker:
         self._idle()
         return snapshot
 
-    def retire(self) -> Retired:
+    def retire(self) -> Handover:
         """The generation has ended: close its groups, forget half-done work, say what state is held here."""
         self.executor.leave()
         self._idle()
-        return Retired(worker=self.name, exports=tuple(self._exports))
+        return Handover(worker=self.name, exports=tuple(self._exports))
 
-    def hand_over(self, step: int) -> Retired:
+    def hand_over(self, step: int) -> Handover:
         """A clean end after `step`: offer the state of exactly this step, whether a snapshot of it was due or not."""
         wanted = (step, self.executor.generation)  # parts of one generation fit together
         if self._holds == step and all((e.step, e.generation) != wanted for e in self._exports):
@@ -176,7 +176,7 @@ class Worker:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def encode_text(self, task: CascadeTask, *batches: Any) -> list[Published]:
+    def encode_text(self, task: CascadeTask, *batches: Any) -> list[PublishedResult]:
         """Arguments: the data batch of each item of the task, in order of first appearance."""
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
@@ -184,7 +184,7 @@ class Worker:
         with bar(task.name):
             return self._done(task, self.executor.text(task, captions))
 
-    def encode_vae(self, task: CascadeTask, block: Any) -> list[Published]:
+    def encode_vae(self, task: CascadeTask, block: Any) -> list[PublishedResult]:
         self._activity_of(task)
         first = task.samples[0].index
         batch = as_batch(block)
@@ -193,7 +193,7 @@ class Worker:
         with bar(task.name):
             return self._done(task, self.executor.vae(task, video, ok))
 
-    def published(self, task: CascadeTask, encode: Sequence[Any]) -> list[Published]:
+    def published(self, task: CascadeTask, encode: Sequence[Any]) -> list[PublishedResult]:
         """What an encode call left for other workers, on a worker that `publishes_later`. Runs beside the task thread.
 
         `encode` holds the reference of that call: its failure, also to get its arguments, becomes this one's. A wait
@@ -209,13 +209,13 @@ class Worker:
                 ray.get(list(encode))
                 raise StaleGeneration(f"results of {task.name} were dropped: generation {task.generation} has ended.")
 
-    def dit(self, task: CascadeTask, *published: list[Published]) -> None:
+    def dit(self, task: CascadeTask, *published: list[PublishedResult]) -> None:
         """Arguments: what other workers published for samples of this task."""
         wanted = {s.id for s in task.samples}
         found = [one for results in published for one in results if one.id in wanted]
         fetch_s = self._seconds_since(max((one.at for one in found), default=0.0))
         self._activity_of(task)
-        fetched = {(p.module, p.id): Encoded(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
+        fetched = {(p.module, p.id): EncodeResult(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
         with bar(task.name):
             self.executor.dit(task, fetched, fetch_s)
         self._idle()
@@ -338,7 +338,7 @@ class Worker:
             item_losses=done.item_losses,
         )
 
-    def _to_cache(self, task: CascadeTask, results: list[Encoded]) -> None:
+    def _to_cache(self, task: CascadeTask, results: list[EncodeResult]) -> None:
         """Keep good results for later epochs and other runs; the first worker of the bag writes, behind the compute."""
         groups, writer = self.executor.groups, self._writer
         if groups is None or groups.rank != task.bag[0] or writer is None:
@@ -351,7 +351,7 @@ class Worker:
             if result.ok and key:
                 writer.submit(kind, key, result.rows.float().cpu().numpy().copy())
 
-    def _done(self, task: CascadeTask, published: list[Encoded]) -> list[Published]:
+    def _done(self, task: CascadeTask, published: list[EncodeResult]) -> list[PublishedResult]:
         self._idle()
         return _published(task.module, published)
 
@@ -436,9 +436,9 @@ class Worker:
         threading.Thread(target=watch, name="sigterm", daemon=True).start()
 
 
-def _published(module: str, results: Sequence[Encoded]) -> list[Published]:
+def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedResult]:
     now = time.time()
-    return [Published(module=module, id=e.id, rows=e.rows.numpy(), ok=e.ok, at=now) for e in results]
+    return [PublishedResult(module=module, id=e.id, rows=e.rows.numpy(), ok=e.ok, at=now) for e in results]
 
 
 def _by_item(task: CascadeTask, batches: Sequence[Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, Li
 from data.dataset.dataset import Dataset
 from data.decode import SCALING, covering, decode_job, decode_video
 from data.engines.blocks import as_batch
-from data.types import Clip, Job
+from data.types import Clip, DecodeJob
 from ops.geometry import Geometry
 
 WORKERS = 2
@@ -70,7 +70,7 @@ def steps_of(data: Dataset) -> int:
     return data.ledger.planned // (next(iter(data.batch_sizes().values())) * ITEMS)
 
 
-def jobs(data: Dataset) -> Iterator[Job]:
+def jobs(data: Dataset) -> Iterator[DecodeJob]:
     for step in range(WARM_STEPS, WARM_STEPS + steps_of(data)):
         for item in data.step(step).items:
             yield data.job(item)
@@ -86,14 +86,14 @@ def everything(setting: Setting) -> Cost:
     return _spread(work[: max(len(work) // 4, WORKERS)], decode_everything)
 
 
-def _spread(work: list[Job], decode: Callable[[list[Job]], int]) -> Cost:
+def _spread(work: list[DecodeJob], decode: Callable[[list[DecodeJob]], int]) -> Cost:
     """The cost of decoding jobs in WORKERS processes that are up and warm."""
     with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(decode, [work[:1]] * WORKERS))
         return timed(lambda: sum(pool.map(decode, [work[number::WORKERS] for number in range(WORKERS)])))
 
 
-def decode_plainly(work: list[Job]) -> int:
+def decode_plainly(work: list[DecodeJob]) -> int:
     """As one would write it: read, decode up to the last wanted frame, scale and cut each wanted one, stack."""
     scaler = VideoReformatter()
     for job in work:
@@ -106,7 +106,7 @@ def decode_plainly(work: list[Job]) -> int:
     return sum(len(job.clips) for job in work)
 
 
-def _wanted(clip: Clip, job: Job) -> list[int]:
+def _wanted(clip: Clip, job: DecodeJob) -> list[int]:
     """Numbers of the frames on screen at the times of the bucket's frames."""
     return [clip.start_frame + int(k * clip.fps / job.fps) for k in range(job.bucket.frames)]
 
@@ -123,14 +123,14 @@ def _one_thread(container: Any) -> Any:
     return stream
 
 
-def _scaled(frame: Any, job: Job, scaler: VideoReformatter) -> np.ndarray:
+def _scaled(frame: Any, job: DecodeJob, scaler: VideoReformatter) -> np.ndarray:
     height, width = covering(frame.height, frame.width, job.bucket.height, job.bucket.width, crop=False)
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation=SCALING, threads=1)
     top, left = (height - job.bucket.height) // 2, (width - job.bucket.width) // 2
     return scaled.to_ndarray()[top : top + job.bucket.height, left : left + job.bucket.width]
 
 
-def decode_everything(work: list[Job]) -> int:
+def decode_everything(work: list[DecodeJob]) -> int:
     for job in work:
         for clip in job.clips:
             with _opened(clip) as container:
@@ -139,7 +139,7 @@ def decode_everything(work: list[Job]) -> int:
     return sum(len(job.clips) for job in work)
 
 
-def _resize(frames: np.ndarray, job: Job) -> np.ndarray:
+def _resize(frames: np.ndarray, job: DecodeJob) -> np.ndarray:
     import torch
 
     torch.set_num_threads(1)
@@ -164,7 +164,7 @@ def webdataset_loader(setting: Setting) -> Cost:
 class WebDecode:
     """Decodes the bytes of a sample as the first clip of a job: its frames, its size."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: DecodeJob) -> None:
         self.job = job
 
     def __call__(self, sample: dict[str, Any]) -> tuple[np.ndarray, str]:
@@ -176,7 +176,7 @@ class WebDecode:
 class PlanDataset:
     """The plan's jobs as a map-style dataset."""
 
-    def __init__(self, work: list[Job]) -> None:
+    def __init__(self, work: list[DecodeJob]) -> None:
         self.work = work
 
     def __len__(self) -> int:

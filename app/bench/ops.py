@@ -24,8 +24,8 @@ import torch
 import typer
 
 from app.bench.ops_blocks import BlockResult, compare_block, mmdit_block, wan_block
-from app.bench.ops_report import Results, Row, block_table, tables, targets
-from app.bench.ops_variants import Layout, Op, Variant, inputs_of, layouts, ops
+from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
+from app.bench.ops_variants import Op, RowLayout, Variant, inputs_of, layouts, ops
 from app.bench.timing import Closure, ceilings, measure, peak_bytes
 from ops.kernels import backend
 from ops.segments import Segments
@@ -42,7 +42,7 @@ NO_LIGER = "Left out: Liger's modulated RMSNorm, because liger-kernel is not ins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class CaseGrid:
     """What is measured. Static compiles cost seconds each, so torch.compile runs at `compile_tokens` only."""
 
     widths: tuple[int, ...]
@@ -51,18 +51,18 @@ class Grid:
     repeats: int
 
 
-CUDA_GRID = Grid(
+CUDA_GRID = CaseGrid(
     widths=(3072, 5120, 1536), tokens=(32768, 8192, 65536, 16384), compile_tokens=(32768, 8192), repeats=50
 )
-CPU_GRID = Grid(widths=(512, 1536), tokens=(1008,), compile_tokens=(), repeats=9)
+CPU_GRID = CaseGrid(widths=(512, 1536), tokens=(1008,), compile_tokens=(), repeats=9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class BenchCase:
     """One op on one layout and width, and who is measured on it."""
 
     op: Op
-    layout: Layout
+    layout: RowLayout
     width: int
     variants: dict[str, Variant]
     ablations: bool = False
@@ -89,7 +89,7 @@ def run(
     started = time.monotonic()
     limits = ceilings(device, grid.repeats)
     lines = [*_heading(device, installed), "", *(f"{name}: {speed / 1e9:.0f} GB/s" for name, speed in limits.items())]
-    rows: list[Row] = []
+    rows: list[OpsRow] = []
     skipped = 0
     for case in _cases(grid, with_liger, compile and cuda, cuda):
         if time.monotonic() - started > budget_s:
@@ -121,7 +121,7 @@ def _heading(device: torch.device, liger_installed: bool) -> list[str]:
     return lines if liger_installed else [*lines, NO_LIGER]
 
 
-def _cases(grid: Grid, liger: bool, compile: bool, ablations: bool) -> Iterator[Case]:
+def _cases(grid: CaseGrid, liger: bool, compile: bool, ablations: bool) -> Iterator[BenchCase]:
     """Most telling shapes first, because a budget may cut the rest; compiles, which are slow, after everything else."""
     shapes = [(tokens, width) for tokens in grid.tokens for width in grid.widths]
     for tokens, width in shapes:
@@ -131,7 +131,7 @@ def _cases(grid: Grid, liger: bool, compile: bool, ablations: bool) -> Iterator[
                 variants.pop("one-line eager", None)
             if not layout.uniform:
                 variants.pop("Liger RMS", None)  # takes equal runs only
-            yield Case(
+            yield BenchCase(
                 op=op, layout=layout, width=width, variants=variants, ablations=ablations and op.name == "ln_modulate"
             )
     for tokens, width in shapes:
@@ -140,27 +140,27 @@ def _cases(grid: Grid, liger: bool, compile: bool, ablations: bool) -> Iterator[
                 if op.name == "ln_modulate, RMS":
                     continue  # there to be beside Liger's
                 compiled = torch.compile(op.variants["eager"], fullgraph=True, dynamic=False)
-                yield Case(op=op, layout=layout, width=width, variants={"torch.compile": compiled})
+                yield BenchCase(op=op, layout=layout, width=width, variants={"torch.compile": compiled})
 
 
-def _ops_and_layouts(liger: bool, tokens: int) -> Iterator[tuple[Op, Layout]]:
+def _ops_and_layouts(liger: bool, tokens: int) -> Iterator[tuple[Op, RowLayout]]:
     for op in ops(liger):
         # QK-norm has no tables: its layouts are the same.
         yield from ((op, layout) for layout in layouts(tokens) if op.name != "qk_norm_rope" or layout.name == "B=1")
 
 
-def _measure_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
+def _measure_case(case: BenchCase, device: torch.device, repeats: int) -> list[OpsRow]:
     op, layout, width = case.op, case.layout, case.width
     unit = 2 * layout.tokens * width
     segments = Segments.packed(layout.lengths, device=device)
     rows = segments.run2mod.long()[segments.run.long()]
     torch._dynamo.reset()
-    found: list[Row] = []
+    found: list[OpsRow] = []
 
     def add(direction: str, variant: str, make: Callable[[int], Closure], units: int, peak: int | None) -> None:
         timing = measure(make, units * unit, device, repeats)
         found.append(
-            Row(
+            OpsRow(
                 op=op.name,
                 layout=layout.name,
                 width=width,
@@ -201,7 +201,7 @@ def _measure_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
 
 
 def _ablations(
-    op: Op, layout: Layout, width: int, segments: Segments, device: torch.device
+    op: Op, layout: RowLayout, width: int, segments: Segments, device: torch.device
 ) -> dict[str, Callable[[int], Closure]]:
     """The two other reductions of the table gradients: AdaptiveLoad's D-tile and Liger's atomics."""
     from ops.kernels import ablations  # needs triton

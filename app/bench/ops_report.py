@@ -17,7 +17,7 @@ PAPER = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class OpsRow:
     """One measurement."""
 
     op: str
@@ -38,23 +38,23 @@ class Row:
 class Results:
     """All rows with the copy ceiling. A later row of the same case, variant and direction replaces an earlier one."""
 
-    def __init__(self, rows: Iterable[Row], copy_speed: float) -> None:
+    def __init__(self, rows: Iterable[OpsRow], copy_speed: float) -> None:
         self.copy_speed = copy_speed
         self.rows = {(*row.case, row.variant, row.direction): row for row in rows}
 
-    def get(self, case: tuple[str, str, int, int], variant: str, direction: str) -> Row | None:
+    def get(self, case: tuple[str, str, int, int], variant: str, direction: str) -> OpsRow | None:
         return self.rows.get((*case, variant, direction))
 
-    def share(self, row: Row) -> float:
+    def share(self, row: OpsRow) -> float:
         """Useful bytes per second as a share of the copy ceiling."""
         return row.useful_bytes / row.timing.seconds / self.copy_speed
 
-    def gain(self, row: Row, over: str) -> float | None:
+    def gain(self, row: OpsRow, over: str) -> float | None:
         """How many times faster than another variant of the same case and direction."""
         other = self.get(row.case, over, row.direction)
         return None if other is None else other.timing.seconds / row.timing.seconds
 
-    def fused(self, direction: str) -> list[Row]:
+    def fused(self, direction: str) -> list[OpsRow]:
         return [row for row in self.rows.values() if row.variant == "fused" and row.direction == direction]
 
 
@@ -79,7 +79,7 @@ def tables(results: Results) -> list[str]:
     return lines
 
 
-def _cells(results: Results, row: Row | None) -> list[str]:
+def _cells(results: Results, row: OpsRow | None) -> list[str]:
     if row is None:
         return ["-", "-", "-"]
     gain = results.gain(row, "eager")
@@ -94,7 +94,7 @@ def targets(results: Results) -> list[str]:
     """What was promised for one H200, with the worst case that was measured."""
     lines = ["", "## Targets (worst measured case)", "", "| target | worst | met |", "|---|---:|---|"]
 
-    def add(text: str, goal: float, rows: list[Row], value: Callable[[Row], float | None], form: str) -> None:
+    def add(text: str, goal: float, rows: list[OpsRow], value: Callable[[OpsRow], float | None], form: str) -> None:
         found = [(v, row) for row in rows if (v := value(row)) is not None]
         if not found:
             lines.append(f"| {text} | not measured | open |")

@@ -25,7 +25,7 @@ Outputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class RowLayout:
     """How N tokens share modulation rows. `uniform` layouts have equal runs, which eager code reaches by a view."""
 
     name: str
@@ -40,20 +40,20 @@ class Layout:
         return len(set(self.lengths)) == 1
 
 
-def layouts(tokens: int) -> list[Layout]:
+def layouts(tokens: int) -> list[RowLayout]:
     """One sample, four samples, a timestep per frame (21 latent frames), and seven packed samples."""
     frame = tokens // 21
     shares = (0.31, 0.22, 0.17, 0.12, 0.09, 0.06)
     packed = [int(tokens * share) for share in shares]
     return [
-        Layout(name="B=1", lengths=(tokens,)),
-        Layout(name="B=4", lengths=(tokens // 4,) * 4),
-        Layout(name="per frame", lengths=(frame,) * 21),
-        Layout(name="packed", lengths=(*packed, tokens - sum(packed))),
+        RowLayout(name="B=1", lengths=(tokens,)),
+        RowLayout(name="B=4", lengths=(tokens // 4,) * 4),
+        RowLayout(name="per frame", lengths=(frame,) * 21),
+        RowLayout(name="packed", lengths=(*packed, tokens - sum(packed))),
     ]
 
 
-Variant = Callable[[Tensors, Layout, Segments, Tensor], Outputs]  # the last are the table rows of all tokens
+Variant = Callable[[Tensors, RowLayout, Segments, Tensor], Outputs]  # the last are the table rows of all tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Op:
     variants: Mapping[str, Variant]
 
 
-def inputs_of(op: Op, layout: Layout, width: int, device: torch.device, dtype: torch.dtype) -> Tensors:
+def inputs_of(op: Op, layout: RowLayout, width: int, device: torch.device, dtype: torch.dtype) -> Tensors:
     """Fresh random tensors; tables like the tokens (as eager bf16 code has them) with one row per run."""
     made: Tensors = {}
     for name in op.inputs:
@@ -83,40 +83,40 @@ def inputs_of(op: Op, layout: Layout, width: int, device: torch.device, dtype: t
     return made
 
 
-def _modulation(table: Tensor, layout: Layout, rows: Tensor) -> Tensor:
+def _modulation(table: Tensor, layout: RowLayout, rows: Tensor) -> Tensor:
     """The table as eager code expands it: a broadcast view where runs are equal, a gather to [N, D] where not."""
     return table[:, None] if layout.uniform else table[rows]
 
 
-def _shape(x: Tensor, layout: Layout) -> Tensor:
+def _shape(x: Tensor, layout: RowLayout) -> Tensor:
     return x.view(len(layout.lengths), -1, x.shape[-1]) if layout.uniform else x
 
 
-def eager_ln(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
+def eager_ln(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
     h = F.layer_norm(_shape(t["x"], layout), t["x"].shape[-1:], eps=EPS)
     return (h * (1 + _modulation(t["scale"], layout, rows)) + _modulation(t["shift"], layout, rows),)
 
 
-def one_line_ln(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
+def one_line_ln(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
     """One sample needs no modulation ops at all: scale and shift are the affine weights of a plain LayerNorm."""
     return (F.layer_norm(t["x"], t["x"].shape[-1:], 1 + t["scale"][0], t["shift"][0], EPS),)
 
 
-def eager_rms(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
+def eager_rms(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
     h = F.rms_norm(_shape(t["x"], layout), t["x"].shape[-1:], eps=EPS)
     return (h * (1 + _modulation(t["scale"], layout, rows)) + _modulation(t["shift"], layout, rows),)
 
 
-def eager_gate(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
+def eager_gate(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
     return (_shape(t["x"], layout) + _modulation(t["gate"], layout, rows) * _shape(t["y"], layout),)
 
 
-def eager_gate_ln(t: Tensors, layout: Layout, segments: Segments, rows: Tensor) -> Outputs:
+def eager_gate_ln(t: Tensors, layout: RowLayout, segments: Segments, rows: Tensor) -> Outputs:
     (residual,) = eager_gate(t, layout, segments, rows)
     return residual, *eager_ln(t | {"x": residual.view(t["x"].shape)}, layout, segments, rows)
 
 
-def eager_qk(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
+def eager_qk(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
     """RMSNorm and RoPE of Diffusers' Wan."""
     return tuple(
         _eager_rope(F.rms_norm(t[x].float(), t[x].shape[-1:], t[w], EPS).type_as(t[x]), t["cos"], t["sin"])
@@ -131,23 +131,23 @@ def _eager_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.flatten(1).type_as(x)
 
 
-def fused_ln(t: Tensors, _: Layout, segments: Segments, rows: Tensor) -> Outputs:
+def fused_ln(t: Tensors, _: RowLayout, segments: Segments, rows: Tensor) -> Outputs:
     return (fused.ln_modulate(t["x"], t["scale"], t["shift"], segments),)
 
 
-def fused_rms(t: Tensors, _: Layout, segments: Segments, rows: Tensor) -> Outputs:
+def fused_rms(t: Tensors, _: RowLayout, segments: Segments, rows: Tensor) -> Outputs:
     return (fused.ln_modulate(t["x"], t["scale"], t["shift"], segments, rms=True),)
 
 
-def fused_gate(t: Tensors, _: Layout, segments: Segments, rows: Tensor) -> Outputs:
+def fused_gate(t: Tensors, _: RowLayout, segments: Segments, rows: Tensor) -> Outputs:
     return (fused.gate_residual(t["x"], t["y"], t["gate"], segments),)
 
 
-def fused_gate_ln(t: Tensors, _: Layout, segments: Segments, rows: Tensor) -> Outputs:
+def fused_gate_ln(t: Tensors, _: RowLayout, segments: Segments, rows: Tensor) -> Outputs:
     return fused.gate_residual_ln_modulate(t["x"], t["y"], t["gate"], t["scale"], t["shift"], segments)
 
 
-def fused_qk(t: Tensors, _: Layout, segments: Segments, rows: Tensor) -> Outputs:
+def fused_qk(t: Tensors, _: RowLayout, segments: Segments, rows: Tensor) -> Outputs:
     return fused.qk_norm_rope(t["q"], t["k"], t["wq"], t["wk"], t["cos"], t["sin"], head_dim=HEAD_DIM)
 
 
@@ -157,7 +157,7 @@ def liger_rms() -> Variant:
         raise ValueError("liger-kernel is not installed. Install it, or run without --liger.")
     function = importlib.import_module("liger_kernel.ops.modulated_rms_norm").LigerModulatedRMSNormFunction
 
-    def run(t: Tensors, layout: Layout, _: Segments, rows: Tensor) -> Outputs:
+    def run(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
         # offset 0, bf16 rounding before the modulation as in eager, and dx not written over dy, which replays reuse
         return (function.apply(_shape(t["x"], layout), None, t["scale"], t["shift"], EPS, 0.0, "llama", False),)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.plan.check import check
-from actors.plan.knapsack import Assignment, balance, occupancy_rule, parse_topology, workload
+from actors.plan.knapsack import Balance, balance, occupancy_rule, parse_topology, workload
 from actors.plan.planner import PlanOptions, make_plan
 from actors.plan.profile import Profile
 from actors.plan.types import Cluster, Item, Plan
@@ -30,7 +30,7 @@ WIDTH = 3072  # FLUX and HunyuanVideo
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlannerRow:
     """One line of the table: the published figure, what must be reached, what is aimed at, ours. NaN prints as `-`."""
 
     name: str
@@ -79,7 +79,7 @@ SETS = {
 NEAR_BOUND = 1.05  # aim of the 64-GPU sets, relative to the area or path bound
 
 
-def _arachne(profile: Profile, quick: bool) -> list[Row]:
+def _arachne(profile: Profile, quick: bool) -> list[PlannerRow]:
     """Single steps and rolling sequences against the genetic and FlexSP makespans of the same iterations.
 
     The figures of set A in the targets hold for all its iterations, half of which are published here.
@@ -98,7 +98,7 @@ def _arachne(profile: Profile, quick: bool) -> list[Row]:
         bound = statistics.fmean(step.lower_bound_s for step in singles)
         aim = NEAR_BOUND * bound if name.endswith("64gpu") else targets.aim
         rows.append(
-            Row(
+            PlannerRow(
                 f"{name} single steps, mean s (lower bound {bound:.2f})",
                 reference,
                 targets.must,
@@ -109,7 +109,7 @@ def _arachne(profile: Profile, quick: bool) -> list[Row]:
         )
         rolling = _plan(steps, profile, cluster, PlanOptions(budget_s=1.0, lookahead=2))
         rows.append(
-            Row(
+            PlannerRow(
                 f"{name} rolling, mean s",
                 reference,
                 targets.rolling_must,
@@ -127,7 +127,7 @@ def _plan(steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, o
     return plan
 
 
-def _scale(profile: Profile, count: int) -> Row:
+def _scale(profile: Profile, count: int) -> PlannerRow:
     """Items drawn from the profile's shapes on 2 GPUs per item."""
     source = random.Random(0)
     shapes = sorted({key[1:5] for key in profile.measured if key[0] == "dit"})
@@ -141,7 +141,7 @@ def _scale(profile: Profile, count: int) -> Row:
     took = time.perf_counter() - started  # from items to the timed plan
     check(plan, [items], profile, cluster)
     step = plan.steps[0]
-    return Row(
+    return PlannerRow(
         f"{2 * count} GPUs, {count} items, makespan / lower bound",
         math.nan,
         1.08,
@@ -182,7 +182,7 @@ def draw_lengths(scenario: str, seed: int) -> list[int]:
     return lengths
 
 
-def _knapformer(quick: bool) -> list[Row]:
+def _knapformer(quick: bool) -> list[PlannerRow]:
     """Imbalance on 32 GPUs against KnapFormer's published rule on the same draws."""
     rows = []
     steps = range(5 if quick else 50)
@@ -192,7 +192,7 @@ def _knapformer(quick: bool) -> list[Row]:
             ours, theirs, took = _compare(scenario, sizes, steps)
             wir = statistics.fmean(a.wir for a in theirs)
             rows.append(
-                Row(
+                PlannerRow(
                     f"KnapFormer {scenario} {spec}, WIR (published: their rule, same draws)",
                     wir,
                     wir,
@@ -204,7 +204,7 @@ def _knapformer(quick: bool) -> list[Row]:
     for scenario, spec, published, best in MIXED:
         ours, _, took = _compare(scenario, parse_topology(spec, 32, 24), steps)
         rows.append(
-            Row(
+            PlannerRow(
                 f"KnapFormer {scenario} {spec}, max/mean",
                 published,
                 1.02 * best,
@@ -215,7 +215,7 @@ def _knapformer(quick: bool) -> list[Row]:
         )
     ours = [balance(_equal_videos(seed), parse_topology("g1n24+g8n1", 32, 24)) for seed in range(2 * len(steps))]
     rows.append(
-        Row(
+        PlannerRow(
             "KnapFormer equal videos g1n24+g8n1, max/mean",
             2.43,
             1.02 * 1.021,
@@ -226,9 +226,7 @@ def _knapformer(quick: bool) -> list[Row]:
     return rows
 
 
-def _compare(
-    scenario: str, sizes: Sequence[int], steps: Sequence[int]
-) -> tuple[list[Assignment], list[Assignment], float]:
+def _compare(scenario: str, sizes: Sequence[int], steps: Sequence[int]) -> tuple[list[Balance], list[Balance], float]:
     ours, theirs, took = [], [], []
     for seed in steps:
         lengths = draw_lengths(scenario, seed)
@@ -299,7 +297,7 @@ def stage2_items(count: int, seed: int) -> list[Item]:
     return items
 
 
-def _open_sora(quick: bool) -> Row:
+def _open_sora(quick: bool) -> PlannerRow:
     """Idle share of 8 groups at the barrier, window of 4 items per group, encodes cached; published: 62 %."""
     dit = DiTConfig(num_layers=19, num_single_layers=38, num_heads=24, head_dim=128, ffn_dim=12288)
     profile = Profile.from_flops(dit, geometry=Geometry(), tflops=400.0, degrees=(1, 2, 4, 8), exchange_gbps=200.0)
@@ -308,7 +306,7 @@ def _open_sora(quick: bool) -> Row:
         plan = _plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
         idle.append(plan.steps[0].idle_ratio)
         took.append(plan.steps[0].plan_s)
-    return Row(
+    return PlannerRow(
         "Open-Sora v2 stage 2, 8 groups, idle share",
         0.62,
         0.02,

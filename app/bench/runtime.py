@@ -29,7 +29,7 @@ from actors.messages import CascadeTask
 from actors.plan.types import Item
 from actors.step import StepBatches, StepItems
 from actors.worker.executor import Executor, Modules, _Measure
-from actors.worker.handoff import Encoded
+from actors.worker.handoff import EncodeResult
 from actors.worker.worker import Worker
 from app.bench import memory
 from app.bench.lab import Lab
@@ -45,21 +45,21 @@ TEXT_S = 0.2  # the profile has no text encoder
 class TimedExecutor(Executor):
     """Waits where the real one computes: members of a bag meet, then wait for the planned length together."""
 
-    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[Encoded]:
+    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
         return self._wait(task)
 
-    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[Encoded]:
+    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[EncodeResult]:
         return self._wait(task)
 
-    def dit(self, task: CascadeTask, fetched: dict[Any, Encoded], fetch_s: float | None = None) -> None:
+    def dit(self, task: CascadeTask, fetched: dict[Any, EncodeResult], fetch_s: float | None = None) -> None:
         self._wait(task)
         self._weights[task.step] = 1.0
 
-    def _wait(self, task: CascadeTask) -> list[Encoded]:
+    def _wait(self, task: CascadeTask) -> list[EncodeResult]:
         with _Measure(self, task):
             self._bag(task).barrier()
             time.sleep(task.planned_end_s - task.planned_start_s)
-            return self._deliver(task, [Encoded(id=s.id, rows=torch.zeros(1, 1)) for s in task.samples])
+            return self._deliver(task, [EncodeResult(id=s.id, rows=torch.zeros(1, 1)) for s in task.samples])
 
 
 class TimedWorker(Worker):

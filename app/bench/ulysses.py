@@ -56,7 +56,7 @@ class _CopyGroup:
         output[rows:].copy_(input[: len(output) - rows])
 
 
-class Layer:
+class AttentionLayer:
     """One layer's bookkeeping on rank 0 of a bag, both ways, and the attention between."""
 
     def __init__(self, lengths: list[int], degree: int, heads: int, head_dim: int, device: str) -> None:
@@ -112,8 +112,8 @@ def measure(
     if heads % degree:
         raise ValueError(f"{heads} heads over degree {degree}: use a multiple of {degree} heads.")
     lengths = np.random.default_rng(0).integers(245, 659, size=sequences).tolist()
-    layer = Layer(lengths, degree, heads, head_dim, device)
-    host = Layer([degree] * sequences, degree, heads, 1, device)
+    layer = AttentionLayer(lengths, degree, heads, head_dim, device)
+    host = AttentionLayer([degree] * sequences, degree, heads, 1, device)
 
     def layout() -> None:
         built = Layout(layer.layout.sequences, degree, 0, device)

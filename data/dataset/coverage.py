@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.dataset.order import State
+from data.dataset.order import OrderState
 from data.types import Bucket
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class BucketAccount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dropped:
+class DroppedSample:
     """A sample that is never trained, and why."""
 
     source: str
@@ -58,7 +58,7 @@ class Accounting:
     not_reached: int  # not drawn in these steps
     by_source: dict[str, int]  # draws trained
     buckets: tuple[BucketAccount, ...]
-    dropped: tuple[Dropped, ...]  # the first NAMED of them
+    dropped: tuple[DroppedSample, ...]  # the first NAMED of them
 
     @property
     def coverage(self) -> float:
@@ -120,7 +120,7 @@ def account(dataset: Dataset, steps: int | None) -> Accounting:
     )
 
 
-def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarray], state: State) -> int:
+def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarray], state: OrderState) -> int:
     """Rows of complete epochs that were drawn and met no bucket, by the probabilities of the table."""
     passed = 0
     for source, (code, count, wait) in enumerate(zip(dataset.codes, times, waits)):
@@ -146,9 +146,9 @@ def _bucket_account(
     )
 
 
-def _dropped(dataset: Dataset) -> list[Dropped]:
+def _dropped(dataset: Dataset) -> list[DroppedSample]:
     """Rows that are indexed and not planned, by name."""
-    named: list[Dropped] = []
+    named: list[DroppedSample] = []
     for index, source, code in zip(dataset.indexes, dataset.config.sources, dataset.codes):
         masks = [(rule, index.filter_mask(rule)) for rule in source.filters]
         for row in np.flatnonzero(code < 0)[: NAMED - len(named)]:
@@ -158,5 +158,5 @@ def _dropped(dataset: Dataset) -> list[Dropped]:
             else:
                 why = next((f"filtered({rule})" for rule, passes in masks if not passes[row]), "")
                 why = why or dataset.refusal(index.ordinal, int(row)).detail
-            named.append(Dropped(source=index.name, key=record.key, reason=why))
+            named.append(DroppedSample(source=index.name, key=record.key, reason=why))
     return named

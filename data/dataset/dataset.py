@@ -19,16 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from data.buckets import BatchSize, Choice, Refusal, Shape, Table, available_frames, last_start, planned_batch
+from data.buckets import BatchSize, BucketTable, Choice, ClipShape, Refusal, available_frames, last_start, planned_batch
 from data.cache import CachedLatents
 from data.config import DataConfig, SegmentConfig
 from data.dataset.coverage import Accounting, account
-from data.dataset.index import Index, Row, build_index
-from data.dataset.order import DROP, PICK, START, Draw, Micro, Planner, Population, Stage, State, digest, uniform
+from data.dataset.index import Index, IndexRow, build_index
+from data.dataset.order import (
+    DROP,
+    PICK,
+    START,
+    BatchDraw,
+    OrderState,
+    Population,
+    SampleDraw,
+    SampleOrder,
+    Stage,
+    digest,
+    uniform,
+)
 from data.dataset.positions import Positions
 from data.errors import DataError
 from data.ledger import Fault, Ledger, Reason
-from data.types import Bucket, Clip, DataItem, Job, SampleRef, Step
+from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef, StepOfItems
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +70,7 @@ class Dataset:
         self.latents: CachedLatents | None = None  # set by who knows the encoder
         self.shapes, codes = _shapes(self.indexes)
         segments = config.segments or (SegmentConfig(until_step=0),)
-        self.tables = [Table.build(segment.buckets or config.buckets, geometry) for segment in segments]
+        self.tables = [BucketTable.build(segment.buckets or config.buckets, geometry) for segment in segments]
         self.options = [_choices(table, self.shapes, config.fps) for table in self.tables]
         self.codes = self._admit(codes)
         self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]
@@ -68,9 +80,9 @@ class Dataset:
             Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape, window=source.shuffle_window)
             for index, shape, source in zip(self.indexes, self.codes, config.sources)
         ]
-        self.planner = Planner(populations, stages, seed, self._identity())
+        self.planner = SampleOrder(populations, stages, seed, self._identity())
         self._positions = self._known(self.planner.start())
-        self._steps: OrderedDict[int, Step] = OrderedDict()
+        self._steps: OrderedDict[int, StepOfItems] = OrderedDict()
         self._draws: OrderedDict[int, dict[str, Any]] = OrderedDict({0: ledger.draw_state()})  # of the steps before
         self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
@@ -100,14 +112,14 @@ class Dataset:
 
     # steps
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StepOfItems:
         """The items of a step. In sequence this costs O(its samples); a jump replays from the nearest position."""
         if index not in self._steps:
             state = self._positions.at(index)
             micros = self.planner.advance(state)
             self._positions.keep(state)
             self._keep_step(
-                Step(
+                StepOfItems(
                     index=index, items=tuple(self._item(f"s{index}.{slot}", micro) for slot, micro in enumerate(micros))
                 )
             )
@@ -117,10 +129,10 @@ class Dataset:
         """False when a cache holds the latents of all its samples."""
         return self.latents is None or not self.latents.has(item)
 
-    def job(self, item: DataItem, pixels: bool = True) -> Job:
+    def job(self, item: DataItem, pixels: bool = True) -> DecodeJob:
         """Everything a decoder needs to make the item's batch."""
         clips = tuple(self._clip(ref) for ref in item.samples)
-        return Job(
+        return DecodeJob(
             item=item.id,
             bucket=item.bucket,
             clips=clips,
@@ -226,26 +238,26 @@ class Dataset:
 
     # inside
 
-    def _known(self, state: State) -> Positions:
+    def _known(self, state: OrderState) -> Positions:
         """Positions from a state on; the recent ones reach back over what an engine plans ahead of training."""
         engine, items = self.config.engine, min(stage.items_per_step for stage in self.planner.stages)
         return Positions(self.planner, state, min(KEPT_STEPS + 2 * engine.window * engine.feeders // items, MOST_AHEAD))
 
-    def _keep_step(self, step: Step) -> None:
+    def _keep_step(self, step: StepOfItems) -> None:
         self._steps[step.index] = step
         while len(self._steps) > KEPT_STEPS:
             self._steps.popitem(last=False)
 
-    def _item(self, name: str, micro: Micro) -> DataItem:
+    def _item(self, name: str, micro: BatchDraw) -> DataItem:
         return DataItem(
             id=name, bucket=micro.bucket, samples=tuple(self._sample(draw, micro.bucket) for draw in micro.draws)
         )
 
-    def _sample(self, draw: Draw, bucket: Bucket) -> SampleRef:
+    def _sample(self, draw: SampleDraw, bucket: Bucket) -> SampleRef:
         row = self._row(draw.source, draw.row)
         who = (self.seed, draw.source, draw.epoch, draw.row)
         drop = uniform(*who, DROP) < self.config.caption_dropout
-        shape = Shape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
+        shape = ClipShape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
         latest = last_start(shape, bucket, self.config.fps) if self.config.start_frame == "random" else 0
         chosen = uniform(*who, PICK)
         return SampleRef(
@@ -281,7 +293,7 @@ class Dataset:
             shard=row.shard,
         )
 
-    def _load_row(self, source: int, row: int) -> Row:
+    def _load_row(self, source: int, row: int) -> IndexRow:
         return self.indexes[source].row(row)
 
     def _admit(self, codes: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -350,7 +362,7 @@ class Dataset:
             settings=digest(asdict(segment.buckets or config.buckets)),
         )
 
-    def _planned_batches(self, table: Table, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
+    def _planned_batches(self, table: BucketTable, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
         limits = segment.batch or self.config.batch
         return {bucket: planned_batch(table, bucket, limits, self.geometry, self.timed) for bucket in table.buckets}
 
@@ -397,7 +409,7 @@ class Dataset:
         }
 
 
-def _choices(table: Table, shapes: Sequence[Shape], fps: float) -> list[tuple[Choice, ...] | Refusal]:
+def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> list[tuple[Choice, ...] | Refusal]:
     """Of every shape. A million clips have a hundred thousand shapes, but few differ in size and in the bucket lengths
     that they fill."""
     lengths = sorted({entry.frames for entry in table.entries})
@@ -413,7 +425,7 @@ def _choices(table: Table, shapes: Sequence[Shape], fps: float) -> list[tuple[Ch
     return found
 
 
-def _shapes(indexes: Sequence[Index]) -> tuple[list[Shape], list[np.ndarray]]:
+def _shapes(indexes: Sequence[Index]) -> tuple[list[ClipShape], list[np.ndarray]]:
     """The distinct shapes of all sources, and the number of each row's shape."""
     names = ("height", "width", "num_frames", "fps", "image")
     numbers: dict[tuple[Any, ...], int] = {}
@@ -432,9 +444,9 @@ def _shapes(indexes: Sequence[Index]) -> tuple[list[Shape], list[np.ndarray]]:
     return [_shape(*key) for key in numbers], codes
 
 
-def _shape(height: int, width: int, frames: int, fps: float, image: bool) -> Shape:
+def _shape(height: int, width: int, frames: int, fps: float, image: bool) -> ClipShape:
     """Rows the index rejected have zeros here; they are never looked up."""
-    return Shape(
+    return ClipShape(
         frames=max(frames, 1), height=max(height, 1), width=max(width, 1), fps=0.0 if image else max(fps, 1e-3)
     )
 
@@ -449,7 +461,7 @@ def _joint_codes(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
     return codes, int(codes.max()) + 1 if len(codes) else 0
 
 
-def _caption_chars(row: Row, chosen: float) -> int:
+def _caption_chars(row: IndexRow, chosen: float) -> int:
     """Length of the caption that will be used, as far as the index knows it without reading the caption."""
     if not row.captions:
         return 0

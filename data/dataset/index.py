@@ -30,7 +30,7 @@ from data.captions import read_caption
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError
 from data.ledger import Fault, Ledger, Reason
-from data.readers.part import CAPTION_FILE, MEDIA_FILE, SCORE, VERSION, Part, PartWriter, read_meta
+from data.readers.part import CAPTION_FILE, MEDIA_FILE, SCORE, VERSION, IndexPart, PartWriter, read_meta
 from data.readers.registry import reader_of
 from data.types import CaptionRef
 
@@ -52,7 +52,7 @@ TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class IndexRow:
     """One sample of the index. Width and height are as displayed; fps is 0 and num_frames 1 for an image."""
 
     source: int
@@ -85,7 +85,7 @@ class Row:
 class IndexedPart:
     """A part with the Parquet file made from it."""
 
-    part: Part
+    part: IndexPart
     file: Path
     meta: dict[str, Any]
 
@@ -154,7 +154,7 @@ class Index:
         with np.errstate(invalid="ignore"):
             return COMPARE[match[2]](values, float(match[3])) & ~np.isnan(values.astype(np.float64))
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> IndexRow:
         """Everything about one row. Sequential access within a shard is fast."""
         shard, values = self._values(row)
         part = self.parts[shard]
@@ -186,7 +186,7 @@ class Index:
                 "detail",
             )
         }
-        return Row(
+        return IndexRow(
             source=self.ordinal,
             row=int(row),
             shard=part.part.uri,
@@ -393,7 +393,7 @@ def index_folder(source: SourceConfig) -> Path:
     return root / "heddle" / "index"
 
 
-def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, Part, Path]], workers: int) -> Iterator[None]:
+def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, IndexPart, Path]], workers: int) -> Iterator[None]:
     if workers <= 1 or len(jobs) == 1:
         yield from map(_build_part, jobs)
         return
@@ -402,7 +402,7 @@ def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, Part, Path]], work
         yield from pool.map(_build_part, jobs)
 
 
-def _build_part(job: tuple[SourceConfig, LimitsConfig, Part, Path]) -> None:
+def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None:
     source, limits, part, file = job
     reader = reader_of(source, limits)
     writer = PartWriter(file, part, getattr(reader, "score_names", lambda _: None)(part))
@@ -428,7 +428,7 @@ def _array(name: str, values: pa.ChunkedArray) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _fresh(part: Part, meta: dict[str, Any] | None) -> bool:
+def _fresh(part: IndexPart, meta: dict[str, Any] | None) -> bool:
     return meta is not None and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == (
         part.size,
         part.mtime_ns,

@@ -46,7 +46,7 @@ def uniform(seed: int, source: int, epoch: int, row: int, use: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleDraw:
     """A row drawn for training. `number` counts the draws of the run."""
 
     source: int
@@ -56,11 +56,11 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class BatchDraw:
     """One bucket batch: the draws that meet in it."""
 
     bucket: Bucket
-    draws: tuple[Draw, ...]
+    draws: tuple[SampleDraw, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,19 +100,19 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SourceMark:
     """Where the sources stood before draw `number`."""
 
     number: int
     cursors: tuple[Cursor, ...]
 
     @classmethod
-    def of(cls, state: State) -> Mark:
+    def of(cls, state: OrderState) -> SourceMark:
         return cls(state.drawn, tuple(copy(cursor) for cursor in state.cursors))
 
 
 @dataclass(slots=True)
-class State:
+class OrderState:
     """The planner's position: everything the future depends on. Stands before step `step`.
 
     `marks` are earlier positions of the same stage, oldest first; the future does not depend on them.
@@ -123,12 +123,12 @@ class State:
     drawn: int  # admitted draws so far
     passed: int  # draws that met no bucket: probabilities of the table, or rows left behind at a border
     cursors: list[Cursor]
-    queues: dict[Bucket, list[Draw]] = field(default_factory=dict)
-    ready: list[Micro] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    queues: dict[Bucket, list[SampleDraw]] = field(default_factory=dict)
+    ready: list[BatchDraw] = field(default_factory=list)
+    marks: list[SourceMark] = field(default_factory=list)
 
-    def copy(self) -> State:
-        return State(
+    def copy(self) -> OrderState:
+        return OrderState(
             self.step,
             self.stage,
             self.drawn,
@@ -144,7 +144,7 @@ class State:
         return sum(map(len, self.queues.values())) + sum(len(micro.draws) for micro in self.ready)
 
 
-class Planner:
+class SampleOrder:
     """Turns populations and stages into micro-batches. Holds no position: that is the State."""
 
     def __init__(
@@ -175,12 +175,12 @@ class Planner:
                     f"See `heddle data stats`, or widen data.buckets."
                 )
 
-    def start(self) -> State:
-        state = State(step=0, stage=0, drawn=0, passed=0, cursors=[Cursor() for _ in self.populations])
-        state.marks = [Mark.of(state)]
+    def start(self) -> OrderState:
+        state = OrderState(step=0, stage=0, drawn=0, passed=0, cursors=[Cursor() for _ in self.populations])
+        state.marks = [SourceMark.of(state)]
         return state
 
-    def advance(self, state: State) -> list[Micro]:
+    def advance(self, state: OrderState) -> list[BatchDraw]:
         """The micro-batches of `state.step`; moves the state to the next step."""
         self._enter_stage(state)
         stage = self.stages[state.stage]
@@ -192,14 +192,14 @@ class Planner:
 
     # drawing
 
-    def _draw(self, state: State, stage: Stage) -> None:
+    def _draw(self, state: OrderState, stage: Stage) -> None:
         if state.drawn - state.marks[-1].number >= MARK_EVERY:
-            state.marks = [*state.marks[1 - MARKS_KEPT :], Mark.of(state)]
+            state.marks = [*state.marks[1 - MARKS_KEPT :], SourceMark.of(state)]
         draw, bucket = self._next_draw(state, stage)
         self._enqueue(state, stage, bucket, draw)
         self._emit_overdue(state, stage)
 
-    def _next_draw(self, state: State, stage: Stage) -> tuple[Draw, Bucket]:
+    def _next_draw(self, state: OrderState, stage: Stage) -> tuple[SampleDraw, Bucket]:
         """The next row that a bucket takes; moves the sources, knows nothing of queues."""
         source = self._next_source(state, stage)
         cursor = state.cursors[source]
@@ -215,9 +215,9 @@ class Planner:
         state.drawn += 1
         cursor.drawn += 1
         cursor.tokens += stage.tokens[bucket]
-        return Draw(source, epoch, row, state.drawn - 1), bucket
+        return SampleDraw(source, epoch, row, state.drawn - 1), bucket
 
-    def _next_source(self, state: State, stage: Stage) -> int:
+    def _next_source(self, state: OrderState, stage: Stage) -> int:
         active = [source for source, weight in enumerate(stage.weights) if weight]
         if len(active) == 1:
             return active[0]
@@ -266,22 +266,22 @@ class Planner:
 
     # batching
 
-    def _enqueue(self, state: State, stage: Stage, bucket: Bucket, draw: Draw) -> None:
+    def _enqueue(self, state: OrderState, stage: Stage, bucket: Bucket, draw: SampleDraw) -> None:
         queue = state.queues.setdefault(bucket, [])
         queue.append(draw)
         if len(queue) >= stage.batch[bucket]:
             self._emit(state, bucket)
 
-    def _emit(self, state: State, bucket: Bucket) -> None:
-        state.ready.append(Micro(bucket, tuple(state.queues.pop(bucket))))
+    def _emit(self, state: OrderState, bucket: Bucket) -> None:
+        state.ready.append(BatchDraw(bucket, tuple(state.queues.pop(bucket))))
 
-    def _emit_overdue(self, state: State, stage: Stage) -> None:
+    def _emit_overdue(self, state: OrderState, stage: Stage) -> None:
         """Rows enter a queue in draw order, so its first is its oldest."""
         overdue = [bucket for bucket, queue in state.queues.items() if state.drawn - queue[0].number > stage.max_wait]
         for bucket in sorted(overdue, key=lambda bucket: state.queues[bucket][0].number):
             self._emit(state, bucket)
 
-    def _enter_stage(self, state: State) -> None:
+    def _enter_stage(self, state: OrderState) -> None:
         stage = self.stages[state.stage]
         if not stage.until_step or state.step < stage.until_step:
             return
@@ -291,7 +291,7 @@ class Planner:
         state.queues, state.ready = {}, []
         for cursor in state.cursors:
             cursor.drawn = cursor.tokens = 0  # the shares of a mixture are those of its own stage
-        state.marks = [Mark.of(state)]
+        state.marks = [SourceMark.of(state)]
         stage = self.stages[state.stage]
         for draw in sorted(waiting, key=lambda draw: draw.number):
             shape = int(self.populations[draw.source].shape[draw.row])
@@ -322,7 +322,7 @@ class Planner:
             self._parts[stage] = {"seed": digest(self.seed), "buckets": digest(stages), **self.identity}
         return self._parts[stage]
 
-    def token(self, state: State) -> dict[str, Any]:
+    def token(self, state: OrderState) -> dict[str, Any]:
         """The position as JSON of a few kB, however many rows wait.
 
         Few are listed. Of many, the token says where to draw from again and how many of each bucket still wait: rows
@@ -349,7 +349,7 @@ class Planner:
             **body,
         }
 
-    def _counts(self, state: State) -> dict[str, Any]:
+    def _counts(self, state: OrderState) -> dict[str, Any]:
         """Waiting rows by number. Those older than every mark (they wait long, or come from the stage before) are
         listed; `ready` is (bucket, rows) of the finished batches, what is left waits in the queues."""
         buckets = sorted(self.stages[state.stage].batch)
@@ -370,7 +370,7 @@ class Planner:
             "ready": [[buckets.index(micro.bucket), len(micro.draws)] for micro in state.ready],
         }
 
-    def restore(self, token: Mapping[str, Any]) -> State:
+    def restore(self, token: Mapping[str, Any]) -> OrderState:
         """The state a token was made from. Raises DataError, naming what differs, when this is not its plan."""
         if token.get("v") != TOKEN_VERSION:
             raise DataError(f"resume token of version {token.get('v')!r}; this program reads {TOKEN_VERSION}.")
@@ -389,7 +389,7 @@ class Planner:
         body = token
         if "packed" in token:
             body = json.loads(zlib.decompress(base64.b85decode(token["packed"])))
-        state = State(
+        state = OrderState(
             step=token["step"],
             stage=token["stage"],
             drawn=token["drawn"],
@@ -399,28 +399,28 @@ class Planner:
         if "from" in body:
             self._draw_again(state, body)
         else:
-            state.marks = [Mark.of(state)]
+            state.marks = [SourceMark.of(state)]
             state.queues = {Bucket.parse(name): _draws(rows) for name, rows in body["queues"].items()}
-            state.ready = [Micro(Bucket.parse(name), tuple(_draws(rows))) for name, rows in body["ready"]]
+            state.ready = [BatchDraw(Bucket.parse(name), tuple(_draws(rows))) for name, rows in body["ready"]]
         return state
 
-    def _draw_again(self, state: State, body: Mapping[str, Any]) -> None:
+    def _draw_again(self, state: OrderState, body: Mapping[str, Any]) -> None:
         """Fill the queues of a state from `_counts`."""
         stage = self.stages[state.stage]
         number, cursors = body["from"]
-        then = State(
+        then = OrderState(
             step=state.step,
             stage=state.stage,
             drawn=number,
             passed=0,
             cursors=[Cursor(*numbers) for numbers in cursors],
         )
-        then.marks = [Mark.of(then)]
+        then.marks = [SourceMark.of(then)]
         buckets = sorted(stage.batch)
-        last = {bucket: deque[Draw](maxlen=count) for bucket, count in zip(buckets, body["again"])}
+        last = {bucket: deque[SampleDraw](maxlen=count) for bucket, count in zip(buckets, body["again"])}
         while then.drawn < state.drawn:
             if then.drawn - then.marks[-1].number >= MARK_EVERY:
-                then.marks.append(Mark.of(then))
+                then.marks.append(SourceMark.of(then))
             draw, bucket = self._next_draw(then, stage)
             last[bucket].append(draw)
         state.marks = then.marks
@@ -429,7 +429,7 @@ class Planner:
             for number, bucket in enumerate(buckets)
         ]
         for position, count in body["ready"]:
-            state.ready.append(Micro(buckets[position], tuple(waiting[position][:count])))
+            state.ready.append(BatchDraw(buckets[position], tuple(waiting[position][:count])))
             del waiting[position][:count]
         state.queues = {bucket: draws for bucket, draws in zip(buckets, waiting) if draws}
 
@@ -451,9 +451,9 @@ def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(int.from_bytes(bits, "little")))
 
 
-def _waiting(state: State, buckets: Sequence[Bucket]) -> list[list[Draw]]:
+def _waiting(state: OrderState, buckets: Sequence[Bucket]) -> list[list[SampleDraw]]:
     """Waiting rows of each bucket in the order they came: finished batches, then the queue."""
-    waiting: dict[Bucket, list[Draw]] = {bucket: [] for bucket in buckets}
+    waiting: dict[Bucket, list[SampleDraw]] = {bucket: [] for bucket in buckets}
     for micro in state.ready:
         waiting[micro.bucket] += micro.draws
     for bucket, queue in state.queues.items():
@@ -465,16 +465,16 @@ def _plain(cursors: Sequence[Cursor]) -> list[list[int]]:
     return [[c.epoch, c.window, c.position, c.drawn, c.tokens] for c in cursors]
 
 
-def _columns(draws: Sequence[Draw]) -> list[list[int]]:
+def _columns(draws: Sequence[SampleDraw]) -> list[list[int]]:
     """Column by column, draw numbers as differences: half as long when compressed."""
     numbers = [draw.number for draw in draws]
     steps = [number - before for number, before in zip(numbers, [0, *numbers])]
     return [[draw.source for draw in draws], [draw.epoch for draw in draws], [draw.row for draw in draws], steps]
 
 
-def _draws(columns: Sequence[Sequence[int]]) -> list[Draw]:
+def _draws(columns: Sequence[Sequence[int]]) -> list[SampleDraw]:
     sources, epochs, rows, steps = columns
-    return [Draw(*fields) for fields in zip(sources, epochs, rows, itertools.accumulate(steps))]
+    return [SampleDraw(*fields) for fields in zip(sources, epochs, rows, itertools.accumulate(steps))]
 
 
 def digest(value: Any) -> str:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from data.dataset.order import Planner, State
+from data.dataset.order import OrderState, SampleOrder
 from data.errors import DataError
 
 SPACING = 256  # steps between two older positions, until there are too many of them
@@ -26,17 +26,17 @@ FEWEST_RECENT = 64  # held whatever waits in them
 class Positions:
     """Known positions of a plan from `first` on."""
 
-    def __init__(self, planner: Planner, state: State, recent: int) -> None:
+    def __init__(self, planner: SampleOrder, state: OrderState, recent: int) -> None:
         """`recent`: positions held as they are, memory permitting."""
         self.first, self.newest = state.step, state.copy()
         self._planner, self._most = planner, max(recent, FEWEST_RECENT)
-        self._recent: OrderedDict[int, State] = OrderedDict({state.step: self.newest})
+        self._recent: OrderedDict[int, OrderState] = OrderedDict({state.step: self.newest})
         self._waiting = self.newest.waiting
         self._tokens: dict[int, Mapping[str, Any]] = {state.step: planner.token(state)}
         self._spacing = SPACING
-        self._walked: State | None = None  # where the last walk ended: the next one often goes on from there
+        self._walked: OrderState | None = None  # where the last walk ended: the next one often goes on from there
 
-    def at(self, step: int) -> State:
+    def at(self, step: int) -> OrderState:
         """A copy of the position before a step. Raises DataError for one before `first`."""
         if step < self.first:
             raise DataError(
@@ -52,7 +52,7 @@ class Positions:
         self._walked = state.copy()
         return state
 
-    def keep(self, state: State) -> None:
+    def keep(self, state: OrderState) -> None:
         """Hold a copy of a position, if it is newer than all others."""
         if state.step <= self.newest.step:
             return
@@ -64,7 +64,7 @@ class Positions:
             if step % self._spacing == 0:
                 self._keep_token(step, oldest)
 
-    def _keep_token(self, step: int, state: State) -> None:
+    def _keep_token(self, step: int, state: OrderState) -> None:
         self._tokens[step] = self._planner.token(state)
         if len(self._tokens) > MOST_TOKENS:
             self._spacing *= 2
@@ -72,7 +72,7 @@ class Positions:
                 held: token for held, token in self._tokens.items() if held == self.first or held % self._spacing == 0
             }
 
-    def _nearest(self, step: int) -> State:
+    def _nearest(self, step: int) -> OrderState:
         """A copy of the last known position at or before a step."""
         recent = max((held for held in self._recent if held <= step), default=-1)
         walked = self._walked.step if self._walked is not None and self._walked.step <= step else -1

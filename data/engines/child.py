@@ -26,7 +26,7 @@ import numpy as np
 from data.decode import caption_or_empty
 from data.errors import DataIOError
 from data.ledger import Fault, Reason
-from data.types import Batch, Job
+from data.types import Batch, DecodeJob
 
 HEADER = struct.Struct("<Q")
 START_SECONDS = 120.0  # a decode process comes up in one second, on a busy machine in many
@@ -50,7 +50,7 @@ class DecodeProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
-    def decode(self, job: Job, timeout_s: float) -> Batch:
+    def decode(self, job: DecodeJob, timeout_s: float) -> Batch:
         """The batch of a job. Raises DataIOError as decode_job does."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
@@ -108,7 +108,7 @@ class DecodeProcess:
         return self._process
 
 
-def decode_isolated(job: Job, clip_timeout_s: float) -> Batch:
+def decode_isolated(job: DecodeJob, clip_timeout_s: float) -> Batch:
     """The same batch as decode_job, each clip in a process of its own, so that a culprit is found and named.
 
     A clip that kills its decoder is a `decoder_crash`, one that hangs it a `decode_timeout`.

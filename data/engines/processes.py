@@ -14,7 +14,7 @@ from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.engines.engine import was_denied, with_pixels
-from data.types import Batch, Job
+from data.types import Batch, DecodeJob
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class PoolEngine:
     def __init__(self, dataset: Dataset, config: DataConfig | None = None) -> None:
         self.dataset, self.config = dataset, (config or dataset.config).engine
         self.processes = [DecodeProcess() for _ in range(self.config.decode_workers)]
-        self._work: queue.Queue[tuple[Job, Future[Batch]] | None] = queue.Queue()
+        self._work: queue.Queue[tuple[DecodeJob, Future[Batch]] | None] = queue.Queue()
         self._steps: dict[int, list[Future[Batch]]] = {}
         self._threads: list[threading.Thread] = []
 
@@ -114,7 +114,7 @@ class PoolEngine:
             if done % RECYCLE_AFTER == 0:
                 process.close()
 
-    def _decode(self, process: DecodeProcess, job: Job) -> Batch:
+    def _decode(self, process: DecodeProcess, job: DecodeJob) -> Batch:
         """A job whose process died is decoded clip by clip, so that the clip at fault is named and skipped."""
         try:
             return process.decode(job, self.config.clip_timeout_s * len(job.clips))

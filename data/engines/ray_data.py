@@ -50,7 +50,7 @@ from data.engines.gate import Gate
 from data.engines.placement import beside_me
 from data.errors import DataIOError
 from data.ledger import Fault
-from data.types import DataItem, Job
+from data.types import DataItem, DecodeJob
 
 log = logging.getLogger(__name__)
 
@@ -282,11 +282,11 @@ class Blocks:
         for window in self._windows:
             window.join()
 
-    def _open(self, size: int) -> Window:
+    def _open(self, size: int) -> DecodeWindow:
         items = list(itertools.islice(self._items, size))
         self._coming.extend(items)
         work = [(number, self._dataset.job(item)) for item, number in zip(items, self._numbers)]
-        return Window(work, self._config, self._gate, self._ended)
+        return DecodeWindow(work, self._config, self._gate, self._ended)
 
     def _admit(self) -> None:
         """Open the gate as far as the bounds allow. Whether pixels are wanted is decided now, not when the window was
@@ -316,10 +316,10 @@ def pixel_bytes(item: DataItem) -> int:
     return item.batch * item.bucket.frames * item.bucket.area * 3
 
 
-class Window:
+class DecodeWindow:
     """One Ray Data execution over a list of numbered jobs, and the thread that drains it."""
 
-    def __init__(self, work: list[tuple[int, Job]], config: EngineConfig, gate: Any, ended: deque[str]) -> None:
+    def __init__(self, work: list[tuple[int, DecodeJob]], config: EngineConfig, gate: Any, ended: deque[str]) -> None:
         """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
         self._work, self._config, self._gate, self._ended = work, config, gate, ended
         self.references: queue.SimpleQueue[Any] = queue.SimpleQueue()

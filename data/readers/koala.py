@@ -20,7 +20,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.catalogue import Catalogue, cut
-from data.readers.part import Part, PartWriter, Sample
+from data.readers.part import IndexedSample, IndexPart, PartWriter
 from data.readers.tables import UnreadableTable, read_rows
 from data.storage import FileStat, expand
 
@@ -43,7 +43,7 @@ ALIASES = {  # column names seen in mirrors and derived tables
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class KoalaClip:
     """One clip as the table lists it."""
 
     key: str
@@ -79,33 +79,33 @@ class KoalaReader:
     def _files(self) -> list[str]:
         return expand(self.config.path, (".csv", ".tsv", ".parquet"))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[IndexPart]:
         found = []
         for uri in self._files:
             info = storage.stat(uri, self.limits.retries)
             if info is None:
                 raise DataError(f"table {uri} does not exist. Check data.sources path {self.config.path}.")
-            found.append(Part(uri, info.size, info.mtime_ns, self.catalogue.fingerprint))
+            found.append(IndexPart(uri, info.size, info.mtime_ns, self.catalogue.fingerprint))
         return found
 
-    def score_names(self, part: Part) -> list[str]:
+    def score_names(self, part: IndexPart) -> list[str]:
         """Fixed, so that rows are written as they come."""
         return list(SCORES)
 
-    def read(self, part: Part, writer: PartWriter) -> None:
+    def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every row of the table becomes a sample, or is counted as missing."""
         seen: set[str] = set()
         try:
             for number, row in enumerate(read_rows(part.uri, self.limits)):
                 for listed in self._listed(row, number):
                     if isinstance(listed, BadSample):
-                        writer.add(Sample(key=f"row {number}").refuse(listed))
+                        writer.add(IndexedSample(key=f"row {number}").refuse(listed))
                     else:
                         self._add(listed, seen, writer)
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
 
-    def _listed(self, row: dict[str, Any] | BadSample, number: int) -> Iterator[Listed | BadSample]:
+    def _listed(self, row: dict[str, Any] | BadSample, number: int) -> Iterator[KoalaClip | BadSample]:
         if isinstance(row, BadSample):
             yield row
             return
@@ -122,16 +122,16 @@ class KoalaReader:
         else:
             yield _koala_clip(fields)
 
-    def _add(self, listed: Listed, seen: set[str], writer: PartWriter) -> None:
+    def _add(self, listed: KoalaClip, seen: set[str], writer: PartWriter) -> None:
         try:
             file, whole = self._find(listed)
         except BadSample as fault:
-            writer.add(Sample(key=listed.key).refuse(fault))
+            writer.add(IndexedSample(key=listed.key).refuse(fault))
             return
         if file is None:
             writer.missing(listed.key)
             return
-        sample = Sample(
+        sample = IndexedSample(
             key=listed.key,
             path=file.uri,
             size=file.size,
@@ -157,7 +157,7 @@ class KoalaReader:
             sample.refuse(fault)
         writer.add(sample)
 
-    def _find(self, listed: Listed) -> tuple[FileStat | None, bool]:
+    def _find(self, listed: KoalaClip) -> tuple[FileStat | None, bool]:
         """The stated file, else the clip's own, else the whole video; and whether it is the whole video."""
         if listed.path and (file := self.catalogue.at(listed.path)):
             return file, storage.name_of(file.uri).rpartition(".")[0] == listed.video
@@ -167,9 +167,9 @@ class KoalaReader:
         return self.catalogue.named(listed.video), True
 
 
-def _koala_clip(fields: dict[str, Any]) -> Listed:
+def _koala_clip(fields: dict[str, Any]) -> KoalaClip:
     key = str(fields["videoID"])
-    return Listed(
+    return KoalaClip(
         key,
         key.rpartition("_")[0],
         (key,),
@@ -180,7 +180,7 @@ def _koala_clip(fields: dict[str, Any]) -> Listed:
     )
 
 
-def _panda_clips(fields: dict[str, Any]) -> Iterator[Listed | BadSample]:
+def _panda_clips(fields: dict[str, Any]) -> Iterator[KoalaClip | BadSample]:
     """One clip for each entry of the row's lists."""
     video = str(fields["videoID"])
     try:
@@ -195,7 +195,7 @@ def _panda_clips(fields: dict[str, Any]) -> Iterator[Listed | BadSample]:
         )
         return
     for i, (timestamp, caption, rank) in enumerate(zip(*lists, ranks, strict=True)):
-        yield Listed(
+        yield KoalaClip(
             f"{video}_{i}",
             video,
             (f"{video}_{i}", f"{video}_{i:05d}"),

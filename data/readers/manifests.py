@@ -15,7 +15,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.catalogue import Catalogue, cut
-from data.readers.part import MEDIA_FILE, SCHEMA, Part, PartWriter, Sample
+from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartWriter
 from data.readers.tables import TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
 from data.storage import FileStat, ReadFile, expand
 
@@ -48,7 +48,7 @@ ROWS_TO_LEARN_SCORES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ManifestTable:
     """A manifest and the folder its paths are relative to."""
 
     uri: str
@@ -65,14 +65,14 @@ class ManifestReader:
         self._catalogues: dict[str, Catalogue] = {}
 
     @cached_property
-    def tables(self) -> dict[str, Table]:
-        found: dict[str, Table] = {}
+    def tables(self) -> dict[str, ManifestTable]:
+        found: dict[str, ManifestTable] = {}
         for uri in self._listed():
-            for table in self._open_sora_plan(uri) or [Table(uri, self.config.media or storage.parent(uri))]:
+            for table in self._open_sora_plan(uri) or [ManifestTable(uri, self.config.media or storage.parent(uri))]:
                 found[table.uri] = table
         return found
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[IndexPart]:
         parts = []
         for table in self.tables.values():
             info = storage.stat(table.uri, self.limits.retries)
@@ -81,10 +81,10 @@ class ManifestReader:
             fingerprint = self._catalogue(table).fingerprint
             if table.uri.endswith(".txt") and (prompts := self._prompts(table.uri)):
                 fingerprint += f"|{storage.name_of(prompts.uri)}|{prompts.size}|{prompts.mtime_ns}"
-            parts.append(Part(table.uri, info.size, info.mtime_ns, fingerprint))
+            parts.append(IndexPart(table.uri, info.size, info.mtime_ns, fingerprint))
         return parts
 
-    def score_names(self, part: Part) -> list[str]:
+    def score_names(self, part: IndexPart) -> list[str]:
         """Numeric columns, from the first rows: the writer must know them before the last."""
         names: set[str] = set()
         try:
@@ -97,14 +97,14 @@ class ManifestReader:
             return []
         return sorted(names)
 
-    def read(self, part: Part, writer: PartWriter) -> None:
+    def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every row becomes a sample, or is counted as missing."""
         catalogue = self._catalogue(self.tables[part.uri])
         seen: dict[str, int] = {}
         try:
             for number, row in enumerate(self._rows(part.uri)):
                 if isinstance(row, BadSample):
-                    writer.add(Sample(key=f"row {number}").refuse(row))
+                    writer.add(IndexedSample(key=f"row {number}").refuse(row))
                 else:
                     self._add(row, number, catalogue, seen, writer)
         except UnreadableTable as error:
@@ -121,7 +121,9 @@ class ManifestReader:
             path = held.get("path") or None
         if path is None:
             columns = ", ".join(map(str, row))
-            writer.add(Sample(key=f"row {number}").refuse(BadSample(Reason.BAD_ROW, f"no path among {columns}"[:300])))
+            writer.add(
+                IndexedSample(key=f"row {number}").refuse(BadSample(Reason.BAD_ROW, f"no path among {columns}"[:300]))
+            )
             return
         key = path.rpartition(".")[0] or path
         try:
@@ -129,13 +131,13 @@ class ManifestReader:
                 raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
             file = catalogue.at(path)
         except BadSample as fault:
-            writer.add(Sample(key=key).refuse(fault))
+            writer.add(IndexedSample(key=key).refuse(fault))
             return
         if file is None:
             writer.missing(path)
             return
         key = _numbered(key, seen)  # a file may be listed with several ranges or captions
-        sample = Sample(
+        sample = IndexedSample(
             key=key,
             path=file.uri,
             size=file.size,
@@ -162,7 +164,7 @@ class ManifestReader:
         """A row of Hugging Face's datasets, which holds its media: {"video": {"bytes": ..., "path": "a.mp4"}}."""
         data, name = held["bytes"], held.get("path") or f"row {number}"
         suffix = media.suffix_of(name)
-        sample = Sample(
+        sample = IndexedSample(
             key=_numbered(name.rpartition(".")[0] or name, seen),
             path=MEDIA_FILE,
             size=len(data),
@@ -193,7 +195,7 @@ class ManifestReader:
         check_lengths(found, self.limits)
         return found
 
-    def _catalogue(self, table: Table) -> Catalogue:
+    def _catalogue(self, table: ManifestTable) -> Catalogue:
         if table.root not in self._catalogues:
             self._catalogues[table.root] = Catalogue(table.root, self.limits)
         return self._catalogues[table.root]
@@ -212,7 +214,7 @@ class ManifestReader:
             )
         return found
 
-    def _open_sora_plan(self, uri: str) -> list[Table]:
+    def _open_sora_plan(self, uri: str) -> list[ManifestTable]:
         """Tables of a text file with lines `root,annotation.json`; empty for any other file."""
         if not uri.endswith(".txt") or storage.name_of(uri) == "videos.txt":
             return []
@@ -222,7 +224,7 @@ class ManifestReader:
             if not comma or not annotation.strip().endswith(TABLE_SUFFIXES):
                 raise DataError(f"{uri}: line {line[:80]!r} is not `root,annotation.json`.")
             folder = storage.parent(uri)
-            tables.append(Table(storage.join(folder, annotation.strip()), storage.join(folder, root.strip())))
+            tables.append(ManifestTable(storage.join(folder, annotation.strip()), storage.join(folder, root.strip())))
         return tables
 
     def _rows(self, uri: str) -> Iterator[dict[str, Any] | BadSample]:

@@ -11,7 +11,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Reason
 from data.readers.catalogue import Catalogue
-from data.readers.part import SCHEMA, Caption, Part, PartWriter, Sample
+from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.storage import FileStat, read_range
 
 SUFFIXES = media.MEDIA_SUFFIXES | {"txt", "json", "caption"}
@@ -33,16 +33,16 @@ class PairsReader:
             raise DataError(f"folder {absent[0]} does not exist. Check data.sources path {self.config.path}.")
         return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES)) for folder in folders}
 
-    def parts(self) -> list[Part]:
-        return [Part(folder, 0, 0, catalogue.fingerprint) for folder, catalogue in self.catalogues.items()]
+    def parts(self) -> list[IndexPart]:
+        return [IndexPart(folder, 0, 0, catalogue.fingerprint) for folder, catalogue in self.catalogues.items()]
 
-    def read(self, part: Part, writer: PartWriter) -> None:
+    def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every media file is a sample."""
         catalogue, keys = self.catalogues[part.uri], set[str]()
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
                 continue
-            sample = Sample(
+            sample = IndexedSample(
                 key=name.rpartition(".")[0],
                 path=file.uri,
                 size=file.size,
@@ -59,10 +59,10 @@ class PairsReader:
         for name in catalogue.others:  # what has a caption beside it was meant to be trained
             stem, _, suffix = name.rpartition(".")
             if stem in captioned and stem not in keys:
-                refused = Sample(key=stem, path=storage.join(part.uri, name))
+                refused = IndexedSample(key=stem, path=storage.join(part.uri, name))
                 writer.add(refused.refuse(BadSample(Reason.NOT_MEDIA, f"suffix {suffix!r}")))
 
-    def _fill(self, catalogue: Catalogue, file: FileStat, sample: Sample) -> None:
+    def _fill(self, catalogue: Catalogue, file: FileStat, sample: IndexedSample) -> None:
         sample.info = catalogue.probe(file)
         beside = catalogue.files().get(f"{sample.key}.json")
         about = self._json(beside) if beside else {}

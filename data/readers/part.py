@@ -61,7 +61,7 @@ UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class IndexPart:
     """A shard or manifest that is indexed as one. `fingerprint` changes when what it lists changes."""
 
     uri: str
@@ -91,7 +91,7 @@ class Caption:
 
 
 @dataclass(slots=True)
-class Sample:
+class IndexedSample:
     """One row in the making. `path` is empty for members of the part's own file."""
 
     key: str
@@ -109,7 +109,7 @@ class Sample:
     detail: str = ""
     reject_at: int | None = None
 
-    def refuse(self, fault: BadSample, base: int = 0) -> Sample:
+    def refuse(self, fault: BadSample, base: int = 0) -> IndexedSample:
         """Mark as rejected; the first reason stays."""
         if self.reject is None:
             self.reject, self.detail = fault.reason, fault.detail[:400]
@@ -120,11 +120,11 @@ class Sample:
 class PartWriter:
     """Writes rows in constant memory; what is read back exists only after `close`."""
 
-    def __init__(self, path: Path, part: Part, score_names: list[str] | None = None) -> None:
+    def __init__(self, path: Path, part: IndexPart, score_names: list[str] | None = None) -> None:
         """With `score_names` rows are written group by group; without, they wait until all names are known."""
         self.path, self.part = path, part
         self._scores = score_names
-        self._rows: list[Sample] = []
+        self._rows: list[IndexedSample] = []
         self._writer: pq.ParquetWriter | None = None
         self._digest = blake2b(digest_size=16)
         self._faults: list[Fault] = []
@@ -135,7 +135,7 @@ class PartWriter:
         self._media: BinaryIO | None = None
         self._caption_offset = 0
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: IndexedSample) -> None:
         if sample.path != _text(sample.path):
             sample.reject = None  # whatever else is wrong, nobody could open it again
             sample.refuse(BadSample(Reason.UNSAFE_NAME, "a file name that is not UTF-8"))
@@ -248,7 +248,7 @@ def _scratch(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.stem}.{os.getpid()}{suffix}")
 
 
-def _table(rows: list[Sample], scores: list[str], schema: pa.Schema) -> pa.Table:
+def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> pa.Table:
     infos = [row.info or UNKNOWN for row in rows]
     sizes = [info.shown_size for info in infos]
     columns: dict[str, list[Any]] = {

@@ -9,7 +9,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.readers.koala import KoalaReader
 from data.readers.manifests import FOLDER_TABLES, ManifestReader
 from data.readers.pairs import PairsReader
-from data.readers.part import Part, PartWriter
+from data.readers.part import IndexPart, PartWriter
 from data.readers.tables import TABLE_SUFFIXES, UnreadableTable, read_rows
 from data.readers.webdataset import WebDatasetReader
 
@@ -19,10 +19,10 @@ Kind = Literal["webdataset", "koala", "panda", "pairs", "manifest"]
 class SourceReader(Protocol):
     """What the index needs of a source."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[IndexPart]:
         """Shards or manifests, in order. Raises DataError when there are none."""
 
-    def read(self, part: Part, writer: PartWriter) -> None:
+    def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Write every sample of the part exactly once: as a row (usable or rejected) or as missing."""
 
 

@@ -26,7 +26,7 @@ class MemberKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """One archive member: where its bytes lie in the file."""
 
     name: str
@@ -51,7 +51,7 @@ def is_unsafe(name: str) -> bool:
     )
 
 
-def read_members(file: ReadFile) -> Iterator[Member | Fault]:
+def read_members(file: ReadFile) -> Iterator[TarMember | Fault]:
     """Members in archive order; a Fault of the whole shard may follow the last one that can be reached."""
     position, count, end = 0, 0, file.size
     extended: dict[str, str] = {}
@@ -102,7 +102,7 @@ def read_members(file: ReadFile) -> Iterator[Member | Fault]:
         if member_kind in (MemberKind.LINK, MemberKind.FOLDER):
             size = 0
         truncated = content + size > end
-        yield Member(name, member_kind, position, content, size, truncated)
+        yield TarMember(name, member_kind, position, content, size, truncated)
         count, extended = count + 1, {}
         if truncated:
             yield Fault(

@@ -14,8 +14,8 @@ from data.captions import choose, decode_text, json_texts, parse_json, parse_pol
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
-from data.readers.part import SCHEMA, Caption, Part, PartWriter, Sample
-from data.readers.tar import Member, MemberKind, read_members
+from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
+from data.readers.tar import MemberKind, TarMember, read_members
 from data.storage import ReadFile, expand, stat
 
 KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
@@ -24,15 +24,15 @@ RESERVED = frozenset(SCHEMA.names)  # JSON fields that would repeat what the hea
 
 
 @dataclass(slots=True)
-class Group:
+class SampleGroup:
     """Adjacent members with one key."""
 
     key: str
     header: int
-    parts: dict[str, Member] = field(default_factory=dict)
+    parts: dict[str, TarMember] = field(default_factory=dict)
     again: bool = False  # the key was finished before
 
-    def part(self, name: str) -> Member | None:
+    def part(self, name: str) -> TarMember | None:
         """The member with extension `name`, or the only one whose last suffix it is (`clip.v2.txt`)."""
         if name in self.parts:
             return self.parts[name]
@@ -47,21 +47,21 @@ class WebDatasetReader:
         self.config, self.limits = config, limits
         self.policy = parse_policy(config.caption)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[IndexPart]:
         found = []
         for uri in expand(self.config.path, (".tar",)):
             info = stat(uri, self.limits.retries)
             if info is None:
                 range_of = "" if uri == self.config.path else f" Check the range in {self.config.path}."
                 raise DataError(f"{uri} does not exist: neither a shard nor a folder of them.{range_of}")
-            found.append(Part(uri, info.size, info.mtime_ns))
+            found.append(IndexPart(uri, info.size, info.mtime_ns))
         return found
 
-    def read(self, part: Part, writer: PartWriter) -> None:
+    def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every member ends in a sample or a note, whatever the bytes are."""
         with ReadFile(part.uri, self.limits.retries) as file:
             seen: set[str] = set()
-            group: Group | None = None
+            group: SampleGroup | None = None
             for item in read_members(file):
                 if isinstance(item, Fault):
                     writer.fault(item)
@@ -73,7 +73,7 @@ class WebDatasetReader:
                 if group is None or group.key != key:
                     if group is not None:
                         writer.add(self._sample(file, group))
-                    group = Group(key, item.header, again=key in seen)
+                    group = SampleGroup(key, item.header, again=key in seen)
                     seen.add(key)
                 if extension in group.parts:
                     writer.fault(Fault(Reason.DUPLICATE_PART, part.uri, key, item.header, f"a second {extension}"))
@@ -82,7 +82,7 @@ class WebDatasetReader:
             if group is not None:
                 writer.add(self._sample(file, group))
 
-    def _sample_member(self, member: Member, part: Part, writer: PartWriter) -> tuple[str, str] | None:
+    def _sample_member(self, member: TarMember, part: IndexPart, writer: PartWriter) -> tuple[str, str] | None:
         """(key, extension) of a member that belongs to a sample; others are noted."""
         if member.kind is MemberKind.FOLDER or META.match(member.name):
             return None
@@ -99,15 +99,15 @@ class WebDatasetReader:
             writer.fault(Fault(Reason.PICKLE_MEMBER, part.uri, member.name, member.header, "never opened"))
         return key, extension
 
-    def _sample(self, file: ReadFile, group: Group) -> Sample:
-        sample = Sample(key=group.key)
+    def _sample(self, file: ReadFile, group: SampleGroup) -> IndexedSample:
+        sample = IndexedSample(key=group.key)
         try:
             self._fill(file, group, sample)
         except BadSample as fault:
             sample.refuse(fault, group.header)
         return sample
 
-    def _fill(self, file: ReadFile, group: Group, sample: Sample) -> None:
+    def _fill(self, file: ReadFile, group: SampleGroup, sample: IndexedSample) -> None:
         unsafe = next((member for member in group.parts.values() if member.unsafe), None)
         if unsafe is not None:
             raise BadSample(Reason.UNSAFE_NAME, repr(unsafe.name), unsafe.header)
@@ -128,7 +128,7 @@ class WebDatasetReader:
         if not sample.captions:
             raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption}")
 
-    def _media(self, group: Group) -> tuple[Member | None, str]:
+    def _media(self, group: SampleGroup) -> tuple[TarMember | None, str]:
         """The one clip, else the one image of a sample. A video with a thumbnail is a video."""
         for suffixes in (media.VIDEO_SUFFIXES, media.IMAGE_SUFFIXES):
             exact = [extension for extension in group.parts if extension in suffixes]
@@ -139,13 +139,13 @@ class WebDatasetReader:
                 return group.parts[found[0]], found[0].rpartition(".")[2]
         return None, ""
 
-    def _json(self, file: ReadFile, group: Group) -> dict[str, Any]:
+    def _json(self, file: ReadFile, group: SampleGroup) -> dict[str, Any]:
         member = group.part("json")
         if member is None:
             return {}
         return parse_json(self._content(file, member, self.limits.max_json_bytes, Reason.BAD_JSON), self.limits)
 
-    def _captions(self, file: ReadFile, group: Group, about: dict[str, Any]) -> list[Caption]:
+    def _captions(self, file: ReadFile, group: SampleGroup, about: dict[str, Any]) -> list[Caption]:
         def find(name: str) -> list[str]:
             if name.startswith("json:"):
                 return json_texts(about, name[5:])
@@ -165,13 +165,13 @@ class WebDatasetReader:
             captions.append(Caption.of(text, member.offset, member.size, where))
         return captions
 
-    def _content(self, file: ReadFile, member: Member, limit: int, reason: Reason) -> bytes:
+    def _content(self, file: ReadFile, member: TarMember, limit: int, reason: Reason) -> bytes:
         if member.size > limit:
             raise BadSample(reason, f"{member.size} bytes > {limit}", member.header)
         return file.pread(member.offset, member.size)
 
 
-def _status(about: dict[str, Any], group: Group) -> str:
+def _status(about: dict[str, Any], group: SampleGroup) -> str:
     """Why a sample has no media: what the downloader wrote, or the members it has."""
     if "status" in about:
         return f"{about['status']}: {about.get('error_message')}"[:200]

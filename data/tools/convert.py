@@ -21,7 +21,7 @@ import numpy as np
 import webdataset
 
 from data.captions import read_caption
-from data.dataset.index import Index, Row
+from data.dataset.index import Index, IndexRow
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason
 from data.storage import ByteRange, ReadFile, read_range
@@ -91,7 +91,7 @@ def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdat
         writer.close()
 
 
-def _members(row: Row, index: Index, crf: int) -> dict[str, bytes]:
+def _members(row: IndexRow, index: Index, crf: int) -> dict[str, bytes]:
     captions = [read_caption(ref, index.limits) for ref in row.captions]
     about: dict[str, Any] = {
         "key": row.key,
@@ -115,7 +115,7 @@ def _members(row: Row, index: Index, crf: int) -> dict[str, bytes]:
     return {suffix: data, "txt": captions[0].encode(), "json": json.dumps(about).encode()}
 
 
-def cut_clip(row: Row, index: Index, crf: int) -> bytes:
+def cut_clip(row: IndexRow, index: Index, crf: int) -> bytes:
     """The frames of [start_s, end_s) as an MP4 of their own. Raises BadSample."""
     target = io.BytesIO()
     try:
@@ -138,7 +138,7 @@ def cut_clip(row: Row, index: Index, crf: int) -> bytes:
     return target.getvalue()
 
 
-def _frames(source: ByteRange, row: Row, index: Index) -> Iterator[Any]:
+def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[Any]:
     bound = {"max_pixels": str(index.limits.max_pixels)}
     with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
@@ -165,7 +165,7 @@ def _turned(frame: Any, degrees: int) -> Any:
     return av.VideoFrame.from_ndarray(np.ascontiguousarray(turned), format="rgb24")
 
 
-def _name(row: Row, names: set[str]) -> str:
+def _name(row: IndexRow, names: set[str]) -> str:
     """A member name without dots, unique in the converted set."""
     name = base = re.sub(r"[^\w-]+", "_", row.key).strip("_") or "sample"
     count = 1

@@ -14,12 +14,12 @@ import numpy as np
 
 from data.captions import read_caption
 from data.config import LimitsConfig
-from data.dataset.index import Index, Row
+from data.dataset.index import Index, IndexRow
 from data.decode import FRAMES_SHORT_ALLOWED
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Ledger, Reason
 from data.storage import ByteRange, ReadFile
-from data.types import Bucket, Clip, Job
+from data.types import Bucket, Clip, DecodeJob
 
 CLIPS_PER_JOB = 16
 ENTIRE = Bucket(1, 1, 1)  # the pixels of a check are thrown away
@@ -78,7 +78,7 @@ def count_long_captions(
     return long, total
 
 
-def verify_clip(clip: Clip, job: Job) -> np.ndarray:
+def verify_clip(clip: Clip, job: DecodeJob) -> np.ndarray:
     """Decode every frame of a clip and count them. Raises BadSample; the pixel returned means nothing."""
     try:
         with ReadFile(clip.media, job.limits.retries) as file:
@@ -127,7 +127,7 @@ def _count_after(container: Any, stream: Any, clip: Clip) -> int:
     return count
 
 
-def clip_of(row: Row) -> Clip:
+def clip_of(row: IndexRow) -> Clip:
     """A row of the index as decode work, from its first frame."""
     return Clip(
         key=row.key,
@@ -146,17 +146,17 @@ def clip_of(row: Row) -> Clip:
     )
 
 
-def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[Job]:
+def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[DecodeJob]:
     for index, mask in zip(indexes, admitted, strict=True):
         rows = np.flatnonzero(mask)
         for start in range(0, len(rows), CLIPS_PER_JOB):
             clips = tuple(clip_of(index.row(int(row))) for row in rows[start : start + CLIPS_PER_JOB])
-            yield Job(
+            yield DecodeJob(
                 item=f"{index.name}.{start}",
                 bucket=ENTIRE,
                 clips=clips,
                 fps=0.0,
                 crop=False,
                 limits=index.limits,
-                decoder="data.lint:verify_clip",
+                decoder="data.tools.lint:verify_clip",
             )

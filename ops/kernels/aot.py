@@ -55,7 +55,7 @@ INT32 = {"run_ptr", "cu_ptr", "run2mod_ptr", "mod_off_ptr", "mod_runs_ptr"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class CompileCase:
     """One kernel with its flags and launch configuration. `fp32` names the activations and tables held in fp32."""
 
     name: str
@@ -67,7 +67,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CompileReport:
     """Registers per thread, spill bytes, global accesses by width in bits, layout conversions inside loops."""
 
     name: str
@@ -116,7 +116,7 @@ class Report:
         )
 
 
-def shipped(widths: Collection[int]) -> Iterator[Case]:
+def shipped(widths: Collection[int]) -> Iterator[CompileCase]:
     """Every (op, width) of the tuning table with the flags and table dtypes the ops use it with."""
     for kernel, width, dtype, arch in tuning.TABLE:
         if width not in widths:
@@ -128,7 +128,7 @@ def shipped(widths: Collection[int]) -> Iterator[Case]:
                 yield case
             yield replace(case, name=f"{case.name}, fp32 tables", fp32=case.fp32 | TABLES)
     flags: dict[str, Any] = {"D": 3072, "BLOCK_SLOTS": tuning.SUM_SLOTS, "BLOCK_D": tuning.SUM_COLUMNS, "INDEX": "runs"}
-    yield Case(
+    yield CompileCase(
         name="sum_slots",
         kernel=norm_kernels.sum_slots_kernel,
         constants=flags,
@@ -136,7 +136,7 @@ def shipped(widths: Collection[int]) -> Iterator[Case]:
     )
 
 
-def compile_case(case: Case) -> Report:
+def compile_case(case: CompileCase) -> CompileReport:
     """Compile for sm_90 and disassemble."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -154,7 +154,7 @@ def compile_case(case: Case) -> Report:
     listing = disassemble(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None, f"cuobjdump printed no resource usage for {case.name}: {listing[:500]}"
-    return Report(
+    return CompileReport(
         name=case.name,
         registers=int(found[1]),
         stack=int(found[2]),
@@ -206,7 +206,7 @@ def conversions_in_loops(ttgir: str) -> int:
     return count
 
 
-def scalar_accesses(case: Case) -> int:
+def scalar_accesses(case: CompileCase) -> int:
     """Accesses of 32 bits that belong to statistics, run indices and their prefetch, not to rows of activations."""
     stages = case.launch.stages
     if case.kernel is norm_kernels.forward_kernel:
@@ -224,12 +224,12 @@ def scalar_accesses(case: Case) -> int:
     return 2 * (tiles * (stages + 1) + 1)
 
 
-def _cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[Case]:
+def _cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     if kernel.startswith("qk"):
         yield from _qk_cases(kernel, width, launch)
     elif kernel == "token_backward":
         tiles = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "RMS": False, "HAS_SCALE": True}
-        yield Case(
+        yield CompileCase(
             name=f"{kernel} {width}{' fp32' if fp32_residual else ''}",
             constants=tiles,
             launch=launch,
@@ -241,7 +241,7 @@ def _cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) 
         yield from cases(kernel, width, launch, fp32_residual)
 
 
-def _forward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[Case]:
+def _forward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     has_y = kernel.startswith("gate")
     flags = {
         "D": width,
@@ -283,7 +283,7 @@ def _forward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual
     )
 
 
-def _backward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[Case]:
+def _backward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     has_y = kernel.startswith("gate")
     flags = {
         "D": width,
@@ -327,10 +327,10 @@ def _variants(
     flags: dict[str, Any],
     variants: dict[str, dict[str, Any]],
     fp32: set[str],
-) -> Iterator[Case]:
+) -> Iterator[CompileCase]:
     for suffix, changes in variants.items():
         name = f"{kernel} {width}{' fp32' if fp32 else ''}{suffix}"
-        yield Case(
+        yield CompileCase(
             name=name,
             kernel=function,
             constants=flags | changes,
@@ -340,7 +340,7 @@ def _variants(
         )
 
 
-def _qk_cases(kernel: str, width: int, launch: tuning.Launch) -> Iterator[Case]:
+def _qk_cases(kernel: str, width: int, launch: tuning.Launch) -> Iterator[CompileCase]:
     heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
     flags: dict[str, Any] = {
         "HEADS": heads,
@@ -354,7 +354,7 @@ def _qk_cases(kernel: str, width: int, launch: tuning.Launch) -> Iterator[Case]:
     if kernel == "qk_backward":
         function, flags["STAGES"] = qk_kernels.qk_backward_kernel, launch.stages
     for per_head in (False, True):
-        yield Case(
+        yield CompileCase(
             name=f"{kernel} {width} {'per head' if per_head else 'full width'}",
             kernel=function,
             constants=flags | {"PER_HEAD": per_head},

@@ -36,7 +36,7 @@ from ops.packing import Layout
 from ops.sequence_parallel import check_degree, sequence_parallel_attention
 
 
-class Shared(NamedTuple):
+class WanBlockInputs(NamedTuple):
     """What all blocks of one forward share."""
 
     text: Tensor  # [T, D]
@@ -75,7 +75,7 @@ class WanDiT(nn.Module):
         x = self.patch_embedding(tokens)
         time, modulation, text = self.condition_embedder(timesteps, text)
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
-        shared = Shared(text, modulation, cos, sin, layout, group)
+        shared = WanBlockInputs(text, modulation, cos, sin, layout, group)
         for block in self.blocks:
             x = maybe_checkpoint(self.config.gradient_checkpointing, block, x, shared)
         shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
@@ -150,7 +150,7 @@ class WanBlock(nn.Module):
         self.ffn = FeedForward(config.dim, config.ffn_dim)
         self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, shared: WanBlockInputs) -> Tensor:
         """x [n, D] -> [n, D]."""
         layout, segments = shared.layout, shared.layout.segments
         table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation

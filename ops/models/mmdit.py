@@ -37,7 +37,7 @@ _EPS = 1e-6
 _REFINER_MLP = 4  # mlp ratio of the token refiner, not a setting there
 
 
-class Shared(NamedTuple):
+class HunyuanBlockInputs(NamedTuple):
     """What all blocks of one forward share."""
 
     condition: Tensor  # [S, D] after silu, what every modulation is projected from
@@ -93,7 +93,7 @@ class HunyuanDiT(nn.Module):
         x = self.x_embedder(tokens)
         context = self.context_embedder(text, mean, timesteps, layout).index_select(0, layout.text_rows)
         condition = F.silu(self.time_text_embed(timesteps, pooled, guidance))
-        shared = Shared(condition, *self._rope(layout, condition.dtype), layout, group)
+        shared = HunyuanBlockInputs(condition, *self._rope(layout, condition.dtype), layout, group)
         keep = self.config.gradient_checkpointing
         for block in self.transformer_blocks:
             x, context = maybe_checkpoint(keep, block, x, context, shared)
@@ -253,7 +253,7 @@ class DoubleStreamBlock(nn.Module):
         self.ff = FeedForward(config.dim, config.ffn_dim)
         self.ff_context = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, context: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, context: Tensor, shared: HunyuanBlockInputs) -> tuple[Tensor, Tensor]:
         """x [n, D], context [m, D] -> the same."""
         layout, rows = shared.layout, shared.layout.local_tokens
         segments, text_segments = layout.segments, layout.local_text_segments
@@ -283,7 +283,7 @@ class SingleStreamBlock(nn.Module):
         self.proj_mlp = nn.Linear(config.dim, config.ffn_dim)
         self.proj_out = nn.Linear(config.dim + config.ffn_dim, config.dim)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, shared: HunyuanBlockInputs) -> Tensor:
         """x [n + m, D] -> the same."""
         layout = shared.layout
         shift, scale, gate = self.norm(shared.condition)

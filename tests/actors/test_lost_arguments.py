@@ -18,13 +18,13 @@ import pytest
 import ray
 import torch
 
-from actors.messages import CascadeTask, Published
+from actors.messages import CascadeTask, PublishedResult
 from actors.run import controller
 from actors.run.dispatch import Call
 from actors.run.steps import StepRunner
-from actors.step import StepData, Submitted
+from actors.step import StepData, SubmittedCall
 from actors.worker.executor import Executor
-from actors.worker.transfer import Copying, HostCopies
+from actors.worker.transfer import CopyInFlight, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 
@@ -33,8 +33,8 @@ BF16 = 5e-3  # a caption's states depend on its batch by rounding; a sample that
 FAILS = "HEDDLE_FAILING_CALLS"  # a folder with a file for each call that is still to fail
 
 
-def _copy(rows: torch.Tensor) -> Copying:
-    return Copying(host=rows.clone(), wait=lambda: None)
+def _copy(rows: torch.Tensor) -> CopyInFlight:
+    return CopyInFlight(host=rows.clone(), wait=lambda: None)
 
 
 class GpuLikeWorker(Worker):
@@ -46,15 +46,15 @@ class GpuLikeWorker(Worker):
         executor.copies = HostCopies(_copy)
         return executor
 
-    def published(self, task: CascadeTask, encode: Any) -> list[Published]:
+    def published(self, task: CascadeTask, encode: Any) -> list[PublishedResult]:
         self._fail_once("published")
         return super().published(task, encode)
 
-    def dit(self, task: CascadeTask, *published: list[Published]) -> None:
+    def dit(self, task: CascadeTask, *published: list[PublishedResult]) -> None:
         self._fail_once("dit")
         super().dit(task, *published)
 
-    def encode_text(self, task: CascadeTask, *batches: Any) -> list[Published]:
+    def encode_text(self, task: CascadeTask, *batches: Any) -> list[PublishedResult]:
         self._fail_once("encode_text")
         return super().encode_text(task, *batches)
 
@@ -118,7 +118,7 @@ class LosingRunner(StepRunner):
     losses: Losses
     _kind: dict[str, str] = field(default_factory=dict)  # of each published result
 
-    def _submit(self, call: Call, data: dict[int, StepData]) -> Submitted:
+    def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall:
         task = call.task
         if task.module == "dit":
             for needed in call.needs:

@@ -13,10 +13,10 @@ import pytest
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan, rolling_cut
 from actors.plan.profile import Profile
-from actors.plan.types import Cascade, Cluster, Done, Item, Part, StepPlan
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPlan
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
-from actors.step import Assignment, Seat, StepSamples
+from actors.step import Seat, StepAssignment, StepSamples
 from ops.config import DiTConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 
@@ -64,7 +64,7 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
         assert trained == sorted(s.id for of in samples[step].samples.values() for s in of)
         ahead = [c for c in cascades if c.step > step]
         early += len(ahead)
-        done = [Done(item=p.item, module=c.module, workers=c.workers) for c in ahead for p in c.parts]
+        done = [EarlyEncode(item=p.item, module=c.module, workers=c.workers) for c in ahead for p in c.parts]
         holdings.drop_before(step + 1)
     assert early > 0 or strategy != "cascade", "the cascade strategy never used a gap"
 
@@ -94,7 +94,7 @@ class Planning:
     def __init__(self) -> None:
         self.given: Counter[tuple[str, str]] = Counter()
 
-    def plan(self, step: int, window: Any, cluster: Cluster, done: Any, budget_s: float) -> Assignment:
+    def plan(self, step: int, window: Any, cluster: Cluster, done: Any, budget_s: float) -> StepAssignment:
         known = {(one.module, one.item) for one in done}
         cascades = []
         for ahead, items in enumerate(window):
@@ -107,7 +107,7 @@ class Planning:
         cascades.sort(key=lambda c: (c.module == "dit", c.step))
         self.given.update((c.module, c.item) for c in cascades)
         plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, plan_s=0, idle_ratio=0)
-        return Assignment(step=plan, cascades=tuple(cascades), plan_s=0.0)
+        return StepAssignment(step=plan, cascades=tuple(cascades), plan_s=0.0)
 
     def request(self, *question: Any) -> None:
         pass

@@ -30,7 +30,13 @@ print("ready", child.pid, flush=True)
 while True:
     time.sleep(0.1)
 """
-OUTER = "import sys; from app.apart import run_apart; sys.exit(run_apart(['-c', sys.argv[1]]))"
+# As if not under nohup, which has every child ignore SIGHUP.
+OUTER = """
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from app.apart import run_apart
+sys.exit(run_apart(["-c", sys.argv[1]]))
+"""
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from app.bench import ops as bench
 from app.bench.ops_blocks import BlockResult
-from app.bench.ops_report import Results, Row, block_table, tables, targets
+from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
 from app.bench.ops_variants import inputs_of, layouts, liger_rms, ops
 from app.bench.timing import Timing, peak_bytes
 from app.cli import app
@@ -32,7 +32,7 @@ def test_all_variants_of_an_op_agree(op, layout) -> None:
 
 
 def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(monkeypatch, tmp_path) -> None:
-    small = bench.Grid(widths=(128,), tokens=(84,), compile_tokens=(), repeats=2)
+    small = bench.CaseGrid(widths=(128,), tokens=(84,), compile_tokens=(), repeats=2)
     monkeypatch.setattr(bench, "CPU_GRID", small)
     monkeypatch.setattr(bench, "ceilings", lambda device, repeats: {"copy": 1e9, "triad": 2e9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -45,8 +45,8 @@ def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(mon
     assert all(float(row[11]) > 0 for row in rows)  # peak MB, also on CPU
 
 
-def row(variant: str, seconds: float, direction: str = "forward", tokens: int = 8192, layout: str = "B=1") -> Row:
-    return Row(
+def row(variant: str, seconds: float, direction: str = "forward", tokens: int = 8192, layout: str = "B=1") -> OpsRow:
+    return OpsRow(
         op="op",
         layout=layout,
         width=8,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.bench.ulysses import Layer, measure
+from app.bench.ulysses import AttentionLayer, measure
 from ops.sequence_parallel import heads_to_rows, rows_to_heads
 
 torch.set_num_threads(1)
 
 
 def test_both_ways_put_the_same_rows_in_the_same_places() -> None:
-    layer = Layer([5, 1, 9, 4], degree=3, heads=6, head_dim=2, device="cpu")
+    layer = AttentionLayer([5, 1, 9, 4], degree=3, heads=6, head_dim=2, device="cpu")
     by_index = rows_to_heads(layer.own, layer.exchange, layer.group)  # type: ignore[arg-type]
     by_lists = layer.lists_there(torch.stack(layer.own, dim=1))
     for ours, theirs in zip(by_index, by_lists.unbind(1), strict=True):

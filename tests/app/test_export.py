@@ -29,7 +29,7 @@ from ops.flow import sigma_schedule
 from ops.folders import dit_json
 from ops.models.load import build_dit, resolve
 from ops.models.lora import lora_scale, merged
-from ops.sampling import Request, initial_noise, sample_latents
+from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
 
 DIT = DiTConfig(
@@ -168,7 +168,7 @@ def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_pat
     exported = export.export(run, tmp_path / "out")
     model = sample.load_model(run)
     prompt, negative = model.text.encode(["a red disc", ""])
-    requests = [Request(text=prompt, frames=5, height=32, width=48, seed=3)]
+    requests = [SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)]
     settings = replace(sample.ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
     (ours,) = sample_latents(model.dit, requests, negative, model.geometry, settings)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")

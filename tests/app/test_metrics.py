@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.follow import Tail
-from app.metrics import Metrics, Progress, clock, figures, scalars
+from app.metrics import Metrics, ProgressLine, clock, figures, scalars
 
 
 def written(folder: Path) -> list[dict]:
@@ -175,7 +175,7 @@ def test_ratios_are_derived_from_the_line() -> None:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    progress = Progress(3, stream, interval_s=0)
+    progress = ProgressLine(3, stream, interval_s=0)
     for step in range(3):
         progress.show(
             {"step": step, "loss": 0.5, "step_s": 1.25, "tokens_per_s": 1234.5, "idle_ratio": 0.04, "workers": 2}
@@ -186,7 +186,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_plain_lines_are_rare_but_the_last_one_always_comes() -> None:
     stream = io.StringIO()
-    progress = Progress(100, stream, interval_s=1000)
+    progress = ProgressLine(100, stream, interval_s=1000)
     for step in range(100):
         progress.show({"step": step})
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "100/100"]
@@ -198,7 +198,7 @@ def test_a_terminal_gets_one_line_that_moves() -> None:
             return True
 
     stream = Terminal()
-    progress = Progress(3, stream)
+    progress = ProgressLine(3, stream)
     for step in range(3):
         progress.show({"step": step, "loss": 0.5, "step_s": 1.25, "workers": 2})
     progress.say("worker w1: dead")

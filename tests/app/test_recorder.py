@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.plan.types import StepPlan
-from actors.step import Assignment
+from actors.step import StepAssignment
 from app import recorder
 from app.recorder import Recorder
 from app.rundir import RunDir
@@ -16,7 +16,7 @@ from app.rundir import RunDir
 
 def plan() -> Any:
     step = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, plan_s=0.1, idle_ratio=0.0)
-    return Assignment(step=step, cascades=(), plan_s=0.1)
+    return StepAssignment(step=step, cascades=(), plan_s=0.1)
 
 
 def record(folder: Path, steps: int) -> RunDir:

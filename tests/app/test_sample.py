@@ -23,7 +23,7 @@ from app.video import contact_sheet, write_mp4
 from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 from ops.models.load import build_dit, resolve
-from ops.sampling import Request, sample_latents
+from ops.sampling import SampleRequest, sample_latents
 from ops.shards import ShardState
 
 PROMPTS = ["a red circle", "a blue square moving up"]
@@ -194,7 +194,7 @@ def test_clips_are_made_with_the_autocast_of_the_training(monkeypatch: pytest.Mo
 
     probe = Probe()
     probe.config = SimpleNamespace(in_channels=16, patch=(1, 2, 2))
-    request = Request(text=torch.zeros(2, 8), frames=1, height=16, width=16, seed=0)
+    request = SampleRequest(text=torch.zeros(2, 8), frames=1, height=16, width=16, seed=0)
     sample_latents(probe, [request], torch.zeros(1, 8), Geometry(patch=(1, 2, 2)), sampler)
     assert seen == {torch.bfloat16}
 

@@ -7,10 +7,10 @@ import time
 import numpy as np
 
 from data.decode import decode_clip
-from data.types import Clip, Job
+from data.types import Clip, DecodeJob
 
 
-def decode(clip: Clip, job: Job) -> np.ndarray:
+def decode(clip: Clip, job: DecodeJob) -> np.ndarray:
     if clip.key in os.environ["CRASHING_CLIPS"].split(","):
         os.kill(os.getpid(), signal.SIGSEGV)
     if clip.key in os.environ["HANGING_CLIPS"].split(","):

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.buckets import (
+    BucketTable,
     Choice,
+    ClipShape,
     Refusal,
-    Shape,
-    Table,
     available_frames,
     batch_size,
     binding_limit,
@@ -23,16 +23,16 @@ GEOMETRY = Geometry()
 OPEN_SORA = {"256px": {1: [1.0, 45], 33: [1.0, 12], 65: [1.0, 6], 129: [1.0, 3]}, "768px": {1: [0.5, 13]}}
 
 
-def video(frames: int, height: int, width: int, fps: float = 16.0) -> Shape:
-    return Shape(frames=frames, height=height, width=width, fps=fps)
+def video(frames: int, height: int, width: int, fps: float = 16.0) -> ClipShape:
+    return ClipShape(frames=frames, height=height, width=width, fps=fps)
 
 
-def image(height: int, width: int) -> Shape:
-    return Shape(frames=1, height=height, width=width, fps=0.0)
+def image(height: int, width: int) -> ClipShape:
+    return ClipShape(frames=1, height=height, width=width, fps=0.0)
 
 
-def table(*shapes: str, **settings: object) -> Table:
-    return Table.build(BucketsConfig(table=shapes, **settings), GEOMETRY)
+def table(*shapes: str, **settings: object) -> BucketTable:
+    return BucketTable.build(BucketsConfig(table=shapes, **settings), GEOMETRY)
 
 
 def chosen(found: tuple[Choice, ...] | Refusal) -> str:
@@ -93,7 +93,9 @@ def test_every_start_leaves_enough_frames(frames: int, rate: float, fps: float, 
 
 
 def test_generated_tables_have_every_resolution_length_and_ratio_in_legal_sizes() -> None:
-    built = Table.build(BucketsConfig(resolutions=("256px", "480p"), ratios=("16:9", "1:1"), frames=(1, 17)), GEOMETRY)
+    built = BucketTable.build(
+        BucketsConfig(resolutions=("256px", "480p"), ratios=("16:9", "1:1"), frames=(1, 17)), GEOMETRY
+    )
     assert len(built.buckets) == 8
     for bucket in built.buckets:
         assert bucket.height % 16 == 0 and bucket.width % 16 == 0
@@ -102,7 +104,7 @@ def test_generated_tables_have_every_resolution_length_and_ratio_in_legal_sizes(
 
 
 def test_an_open_sora_table_is_pasted_with_its_batch_sizes_and_probabilities() -> None:
-    built = Table.build(BucketsConfig(open_sora=OPEN_SORA), GEOMETRY)
+    built = BucketTable.build(BucketsConfig(open_sora=OPEN_SORA), GEOMETRY)
     assert built.batches[Bucket(129, 256, 256)] == 3
     found = built.choices(image(1024, 1024), 0)
     assert not isinstance(found, Refusal)
@@ -113,7 +115,7 @@ def test_an_open_sora_table_is_pasted_with_its_batch_sizes_and_probabilities() -
 
 
 def test_a_clip_that_does_not_take_an_entry_moves_on_with_the_second_probability() -> None:
-    built = Table.build(
+    built = BucketTable.build(
         BucketsConfig(open_sora={"144p": {53: [1.0, 9]}, "360p": {53: [0.5, 4], 105: [[0.5, 0.3], 2]}}), GEOMETRY
     )
     found = built.choices(video(120, 360, 640), 0)
@@ -125,7 +127,7 @@ def test_a_clip_that_does_not_take_an_entry_moves_on_with_the_second_probability
 
 
 def test_no_bucket_when_no_probability_is_met() -> None:
-    built = Table.build(BucketsConfig(open_sora={"256px": {17: [0.25, 1]}}), GEOMETRY)
+    built = BucketTable.build(BucketsConfig(open_sora={"256px": {17: [0.25, 1]}}), GEOMETRY)
     found = built.choices(video(17, 256, 256), 0)
     assert not isinstance(found, Refusal)
     assert pick(found, lambda use: 0.3) is None
@@ -153,12 +155,12 @@ def test_the_binding_limit_is_named() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Table.build(BucketsConfig(), GEOMETRY), "data.buckets is empty"),
+        (lambda: BucketTable.build(BucketsConfig(), GEOMETRY), "data.buckets is empty"),
         (lambda: table("17x64x100"), "not a multiple"),
         (lambda: table("18x64x96"), "4\\*k\\+1"),
         (lambda: BucketsConfig(table=("17-64-96",)), "FRAMESxHEIGHTxWIDTH"),
         (lambda: BucketsConfig(table=("17x64x96",), open_sora=OPEN_SORA), "exclude each other"),
-        (lambda: Table.build(BucketsConfig(open_sora={"256px": {1: 5}}), GEOMETRY), "probability, batch size"),
+        (lambda: BucketTable.build(BucketsConfig(open_sora={"256px": {1: 5}}), GEOMETRY), "probability, batch size"),
         (
             lambda: DataConfig(sources=(SourceConfig(path="a", weight=3.0), SourceConfig(path="b", weight=1.0))),
             "sum to 4, not 1. Use 0.75, 0.25",

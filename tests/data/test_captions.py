@@ -13,7 +13,7 @@ from data.decode import caption_or_empty, decode_job
 from data.engines.blocks import from_block, to_block
 from data.ledger import BadSample, Ledger, Reason
 from data.tools.lint import lint
-from data.types import Bucket, CaptionRef, Clip, Job
+from data.types import Bucket, CaptionRef, Clip, DecodeJob
 from tests.data.making import clip, good, index_of, rejected, sample, shard
 
 CUT_EMOJI = b'{"caption": "a cat \\ud83d", "whole": "a cat \\ud83d\\ude00"}'
@@ -65,7 +65,7 @@ def test_half_an_emoji_found_at_decode_is_one_bad_sample_of_a_batch_that_can_be_
         )
         for key, ref in (("cut", cut), ("whole", CaptionRef(text="a dog")))
     ]
-    job = Job(
+    job = DecodeJob(
         item="s0.0",
         bucket=Bucket(1, 48, 64),
         clips=tuple(clips),

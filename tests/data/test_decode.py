@@ -13,7 +13,7 @@ from data.decode import SCALING, covering, decode_clip, decode_job
 from data.engines.blocks import to_block
 from data.errors import DataIOError
 from data.ledger import BadSample, Reason
-from data.types import Bucket, CaptionRef, Clip, Job
+from data.types import Bucket, CaptionRef, Clip, DecodeJob
 from tests.data import making
 
 RATE = 12
@@ -53,8 +53,8 @@ def clip(path: Path, frames: int, **changes: object) -> Clip:
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
-def job(*clips: Clip, bucket: Bucket, fps: float = 0.0, crop: bool = False, **limits: int) -> Job:
-    return Job(
+def job(*clips: Clip, bucket: Bucket, fps: float = 0.0, crop: bool = False, **limits: int) -> DecodeJob:
+    return DecodeJob(
         item="s0.0",
         bucket=bucket,
         clips=clips,
@@ -266,7 +266,7 @@ def test_a_bad_clip_keeps_its_slot_and_is_named(steady: Path, tmp_path: Path) ->
     assert fault.key == "broken" and fault.reason in (Reason.DECODE_ERROR, Reason.TRUNCATED_VIDEO)
 
 
-def reason_of(wanted: Clip, work: Job) -> Reason:
+def reason_of(wanted: Clip, work: DecodeJob) -> Reason:
     with pytest.raises(BadSample) as caught:
         decode_clip(wanted, work)
     return caught.value.reason

@@ -17,7 +17,7 @@ from data.config import LimitsConfig
 from data.decode import decode_clip
 from data.media_info import MediaInfo, square_width
 from data.storage import ReadFile
-from data.types import Bucket, Clip, Job
+from data.types import Bucket, Clip, DecodeJob
 
 CORNERS = (
     (slice(0, 8), slice(0, 8)),
@@ -47,7 +47,7 @@ def decode(path: Path, info: MediaInfo, height: int, width: int, crop: bool = Fa
         rotation=info.rotation,
         shard="shard",
     )
-    job = Job(
+    job = DecodeJob(
         item="s0.0",
         bucket=Bucket(1, height, width),
         clips=(clip,),

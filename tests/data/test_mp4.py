@@ -150,7 +150,7 @@ def test_any_damage_of_other_media_ends_in_a_reason(tmp_path, suffix):
 
 def test_fragmented_mp4_is_counted_by_its_packets(tmp_path):
     data = clip(64, 48, 9, 8, movflags="frag_keyframe+empty_moov")
-    with pytest.raises(mp4.Fragmented):
+    with pytest.raises(mp4.FragmentedFile):
         probe(data)
     info = probe_file(tmp_path, data, "mp4")
     assert (info.width, info.height, info.num_frames) == (64, 48, 9)
@@ -214,7 +214,7 @@ def test_any_damage_of_the_header_ends_in_a_reason(damage, cut):
     data = bytes(data[: len(data) - cut]) if cut < 40 else bytes(data)
     try:
         info = probe(data)
-    except (BadSample, mp4.Fragmented):
+    except (BadSample, mp4.FragmentedFile):
         return
     assert 0 < info.width * info.height <= MAX_PIXEL_ASPECT * LIMITS.max_pixels
     assert 0 < info.num_frames <= LIMITS.max_frames and info.fps > 0 and np.isfinite(info.duration)

@@ -16,7 +16,7 @@ from ops.config import DiTConfig
 from ops.folders import dit_json
 from ops.geometry import Geometry
 from ops.models.load import build_dit
-from ops.sampling import Request, SamplerConfig, initial_noise, sample_latents
+from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
 DIT = DiTConfig(
@@ -27,12 +27,12 @@ CONFIG = SamplerConfig(steps=3, guidance_scale=2.5, flow_shift=3.0)
 NEGATIVE = torch.randn(1, 8, generator=torch.Generator().manual_seed(9))
 
 
-def request(seed: int, frames: int = 5, height: int = 32, width: int = 48, words: int = 6) -> Request:
+def request(seed: int, frames: int = 5, height: int = 32, width: int = 48, words: int = 6) -> SampleRequest:
     text = torch.randn(words, 8, generator=torch.Generator().manual_seed(seed))
-    return Request(text=text, frames=frames, height=height, width=width, seed=seed)
+    return SampleRequest(text=text, frames=frames, height=height, width=width, seed=seed)
 
 
-def plain_euler(module: torch.nn.Module, wanted: Request, config: SamplerConfig) -> torch.Tensor:
+def plain_euler(module: torch.nn.Module, wanted: SampleRequest, config: SamplerConfig) -> torch.Tensor:
     """x <- x + dsigma * (v_neg + g (v_text - v_neg)), sigma' = s sigma / (1 + (s - 1) sigma), by Diffusers' class."""
     fields = {key: value for key, value in dit_json(DIT).items() if not key.startswith("_")}
     reference = WanTransformer3DModel(**fields).eval()

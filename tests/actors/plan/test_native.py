@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan import batch, native
-from actors.plan.cascade import State, StepJobs, step_jobs
+from actors.plan.cascade import StepContext, StepJobs, step_jobs
 from actors.plan.check import check
 from actors.plan.planner import PlanOptions, make_plan
 from actors.plan.problem import Problem
@@ -29,8 +29,8 @@ def step_of(*numbers: int) -> list[Item]:
     ]
 
 
-def alone(problem: Problem) -> tuple[State, StepJobs]:
-    state = State(free=[0.0] * problem.topology.num_workers)
+def alone(problem: Problem) -> tuple[StepContext, StepJobs]:
+    state = StepContext(free=[0.0] * problem.topology.num_workers)
     return state, step_jobs(problem, state, 0, range(1, len(problem.steps)))
 
 

@@ -14,7 +14,7 @@ from actors.plan.check import bag_order_is_deadlock_free, check
 from actors.plan.planner import STRATEGIES, PlanOptions, make_plan, rolling_cut
 from actors.plan.problem import Problem
 from actors.plan.profile import Profile
-from actors.plan.types import Cascade, Cluster, Done, Item, Plan, StepPlan
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, StepPlan
 from ops.config import DiTConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
@@ -163,7 +163,7 @@ def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(step: list, 
 
 def test_finished_encodes_are_not_planned_again() -> None:
     workload = named([[(2, 17, 64, 64, 10), (1, 33, 64, 64, 10)], [(1, 5, 64, 64, 10)]])
-    done = [Done(item="i0", module="vae", workers=(1,)), Done(item="i0", module="text", workers=(0,))]
+    done = [EarlyEncode(item="i0", module="vae", workers=(1,)), EarlyEncode(item="i0", module="text", workers=(0,))]
     plan = make_plan(workload, FLOPS, Cluster(nodes=(2,)), PlanOptions(budget_s=0.01), first_step=5, done=done)
     check(plan, workload, FLOPS, Cluster(nodes=(2,)), done=done)
     assert {c.module for c in plan.steps[0].cascades if c.item == "i0"} == {"dit"}

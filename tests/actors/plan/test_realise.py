@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan.listing import Lister
-from actors.plan.problem import Job, PlanOptions, Problem
+from actors.plan.problem import PlannedJob, PlanOptions, Problem
 from actors.plan.profile import Profile
 from actors.plan.realise import draw_bag, realise
-from actors.plan.search import Found
+from actors.plan.search import SearchResult
 from actors.plan.types import Cluster, Item
 
 CLUSTER = Cluster(nodes=(8, 8), rails="AABBCCDD")
@@ -24,11 +24,11 @@ def problem(h100: Profile) -> Problem:
     return Problem([[item]], h100, CLUSTER, PlanOptions())
 
 
-def found(*rows: tuple[float, int, tuple[int, ...]], seconds: float = 1.0) -> tuple[list[Job], Found]:
+def found(*rows: tuple[float, int, tuple[int, ...]], seconds: float = 1.0) -> tuple[list[PlannedJob], SearchResult]:
     """A schedule of unrelated jobs (start, degree, nodes), each as long."""
-    jobs = [Job("dit", 0, (0, "a"), 0, 1, ((degree, seconds),), []) for _, degree, _ in rows]
+    jobs = [PlannedJob("dit", 0, (0, "a"), 0, 1, ((degree, seconds),), []) for _, degree, _ in rows]
     end = max(start for start, _, _ in rows) + seconds
-    return jobs, Found(
+    return jobs, SearchResult(
         end,
         end,
         list(range(len(rows))),

@@ -13,7 +13,7 @@ import torch
 from actors.config import WorkersConfig
 from actors.messages import Orders, Progress
 from actors.pool.heartbeats import Watch
-from actors.pool.monitor import Monitor, Report, Seen, Wishes
+from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
 from actors.worker.worker import Worker
 from ops.comm import CancelToken
 
@@ -42,9 +42,9 @@ def progress(
     )
 
 
-def report(now: float, *beats: tuple[Progress, float], wishes: Wishes | None = None) -> Report:
-    seen = {p.worker: Seen(progress=p, at=at, since=p.since) for p, at in beats}
-    return Report(seen=seen, wishes=wishes or Wishes(), now=now)
+def report(now: float, *beats: tuple[Progress, float], wishes: OperatorRequests | None = None) -> MonitorReport:
+    seen = {p.worker: LastHeartbeat(progress=p, at=at, since=p.since) for p, at in beats}
+    return MonitorReport(seen=seen, wishes=wishes or OperatorRequests(), now=now)
 
 
 def test_a_silent_worker_is_found_once_and_its_return_too() -> None:
@@ -83,7 +83,9 @@ def test_a_cascade_within_its_prediction_is_no_stall_and_a_stall_is_told_once() 
 
 def test_notices_and_wishes_are_told_once() -> None:
     watch = Watch(CONFIG)
-    seen = report(5, (progress("w0", 5, leaving=True), 5), (progress("w1", 5), 5), wishes=Wishes(drain=("w1", "gone")))
+    seen = report(
+        5, (progress("w0", 5, leaving=True), 5), (progress("w1", 5), 5), wishes=OperatorRequests(drain=("w1", "gone"))
+    )
     assert watch.look(seen, ["w0", "w1"]).leaving == ("w0", "w1")
     assert watch.look(seen, ["w0", "w1"]).leaving == ()
 
@@ -105,7 +107,7 @@ def test_the_monitor_forgets_a_worker_and_the_wish_that_it_leaves() -> None:
     monitor.scale(3)
     monitor.forget("w0")
     seen = monitor.collect()
-    assert seen.seen == {} and seen.wishes == Wishes(target=3, drain=("w1",))
+    assert seen.seen == {} and seen.wishes == OperatorRequests(target=3, drain=("w1",))
 
 
 def test_a_worker_that_a_new_monitor_never_hears_is_silent_too() -> None:
@@ -125,7 +127,7 @@ def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
     new.restore(known.generation, known.wishes)
     assert new.report().life != known.life
     assert new.report().generation == 5
-    assert new.report().wishes == Wishes(target=3, drain=("w1", "w2"))
+    assert new.report().wishes == OperatorRequests(target=3, drain=("w1", "w2"))
 
 
 def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_meanwhile(
@@ -212,4 +214,4 @@ def test_a_new_controller_numbers_anew_and_inherits_no_wish_that_a_worker_leaves
     monitor.drain(("w1",))
     monitor.scale(3)
     begun = monitor.begin()
-    assert begun.wishes == Wishes(target=3) and begun.generation == 4 and begun.seen == {}
+    assert begun.wishes == OperatorRequests(target=3) and begun.generation == 4 and begun.seen == {}

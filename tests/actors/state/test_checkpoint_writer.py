@@ -17,7 +17,7 @@ from actors.messages import Origin, Snapshot
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state.commit_log import CommitLog
-from actors.state.keeper import Held, Keeper
+from actors.state.keeper import HeldShard, Keeper
 from actors.state.run_state import RunState
 from ops.shards import ARRAYS, ShardState, shard_bounds
 
@@ -187,7 +187,7 @@ def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_worker
     for step in (7, 8):
         state._commits.add(Mock(running=Mock(step=step), snapshots=(Mock(acknowledgements=("never",)),)))
     if kept:
-        held = Held(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
+        held = HeldShard(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
         state.keepers.inventories = lambda patience_s, enough: {"a": [held]}  # type: ignore[method-assign]
 
     def exports(world: Any, step: int) -> list[Snapshot]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.state.keeper import Held, Keeper, forecast_bytes, place, recoverable, sources
+from actors.state.keeper import HeldShard, Keeper, forecast_bytes, place, recoverable, sources
 from actors.state.memory import node_room
 from ops.shards import ShardState, cut, missing, shard_bounds
 
@@ -167,8 +167,8 @@ def test_a_single_node_uses_its_keeper() -> None:
         place({0: "a"}, {})
 
 
-def held(step: int, lo: int, hi: int, generation: int = 1) -> Held:
-    return Held(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, num_bytes=0)
+def held(step: int, lo: int, hi: int, generation: int = 1) -> HeldShard:
+    return HeldShard(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, num_bytes=0)
 
 
 def test_newest_step_that_all_keepers_together_hold_is_recovered() -> None:

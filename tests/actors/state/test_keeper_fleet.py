@@ -15,7 +15,7 @@ from actors.config import SnapshotConfig
 from actors.names import keeper_name
 from actors.outcome import StopRun
 from actors.state.commit_log import CommitLog
-from actors.state.keeper import Held, Standing
+from actors.state.keeper import HeldShard, Standing
 from actors.state.keeper_fleet import Keepers, keeper_nodes
 from actors.state.run_state import RunState
 from actors.state.snapshots import origin_of
@@ -83,8 +83,8 @@ def keepers_of(actors: Mapping[str, Actor], patience_s: float = 600.0) -> tuple[
     return keepers, lost, slow
 
 
-def held(step: int) -> list[Held]:
-    return [Held(step=step, generation=1, lo=0, hi=10, total=10, num_bytes=0)]
+def held(step: int) -> list[HeldShard]:
+    return [HeldShard(step=step, generation=1, lo=0, hi=10, total=10, num_bytes=0)]
 
 
 def test_a_busy_keeper_is_waited_for_and_only_a_lost_one_is_empty(clock: Clock) -> None:

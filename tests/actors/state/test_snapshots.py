@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.messages import Snapshot
 from actors.state.commit_log import CommitLog
-from actors.state.keeper import Held
+from actors.state.keeper import HeldShard
 from actors.state.snapshots import origin_of
 
 TOTAL = 100
@@ -16,20 +16,20 @@ TOTAL = 100
 class HeldHere:
     """Stands for the keepers of a run: what each holds, by name."""
 
-    def __init__(self, **inventories: list[Held]) -> None:
+    def __init__(self, **inventories: list[HeldShard]) -> None:
         self._inventories = inventories
 
     silent = ()
 
-    def inventories(self, patience_s: float, enough: Any) -> dict[str, list[Held]]:
+    def inventories(self, patience_s: float, enough: Any) -> dict[str, list[HeldShard]]:
         return self._inventories
 
     def handles(self, names: list[str]) -> tuple[str, ...]:
         return tuple(names)
 
 
-def held(step: int, lo: int = 0, hi: int = TOTAL, generation: int = 1) -> Held:
-    return Held(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, num_bytes=0)
+def held(step: int, lo: int = 0, hi: int = TOTAL, generation: int = 1) -> HeldShard:
+    return HeldShard(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, num_bytes=0)
 
 
 def snapshot(step: int, lo: int = 0, hi: int = TOTAL) -> Snapshot:

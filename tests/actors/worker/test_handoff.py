@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import CascadeTask, Published
+from actors.messages import CascadeTask, PublishedResult
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Holdings, calls_of
 from actors.step import StepSamples
-from actors.worker.handoff import STORE, Encoded, EncodeStore, HandoffError, Inputs, gather_inputs
+from actors.worker.handoff import STORE, EncodeResult, EncodeStore, HandoffError, Inputs, gather_inputs
 from actors.worker.worker import Worker, _published
 from data.cache import Cache
 from data.config import CacheConfig
@@ -111,8 +111,8 @@ def test_a_result_of_the_wrong_shape_or_dtype_is_refused_by_name() -> None:
 
     def gather(vae: torch.Tensor, text: torch.Tensor) -> object:
         fetched = {
-            ("vae", sample.id): Encoded(id=sample.id, rows=vae),
-            ("text", sample.id): Encoded(id=sample.id, rows=text),
+            ("vae", sample.id): EncodeResult(id=sample.id, rows=vae),
+            ("text", sample.id): EncodeResult(id=sample.id, rows=text),
         }
         return gather_inputs([sample], sources, EncodeStore(), fetched, Group.solo(), torch.device("cpu"), (8, 5))
 
@@ -131,7 +131,7 @@ def test_a_result_of_the_wrong_shape_or_dtype_is_refused_by_name() -> None:
 def test_bytes_of_the_object_store_and_of_the_bag_are_counted_apart() -> None:
     sample = SAMPLES.samples["b"][0]
     rows = {"vae": torch.zeros(4, 8), "text": torch.zeros(3, 5)}
-    fetched = {(module, sample.id): Encoded(id=sample.id, rows=value) for module, value in rows.items()}
+    fetched = {(module, sample.id): EncodeResult(id=sample.id, rows=value) for module, value in rows.items()}
     store = EncodeStore()
     store.keep("text", fetched["text", sample.id])
 
@@ -222,9 +222,9 @@ def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
     worker.executor, kept = hosts[0].executor, []
     worker._writer = Mock(cache=Cache(CacheConfig(path=str(tmp_path))))
     worker._writer.submit = lambda kind, key, array: kept.append((kind, key, array.dtype))
-    published: list[Published] = []
+    published: list[PublishedResult] = []
 
-    def to_cache(task: CascadeTask, results: list[Encoded]) -> None:
+    def to_cache(task: CascadeTask, results: list[EncodeResult]) -> None:
         named = tuple(replace(s, text_key=f"t{s.id}", latent_key=f"l{s.id}") for s in task.samples)
         worker._to_cache(replace(task, samples=named), results)
         published.extend(_published(task.module, [replace(r, rows=r.rows.cpu()) for r in results]))

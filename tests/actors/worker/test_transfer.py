@@ -16,8 +16,8 @@ import torch
 from actors.run.dispatch import Holdings, calls_of
 from actors.step import StepSamples
 from actors.worker.executor import Executor
-from actors.worker.handoff import Encoded
-from actors.worker.transfer import Copying, HostCopies
+from actors.worker.handoff import EncodeResult
+from actors.worker.transfer import CopyInFlight, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 from tests.actors.exactness import execute, items_of, make_hosts, one_worker, train_config
@@ -29,18 +29,18 @@ class SlowCopy:
     def __init__(self) -> None:
         self.end = threading.Event()
 
-    def __call__(self, rows: torch.Tensor) -> Copying:
+    def __call__(self, rows: torch.Tensor) -> CopyInFlight:
         host = torch.full_like(rows, float("nan"))
 
         def wait() -> None:
             assert self.end.wait(10)
             host.copy_(rows)
 
-        return Copying(host=host, wait=wait)
+        return CopyInFlight(host=host, wait=wait)
 
 
-def result(value: float) -> Encoded:
-    return Encoded(id=(0, "a", 0), rows=torch.full((2, 3), float(value)), ok=False)
+def result(value: float) -> EncodeResult:
+    return EncodeResult(id=(0, "a", 0), rows=torch.full((2, 3), float(value)), ok=False)
 
 
 def test_a_result_is_handed_out_when_its_copy_has_ended() -> None:
@@ -88,7 +88,7 @@ def test_an_executor_starts_copies_of_what_it_publishes_and_forgets_them_with_it
     assert len(executor.copies) == 0
 
 
-def _slow(rows: torch.Tensor) -> Copying:
+def _slow(rows: torch.Tensor) -> CopyInFlight:
     """As long as a copy of some hundred MB takes, so that it overlaps with the cascade behind it."""
     host = torch.empty_like(rows)
 
@@ -96,7 +96,7 @@ def _slow(rows: torch.Tensor) -> Copying:
         time.sleep(0.02)
         host.copy_(rows)
 
-    return Copying(host=host, wait=wait)
+    return CopyInFlight(host=host, wait=wait)
 
 
 class LaterWorker(Worker):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig, SourceConfig
 from data.dataset.dataset import Dataset
 from data.errors import DataError
-from data.types import Bucket, Step
+from data.types import Bucket, StepOfItems
 from ops.geometry import Geometry
 
 TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80", "17x64x96", "17x96x64", "17x80x80")
@@ -32,7 +32,7 @@ def dataset(clips: Path, seed: int = 0, **changes: object) -> Dataset:
     return Dataset.open(config(clips, **changes), Geometry(), seed)
 
 
-def names(step: Step) -> list[tuple[str, str, tuple[str, ...]]]:
+def names(step: StepOfItems) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(item.id, str(item.bucket), tuple(sample.key for sample in item.samples)) for item in step.items]
 
 

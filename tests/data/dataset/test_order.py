@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data.buckets import Choice
 from data.dataset import order as plan
-from data.dataset.order import Micro, Planner, Population, Stage, State, uniform
+from data.dataset.order import BatchDraw, OrderState, Population, SampleOrder, Stage, uniform
 from data.errors import DataError
 from data.types import Bucket
 
@@ -39,11 +39,11 @@ def stage(**changes: object) -> Stage:
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
-def run(planner: Planner, state: State, steps: int) -> list[list[Micro]]:
+def run(planner: SampleOrder, state: OrderState, steps: int) -> list[list[BatchDraw]]:
     return [planner.advance(state) for _ in range(steps)]
 
 
-def rows_of(steps: list[list[Micro]]) -> list[tuple[int, int, int]]:
+def rows_of(steps: list[list[BatchDraw]]) -> list[tuple[int, int, int]]:
     return [(d.source, d.epoch, d.row) for micros in steps for micro in micros for d in micro.draws]
 
 
@@ -53,7 +53,7 @@ shapes = st.lists(st.integers(-1, 2), min_size=4, max_size=60).filter(lambda cod
 @given(shapes, st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_every_admitted_row_comes_exactly_once_per_epoch(codes: list[int], shards: int, window: int, seed: int) -> None:
-    planner = Planner([population(codes, min(shards, len(codes)), window)], [stage(max_wait=20)], seed)
+    planner = SampleOrder([population(codes, min(shards, len(codes)), window)], [stage(max_wait=20)], seed)
     state = planner.start()
     drawn = rows_of(run(planner, state, 120))
     waiting = [
@@ -70,11 +70,11 @@ def test_every_admitted_row_comes_exactly_once_per_epoch(codes: list[int], shard
 @settings(max_examples=40, deadline=None)
 def test_a_restored_plan_continues_where_it_stopped(codes: list[int], stop: int, seed: int) -> None:
     sources = [population(codes), population(codes[::-1], name="others")]
-    planner = Planner(sources, [stage(weights=(0.3, 0.7), max_wait=15)], seed)
+    planner = SampleOrder(sources, [stage(weights=(0.3, 0.7), max_wait=15)], seed)
     state = planner.start()
     run(planner, state, stop)
     token = json.loads(json.dumps(planner.token(state)))
-    fresh = Planner(sources, [stage(weights=(0.3, 0.7), max_wait=15)], seed)
+    fresh = SampleOrder(sources, [stage(weights=(0.3, 0.7), max_wait=15)], seed)
     assert run(fresh, fresh.restore(token), 30) == run(planner, state, 30)
 
 
@@ -82,7 +82,7 @@ def test_a_restored_plan_continues_where_it_stopped(codes: list[int], stop: int,
 @settings(max_examples=40, deadline=None)
 def test_the_mixture_is_exact_to_less_than_one_draw_at_every_prefix(shares: list[float], seed: int) -> None:
     weights = tuple(share / sum(shares) for share in shares)
-    planner = Planner([population([0, 0, 1], 1) for _ in weights], [stage(weights=weights)], seed)
+    planner = SampleOrder([population([0, 0, 1], 1) for _ in weights], [stage(weights=weights)], seed)
     state = planner.start()
     drawn: list[int] = []
     while len(drawn) < 300:
@@ -100,7 +100,7 @@ def test_the_mixture_is_exact_to_less_than_one_draw_at_every_prefix(shares: list
 
 
 def test_a_mixture_by_tokens_shares_tokens() -> None:
-    planner = Planner(
+    planner = SampleOrder(
         [population([0] * 20), population([1] * 20, name="videos")], [stage(weights=(0.5, 0.5), by_tokens=True)], 0
     )
     state = planner.start()
@@ -110,13 +110,13 @@ def test_a_mixture_by_tokens_shares_tokens() -> None:
 
 
 def test_full_batches_have_the_size_of_their_bucket() -> None:
-    planner = Planner([population([0, 1, 2] * 20)], [stage()], 0)
+    planner = SampleOrder([population([0, 1, 2] * 20)], [stage()], 0)
     for micros in run(planner, planner.start(), 50):
         assert [len(m.draws) for m in micros] == [{SMALL: 5, LARGE: 3, RARE: 4}[m.bucket] for m in micros]
 
 
 def test_a_rare_bucket_is_emitted_short_instead_of_starving() -> None:
-    planner = Planner([population([0] * 99 + [2])], [stage(max_wait=150)], 0)
+    planner = SampleOrder([population([0] * 99 + [2])], [stage(max_wait=150)], 0)
     state = planner.start()
     waits = []
     for _ in range(100):
@@ -130,7 +130,7 @@ def test_a_rare_bucket_is_emitted_short_instead_of_starving() -> None:
 
 def test_order_depends_on_the_seed_and_differs_between_epochs() -> None:
     def order(seed: int) -> list[tuple[int, int, int]]:
-        planner = Planner([population([1] * 30)], [stage()], seed)
+        planner = SampleOrder([population([1] * 30)], [stage()], seed)
         return rows_of(run(planner, planner.start(), 20))
 
     assert order(1) == order(1) != order(2)
@@ -139,14 +139,14 @@ def test_order_depends_on_the_seed_and_differs_between_epochs() -> None:
 
 
 def test_rows_are_shuffled_within_windows_of_shards_only() -> None:
-    planner = Planner([population([1] * 40, shards=8, window=2)], [stage()], 0)
+    planner = SampleOrder([population([1] * 40, shards=8, window=2)], [stage()], 0)
     rows = [row for _, epoch, row in rows_of(run(planner, planner.start(), 7)) if epoch == 0][:40]
     for start in range(0, 40, 10):
         assert len({row // 5 for row in rows[start : start + 10]}) == 2
 
 
 def test_probabilities_pass_over_their_share_of_draws() -> None:
-    planner = Planner([population([0] * 500)], [stage(choices=((choice(SMALL, keep=0.3),), (), ()))], 0)
+    planner = SampleOrder([population([0] * 500)], [stage(choices=((choice(SMALL, keep=0.3),), (), ()))], 0)
     state = planner.start()
     run(planner, state, 300)
     assert state.drawn / (state.drawn + state.passed) == pytest.approx(0.3, abs=0.03)
@@ -154,7 +154,7 @@ def test_probabilities_pass_over_their_share_of_draws() -> None:
 
 def test_at_a_border_waiting_rows_are_chosen_anew_and_none_is_lost() -> None:
     early = stage(until_step=7, choices=((choice(SMALL),), (choice(SMALL),), (choice(SMALL),)))
-    planner = Planner([population([0, 1, 2] * 15)], [early, stage()], 3)
+    planner = SampleOrder([population([0, 1, 2] * 15)], [early, stage()], 3)
     state = planner.start()
     steps = run(planner, state, 40)
     assert {micro.bucket for micros in steps[:7] for micro in micros} == {SMALL}
@@ -170,14 +170,14 @@ def test_at_a_border_waiting_rows_are_chosen_anew_and_none_is_lost() -> None:
 
 def test_later_segments_may_be_edited_while_an_earlier_one_runs() -> None:
     rows = [population([0, 1, 2] * 15)]
-    planner = Planner(rows, [stage(until_step=10), stage()], 0)
+    planner = SampleOrder(rows, [stage(until_step=10), stage()], 0)
     state = planner.start()
     run(planner, state, 5)
     token = planner.token(state)
-    edited = Planner(rows, [stage(until_step=10), stage(items_per_step=4)], 0)
+    edited = SampleOrder(rows, [stage(until_step=10), stage(items_per_step=4)], 0)
     assert run(edited, edited.restore(token), 5) == run(planner, state, 5)
     with pytest.raises(DataError, match="buckets changed"):
-        Planner(rows, [stage(until_step=12), stage()], 0).restore(token)
+        SampleOrder(rows, [stage(until_step=12), stage()], 0).restore(token)
 
 
 @pytest.mark.parametrize(("seed", "identity", "named"), [(1, {"index": "a"}, "seed"), (0, {"index": "b"}, "index")])
@@ -185,13 +185,13 @@ def test_a_token_of_another_plan_is_refused_and_what_changed_is_named(
     seed: int, identity: dict[str, str], named: str
 ) -> None:
     rows = [population([0, 1, 2] * 5)]
-    planner = Planner(rows, [stage()], 0, {"index": "a"})
+    planner = SampleOrder(rows, [stage()], 0, {"index": "a"})
     token = planner.token(planner.start())
     with pytest.raises(DataError, match=f"{named} changed since"):
-        Planner(rows, [stage()], seed, identity).restore(token)
+        SampleOrder(rows, [stage()], seed, identity).restore(token)
 
 
-def waiting_for_long(rows: int = 30_000, buckets: int = 60, batch: int = 250) -> Planner:
+def waiting_for_long(rows: int = 30_000, buckets: int = 60, batch: int = 250) -> SampleOrder:
     """Many buckets with large batches: tens of thousands of rows wait."""
     shapes = [Bucket(1, 64, 16 * width) for width in range(1, buckets + 1)]
     wide = stage(
@@ -200,7 +200,7 @@ def waiting_for_long(rows: int = 30_000, buckets: int = 60, batch: int = 250) ->
         tokens=dict.fromkeys(shapes, 1),
         items_per_step=1,
     )
-    return Planner([population([row % buckets for row in range(rows)], shards=30)], [wide], 0)
+    return SampleOrder([population([row % buckets for row in range(rows)], shards=30)], [wide], 0)
 
 
 def test_a_token_stays_small_with_thousands_of_rows_waiting() -> None:
@@ -223,7 +223,7 @@ def test_rows_drawn_again_are_those_that_waited(
     sources = [population(codes), population(codes[::-1], name="others")]
     early = stage(until_step=border, weights=(0.5, 0.5), choices=((choice(SMALL, 0.6), choice(LARGE)),) * 3)
     late = stage(weights=(0.3, 0.7), max_wait=15)
-    planner = Planner(sources, [early, late] if border else [late], seed)
+    planner = SampleOrder(sources, [early, late] if border else [late], seed)
     with (
         mock.patch.object(plan, "LISTED_MOST", listed),
         mock.patch.object(plan, "MARK_EVERY", every),
@@ -239,7 +239,7 @@ def test_rows_drawn_again_are_those_that_waited(
 
 def test_a_source_nothing_fits_is_an_error_that_names_it() -> None:
     with pytest.raises(DataError, match="source koala has no sample"):
-        Planner([population([-1, -1], 1, name="koala")], [stage()], 0)
+        SampleOrder([population([-1, -1], 1, name="koala")], [stage()], 0)
 
 
 def test_a_samples_random_numbers_are_its_own_and_uniform() -> None:

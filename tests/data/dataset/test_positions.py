@@ -11,7 +11,7 @@ import pytest
 
 from data.config import BatchConfig, BucketsConfig, DataConfig, SourceConfig
 from data.dataset.dataset import Dataset
-from data.dataset.order import Cursor, Draw, State
+from data.dataset.order import Cursor, OrderState, SampleDraw
 from data.dataset.positions import FEWEST_RECENT, MOST_TOKENS, MOST_WAITING, Positions
 from data.errors import DataError
 from data.types import Bucket
@@ -26,20 +26,20 @@ class Plan:
     def __init__(self) -> None:
         self.walked = 0
 
-    def advance(self, state: State) -> None:
+    def advance(self, state: OrderState) -> None:
         state.step += 1
         self.walked += 1
 
-    def token(self, state: State) -> dict[str, Any]:
+    def token(self, state: OrderState) -> dict[str, Any]:
         return {"step": state.step}
 
-    def restore(self, token: dict[str, Any]) -> State:
+    def restore(self, token: dict[str, Any]) -> OrderState:
         return at(token["step"])
 
 
-def at(step: int, waiting: int = 0) -> State:
-    queues = {BUCKET: [Draw(0, 0, 0, 0)] * waiting} if waiting else {}
-    return State(step=step, stage=0, drawn=step, passed=0, cursors=[Cursor()], queues=queues)
+def at(step: int, waiting: int = 0) -> OrderState:
+    queues = {BUCKET: [SampleDraw(0, 0, 0, 0)] * waiting} if waiting else {}
+    return OrderState(step=step, stage=0, drawn=step, passed=0, cursors=[Cursor()], queues=queues)
 
 
 def run(steps: int, waiting: int = 0) -> tuple[Plan, Positions]:
@@ -91,7 +91,7 @@ def test_a_dataset_of_a_million_steps_holds_what_one_of_a_few_thousand_does(
     files = sorted(tmp_path.rglob("*"))
     micros = data.planner.advance(data.planner.start())
 
-    def advance(state: State) -> Any:
+    def advance(state: OrderState) -> Any:
         state.step += 1
         return micros
 

@@ -9,12 +9,12 @@ import tarfile
 import pytest
 
 from data.ledger import Fault, Reason
-from data.readers.tar import Member, MemberKind, is_unsafe, read_members
+from data.readers.tar import MemberKind, TarMember, is_unsafe, read_members
 from data.storage import ReadFile
 from tests.data.making import shard
 
 
-def members_of(tmp_path, data: bytes) -> list[Member | Fault]:
+def members_of(tmp_path, data: bytes) -> list[TarMember | Fault]:
     path = tmp_path / "a.tar"
     path.write_bytes(data)
     with ReadFile(str(path)) as file:
