@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from actors.records.events import RunEvent
+
 
 class Listener(Protocol):
     """Who is told what happens; the application writes files, the tests collect."""
 
     def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None: ...
-    def on_event(self, event: Mapping[str, Any]) -> None: ...
+    def on_event(self, event: RunEvent) -> None: ...
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.events import describe
+from actors.records.events import event_of
 from app.tails import backwards, end_of_whole_lines, last_line
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class Follower:
 
     def _show(self) -> None:
         try:
-            for event in self._files["events.jsonl"].read():
-                if text := describe(event):
+            for line in self._files["events.jsonl"].read():
+                if text := event_of(line).describe():
                     self._progress.say(text)
             for line in self._files["metrics.jsonl"].read():
                 self._progress.show(line)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from actors.records.events import RunEvent
 from app.live_samples import LiveSamples
 from app.rundir import OLDER_TIMELINE, TIMELINE
 from app.tails import cut_torn_line
@@ -65,9 +66,9 @@ class Recorder:
         if (old := step - _PLANS) % _PLANS:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: RunEvent) -> None:
         self._guard()
-        self._events.write(json.dumps(event, default=str) + "\n")
+        self._events.write(json.dumps(event.line(), default=str) + "\n")
         self._events.flush()
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
@@ -81,7 +82,7 @@ class Recorder:
 
 
 def _appending(path: Path) -> IO[str]:
-    """Open a JSON-lines file behind its last whole line: a killed writer may have left half of one."""
+    """Open a JSON-lines file after its last whole line: a killed writer may have left half of one."""
     cut_torn_line(path)
     return path.open("a", encoding="utf-8")
 

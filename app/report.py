@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from actors.records.events import RunEvent
 from app import report_facts as facts
 from app.config import RunConfig
-from app.events import describe
 from app.metrics import clock
 from app.report_style import CSS
 from app.report_svg import Bar, EventMark, Lane, Series, line_chart, timeline
@@ -128,7 +128,7 @@ def _generation_marks(metrics: Sequence[Record]) -> list[EventMark]:
     ]
 
 
-def _loss(metrics: Sequence[Record], events: Sequence[Record]) -> str:
+def _loss(metrics: Sequence[Record], events: Sequence[RunEvent]) -> str:
     xs, losses = _steps(metrics), facts.column(metrics, "loss")
     chart = line_chart(
         [
@@ -205,7 +205,7 @@ def _embed(path: Path) -> str:
     return f"<img alt='{escape(path.stem)}' src='data:image/{path.suffix[1:]};base64,{data}'>"
 
 
-def _slow(metrics: Sequence[Record], executed: Sequence[StepWindow], events: Sequence[Record]) -> str:
+def _slow(metrics: Sequence[Record], executed: Sequence[StepWindow], events: Sequence[RunEvent]) -> str:
     sentences = facts.slow_steps(metrics, executed, events)
     if not sentences:
         return "<p class='soft'>No step took more than 1.3 times the median.</p>"
@@ -362,14 +362,14 @@ def _balance(metrics: Sequence[Record]) -> str:
     return "".join(parts)
 
 
-def _elastic(metrics: Sequence[Record], events: Sequence[Record]) -> str:
+def _elastic(metrics: Sequence[Record], events: Sequence[RunEvent]) -> str:
     rows = "".join(
         f"<tr><td>{generation}</td><td>{first} - {last}</td><td>{workers}</td></tr>"
         for generation, first, last, workers in facts.generations(metrics)
     )
     head = "<tr><th>generation</th><th>steps</th><th>workers</th></tr>"
     table = f"<div class='wide'><table class='narrow'>{head}{rows}</table></div>"
-    told = [(event, text) for event in events if (text := describe(event))]
+    told = [(event, text) for event in events if (text := event.describe())]
     start = metrics[0]["time"] - (metrics[0].get("step_s") or 0.0)
     lines = "".join(
         f"<li><span class='soft'>{_offset(event, start)}</span> {escape(text)}</li>"
@@ -379,6 +379,6 @@ def _elastic(metrics: Sequence[Record], events: Sequence[Record]) -> str:
     return table + (f"<h3>Events</h3><ul>{lines}</ul>{more}" if lines else "")
 
 
-def _offset(event: Record, start: float) -> str:
-    seconds = event.get("time", start) - start
+def _offset(event: RunEvent, start: float) -> str:
+    seconds = event.time - start
     return f"{'-' if seconds < 0 else '+'}{clock(abs(seconds))}"

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.events import describe
+from actors.records.events import RunEvent
 from app.rundir import Record
 from app.timeline import StepWindow, planned
 
 CASCADES = ("text", "vae", "dit")
-DISTURBING = ("dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +138,7 @@ def pieces(span: Record) -> list[tuple[tuple[int, int, int], str, int, float]]:
 def slow_steps(
     metrics: Sequence[Record],
     executed: Sequence[StepWindow],
-    events: Sequence[Record],
+    events: Sequence[RunEvent],
     factor: float = 1.3,
     limit: int = 8,
 ) -> list[str]:
@@ -163,7 +162,12 @@ def slow_steps(
 
 
 def _causes(
-    line: Record, spans: Sequence[Record], events: Sequence[Record], usual: float, usual_wait: float, usual_plan: float
+    line: Record,
+    spans: Sequence[Record],
+    events: Sequence[RunEvent],
+    usual: float,
+    usual_wait: float,
+    usual_plan: float,
 ) -> list[str]:
     causes = _event_causes(line, events)
     wait = line.get("data_wait_s") or 0.0
@@ -180,15 +184,11 @@ def _causes(
     return causes
 
 
-def _event_causes(line: Record, events: Sequence[Record]) -> list[str]:
+def _event_causes(line: Record, events: Sequence[RunEvent]) -> list[str]:
     """What happened to the workers during the step."""
     finished = line.get("time") or 0.0
-    during = [
-        event
-        for event in events
-        if finished - line["step_s"] <= event.get("time", 0.0) <= finished and event["event"] in DISTURBING
-    ]
-    return [describe(event) for event in during[:2]]
+    during = [event for event in events if finished - line["step_s"] <= event.time <= finished and event.disturbs]
+    return [event.describe() for event in during[:2]]
 
 
 def late_cascade(spans: Sequence[Record]) -> Deviation | None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from actors.records.events import RunEvent, event_of
+from actors.records.lines import RecordError
 from app.settings import ConfigError
 
 Record = dict[str, Any]
+R = TypeVar("R")
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
 
 
@@ -41,8 +44,8 @@ class RunDir:
         """One record per step, in step order."""
         return sorted(read_jsonl(self.path / "metrics.jsonl"), key=lambda record: record["step"])
 
-    def events(self) -> list[Record]:
-        return list(read_jsonl(self.path / "events.jsonl"))
+    def events(self) -> list[RunEvent]:
+        return list(read_records(self.path / "events.jsonl", event_of))
 
     def spans(self) -> list[Record]:
         """Executed spans of the timeline, in the order they were written."""
@@ -69,8 +72,22 @@ def _step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
+def read_records(path: Path, record_of: Callable[[Record], R]) -> Iterator[R]:
+    """Records of a JSON-lines file. Raises ConfigError with the number of a line that is none."""
+    for number, line in numbered_lines(path):
+        try:
+            yield record_of(line)
+        except RecordError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from None
+
+
 def read_jsonl(path: Path) -> Iterator[Record]:
     """Objects of a JSON-lines file; a torn last line (the writer died) is left out, a torn line before it raises."""
+    return (record for _, record in numbered_lines(path))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    """The same with the number of each line, from 1."""
     if not path.is_file():
         return
     torn: ConfigError | None = None
@@ -85,4 +102,4 @@ def read_jsonl(path: Path) -> Iterator[Record]:
             except json.JSONDecodeError as error:
                 torn = ConfigError(f"{path} line {number} is not JSON: {error.msg}.")
                 continue
-            yield record
+            yield number, record

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.records.events import RunEvent
 from app.rundir import Record, RunDir
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
@@ -63,7 +64,7 @@ def planned(span: Mapping[str, Any]) -> tuple[float, float] | None:
     return start, end
 
 
-def trace(spans: Sequence[Record], events: Iterable[Record] = ()) -> Record:
+def trace(spans: Sequence[Record], events: Iterable[RunEvent] = ()) -> Record:
     """A Chrome trace of executed spans and run events. Times are microseconds from the first span."""
     if not spans:
         return {"traceEvents": [], "displayTimeUnit": "ms"}
@@ -72,7 +73,7 @@ def trace(spans: Sequence[Record], events: Iterable[Record] = ()) -> Record:
     for span in spans:
         entries += _span_entries(span, origin)
     entries += _step_entries(spans, origin)
-    entries += [_event_entry(event, origin) for event in events if event.get("time", 0) >= origin]
+    entries += [_event_entry(event, origin) for event in events if event.time >= origin]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
@@ -133,15 +134,16 @@ def _step_entries(spans: Sequence[Record], origin: float) -> list[Record]:
     ]
 
 
-def _event_entry(event: Mapping[str, Any], origin: float) -> Record:
+def _event_entry(event: RunEvent, origin: float) -> Record:
+    line = event.line()
     return {
         "ph": "i",
         "s": "g",
         "pid": RUN_PID,
         "tid": 1,
-        "name": str(event.get("event")),
-        "ts": round((event["time"] - origin) * 1e6, 1),
-        "args": {key: value for key, value in event.items() if key not in ("time", "event")},
+        "name": line["event"],
+        "ts": round((event.time - origin) * 1e6, 1),
+        "args": {key: value for key, value in line.items() if key not in ("time", "event")},
     }
 
 

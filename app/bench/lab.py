@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, WorkerReady
 from app.config import RunConfig
 
 TINY = {
@@ -141,7 +142,7 @@ class LabRun:
         self.run_dir = Path(config.run.dir) / config.run.name
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics: list[Mapping[str, Any]] = []
-        self.events: list[Mapping[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.controller: Any = None
@@ -159,7 +160,7 @@ class LabRun:
         if self._thread.is_alive():
             raise Timeout(
                 f"run {self.run_dir.name} is at step {len(self.metrics)} after {timeout_s:g} s; "
-                f"last events: {[e['event'] for e in self.events[-8:]]}"
+                f"last events: {[e.event for e in self.events[-8:]]}"
             )
         if self.error is not None:
             raise self.error
@@ -192,7 +193,7 @@ class LabRun:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline or not self._thread.is_alive():
-                last = [(e["event"], e.get("why")) for e in self.events[-8:]]
+                last = [(e.event, getattr(e, "why", None)) for e in self.events[-8:]]
                 state = "runs" if self._thread.is_alive() else f"has ended ({self.outcome})"
                 raise Timeout(
                     f"waited for {what}; {len(self.metrics)} steps are committed, the run {state}, "
@@ -222,23 +223,23 @@ class LabRun:
         return [m["step"] for m in self.metrics]
 
     def seconds_to_recover(self) -> list[float]:
-        return [e["seconds"] for e in self.events if e["event"] == "recovered"]
+        return [e.seconds for e in self.events if isinstance(e, StepsRecovered)]
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def active(self) -> list[tuple[str, int]]:
         """(name, pid) of the workers of the running generation."""
-        pids = {e["worker"]: e["pid"] for e in self.events if e["event"] == "ready"}
-        generations = [e for e in self.events if e["event"] == "generation"]
-        names: list[str] = generations[-1]["workers"] if generations else []
+        pids = {e.worker: e.pid for e in self.events if isinstance(e, WorkerReady)}
+        generations = [e for e in self.events if isinstance(e, GenerationFormed)]
+        names = generations[-1].workers if generations else ()
         return [(name, pids[name]) for name in names]
 
     def generations(self) -> int:
-        return sum(e["event"] == "generation" for e in self.events)
+        return sum(isinstance(e, GenerationFormed) for e in self.events)
 
     def nodes_of_active(self) -> list[str]:
         """Node ids of the workers of the running generation."""
-        nodes = {e["worker"]: e["node"] for e in self.events if e["event"] == "ready"}
+        nodes = {e.worker: e.node for e in self.events if isinstance(e, WorkerReady)}
         return [nodes[name] for name, _ in self.active()]
 
     def pause(self) -> None:
@@ -313,7 +314,7 @@ class LabRun:
             self._hold.wait()
             self._held.clear()
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: RunEvent) -> None:
         self.events.append(event)
 
     def on_checkpoint(self, folder: Path, step: int) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated
 
 import typer
 
+from actors.records.events import StepsLost
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.memory import object_store_mib
 
@@ -91,7 +92,7 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
     storm.go_on()
     storm.stop()
     taken = storm.outcome.last_step + 1
-    again = sum(e["lost_steps"] for e in storm.events if e["event"] == "fallback")
+    again = sum(e.lost_steps for e in storm.events if isinstance(e, StepsLost))
     if sorted(set(storm.steps())) != list(range(taken)) or len(storm.steps()) != taken + again:
         raise RuntimeError(f"steps are missing or stand twice: {storm.steps()}")
     calm = lab.start(lab.config(f"calm{seed}", train={"steps": taken}, workers={"max": 1}))

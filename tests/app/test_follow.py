@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.records.events import PoolResized, RunFinished
 from app.follow import Follower, Tail
 from app.metrics import Metrics
 from app.recorder import Recorder
@@ -27,7 +28,7 @@ def test_recomputed_steps_are_shown_once_and_no_line_is_cut(tmp_path: Path) -> N
 def test_a_line_that_a_killed_writer_left_unfinished_is_cut(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"time": 1, "event": "start"}\n{"time": 2, "ev')
     with Recorder(tmp_path) as recorder:
-        recorder.on_event({"time": 3, "event": "finish"})
+        recorder.on_event(RunFinished(time=3, step=0, ledger={}))
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["start", "finish"]
 
@@ -39,8 +40,8 @@ def test_half_a_line_at_the_start_does_not_end_what_is_shown(
     events = tmp_path / "events.jsonl"
     events.write_text('{"time": 1, "event": "resize", "target": 2}\n{"time": 2, "ev')
     with Follower(tmp_path, 9), Recorder(tmp_path) as recorder:
-        recorder.on_event({"time": 3, "event": "resize", "target": 7})
-        recorder.on_event({"time": 4, "event": "resize", "target": 8})
+        recorder.on_event(PoolResized(time=3, target=7))
+        recorder.on_event(PoolResized(time=4, target=8))
     shown = capsys.readouterr().out
     assert "asked for 7 workers" in shown and "asked for 8 workers" in shown and "asked for 2" not in shown
 
