@@ -565,9 +565,7 @@ class Controller:
         except Exception:
             if not self._ending:
                 raise
-            log.warning(
-                "event %s was not written: %s", event.event, event
-            )  # on a full disk the state still comes first
+            log.warning("not written: %s", event)  # on a full disk the state still comes first
 
     def _close(self) -> None:
         """End the run's workers and helpers. Keepers and monitor are ended by `_let_go`: after an error that Ray Train
