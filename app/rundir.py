@@ -13,6 +13,8 @@ import yaml
 
 from actors.records.events import RunEvent, event_of
 from actors.records.lines import RecordError
+from actors.records.metrics_line import StepMetrics, metrics_of
+from actors.records.span_record import SpanRecord, span_of
 from app.settings import ConfigError
 
 Record = dict[str, Any]
@@ -40,16 +42,16 @@ class RunDir:
         """The resolved config as plain dicts."""
         return yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {}
 
-    def metrics(self) -> list[Record]:
+    def metrics(self) -> list[StepMetrics]:
         """One record per step, in step order."""
-        return sorted(read_jsonl(self.path / "metrics.jsonl"), key=lambda record: record["step"])
+        return sorted(read_records(self.path / "metrics.jsonl", metrics_of), key=lambda record: record.step)
 
     def events(self) -> list[RunEvent]:
         return list(read_records(self.path / "events.jsonl", event_of))
 
-    def spans(self) -> list[Record]:
+    def spans(self) -> list[SpanRecord]:
         """Executed spans of the timeline, in the order they were written."""
-        return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_jsonl(self.path / name)]
+        return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_records(self.path / name, span_of)]
 
     def plans(self) -> dict[int, Record]:
         """Executed plans of the newest steps, and of some older ones."""
@@ -81,13 +83,11 @@ def read_records(path: Path, record_of: Callable[[Record], R]) -> Iterator[R]:
             raise ConfigError(f"{path} line {number}: {error}") from None
 
 
-def read_jsonl(path: Path) -> Iterator[Record]:
-    """Objects of a JSON-lines file; a torn last line (the writer died) is left out, a torn line before it raises."""
-    return (record for _, record in numbered_lines(path))
-
-
 def numbered_lines(path: Path) -> Iterator[tuple[int, Record]]:
-    """The same with the number of each line, from 1."""
+    """Objects of a JSON-lines file with the number of each line, from 1.
+
+    A torn last line (the writer died) is left out; a torn line before it raises ConfigError.
+    """
     if not path.is_file():
         return
     torn: ConfigError | None = None

@@ -491,7 +491,7 @@ class Controller:
             step=running.step,
             generation=running.generation,
             plan=running.assignment.step,
-            plan_s=running.plan_s,
+            planning_s=running.plan_s,
             step_s=done.collected_at - started,
             data_wait_s=waited,
             finished_at=done.collected_at,

@@ -23,6 +23,9 @@ from typing import Any
 import yaml
 
 from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, WorkerReady
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
+from actors.step import StepAssignment
 from app.config import RunConfig
 
 TINY = {
@@ -141,7 +144,7 @@ class LabRun:
         self.config = config
         self.run_dir = Path(config.run.dir) / config.run.name
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.metrics: list[Mapping[str, Any]] = []
+        self.metrics: list[StepMetrics] = []
         self.events: list[RunEvent] = []
         self.outcome: Any = None
         self.error: BaseException | None = None
@@ -187,7 +190,7 @@ class LabRun:
 
     def wait_for_step(self, step: int, timeout_s: float = 240.0) -> None:
         """Returns when the step is committed. Raises Timeout."""
-        self._poll(lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s)
+        self._poll(lambda: bool(self.metrics) and self.metrics[-1].step >= step, f"step {step}", timeout_s)
 
     def _poll(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -202,25 +205,23 @@ class LabRun:
             time.sleep(0.02)
 
     def wait_for_workers(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for(
-            lambda: bool(self.metrics) and self.metrics[-1]["workers"] == count, f"{count} workers", timeout_s
-        )
+        self.wait_for(lambda: bool(self.metrics) and self.metrics[-1].workers == count, f"{count} workers", timeout_s)
 
     def wait_for_more_steps(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for_step((self.metrics[-1]["step"] if self.metrics else -1) + count, timeout_s)
+        self.wait_for_step((self.metrics[-1].step if self.metrics else -1) + count, timeout_s)
 
     def wait_for_recoveries(self, count: int, timeout_s: float = 240.0) -> None:
         self.wait_for(lambda: len(self.seconds_to_recover()) >= count, f"recovery {count}", timeout_s)
 
     def losses(self) -> list[float]:
-        return [m["loss"] for m in self.metrics]
+        return [m.loss for m in self.metrics]
 
     def torn_steps(self) -> list[tuple[int, float]]:
         """Committed steps in which samples are missing, and the weight of the good ones. Every clip here decodes."""
-        return [(m["step"], m["good_weight"]) for m in self.metrics if m["good_weight"] != 1]
+        return [(m.step, m.good_weight) for m in self.metrics if m.good_weight != 1]
 
     def steps(self) -> list[int]:
-        return [m["step"] for m in self.metrics]
+        return [m.step for m in self.metrics]
 
     def seconds_to_recover(self) -> list[float]:
         return [e.seconds for e in self.events if isinstance(e, StepsRecovered)]
@@ -302,7 +303,7 @@ class LabRun:
         except BaseException as error:
             self.error = error
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self.metrics.append(metrics)
         if (since := self._waiting_since) is not None:
             now = time.monotonic()

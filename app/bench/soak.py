@@ -99,7 +99,7 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
     if calm.join(1800).code:
         raise RuntimeError(f"the undisturbed run ended early: {calm.outcome.reason}")
     expected = calm.losses()
-    difference = max(abs(expected[m["step"]] - m["loss"]) / abs(expected[m["step"]]) for m in storm.metrics)
+    difference = max(abs(expected[m.step] - m.loss) / abs(expected[m.step]) for m in storm.metrics)
     recoveries = storm.seconds_to_recover()
     tenth, quarter = max(1, taken // 10), max(1, len(stores) // 4)
     return SoakResult(
@@ -112,8 +112,8 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
         recoveries=len(recoveries),
         recovery_median_s=statistics.median(recoveries) if recoveries else 0.0,
         recovery_worst_s=max(recoveries, default=0.0),
-        rss_first_gib=max(m["rss_gib"] for m in storm.metrics[:tenth]),
-        rss_last_gib=storm.metrics[-1]["rss_gib"],
+        rss_first_gib=max(m.rss_gib for m in storm.metrics[:tenth]),
+        rss_last_gib=storm.metrics[-1].rss_gib,
         store_first_mib=max(stores[:quarter]),
         store_last_mib=max(stores[-quarter:]),
         seconds=time.time() - started,
@@ -122,8 +122,8 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
 
 def _first_deviation(run: LabRun, expected: list[float]) -> str:
     for m in run.metrics:
-        if abs(expected[m["step"]] - m["loss"]) > FP32 * abs(expected[m["step"]]):
-            return f"step {m['step']}, generation {m['generation']}, good weight {m['good_weight']:g}"
+        if abs(expected[m.step] - m.loss) > FP32 * abs(expected[m.step]):
+            return f"step {m.step}, generation {m.generation}, good weight {m.good_weight:g}"
     return "none"
 
 

@@ -55,7 +55,7 @@ def test_a_full_disk_under_the_listener_ends_with_the_step_before_on_disk(lab: L
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def until_five(metrics: Any, timeline: Any, plan: Any) -> None:
-        if metrics["step"] == 5:
+        if metrics.step == 5:
             run.on_event = full  # type: ignore[method-assign]
             full()
         write(metrics, timeline, plan)

@@ -157,7 +157,7 @@ def run_of(lab: Lab, name: str, steps: int, workers: int, **sections: Any) -> La
     )
     assert run.join(400).code == 0, run.outcome
     assert run.steps() == list(range(steps))
-    assert [m["good_weight"] for m in run.metrics] == [1.0] * steps
+    assert [m.good_weight for m in run.metrics] == [1.0] * steps
     return run
 
 
