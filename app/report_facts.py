@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from actors.messages import Piece
 from actors.records.events import RunEvent
 from actors.records.metrics_line import StepMetrics
-from actors.records.span_record import SpanRecord
+from actors.records.span_record import PieceRecord, SpanRecord
 from app.timeline import StepWindow
 
 CASCADES = ("text", "vae", "dit")
@@ -129,7 +128,7 @@ def pieces(span: SpanRecord) -> list[tuple[tuple[int, int, int], str, int, float
     pieces is of one bucket."""
     held = span.pieces
     if not held and span.bucket is not None:
-        held = (Piece(item=span.item, bucket=span.bucket, batch=span.batch),)
+        held = (PieceRecord(item=span.item, bucket=span.bucket, batch=span.batch),)
     pixels = [max(1, piece.batch) * math.prod(piece.bucket) for piece in held]
     return [
         (piece.bucket, piece.item, piece.batch, size / sum(pixels)) for piece, size in zip(held, pixels, strict=True)

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actors.messages import Piece
 from actors.records.lines import line_of, record_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRecord:
+    """The samples of one item inside a cascade; a packed cascade has several."""
+
+    item: str
+    bucket: tuple[int, int, int]
+    batch: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +30,7 @@ class SpanRecord:
     cascade: str
     item: str
     bucket: tuple[int, int, int] | None  # None: of several, or no cascade
-    pieces: tuple[Piece, ...]  # empty in files of version 0.1, whose cascades are of one bucket
+    pieces: tuple[PieceRecord, ...]  # empty in files of version 0.1, whose cascades are of one bucket
     batch: int
     degree: int
     start: float

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from actors.messages import Piece, Span, StepReport
 from actors.plan.types import StepPlan
 from actors.records.metrics_line import StepMetrics
-from actors.records.span_record import SpanRecord
+from actors.records.span_record import PieceRecord, SpanRecord
 from ops.geometry import Geometry
 
 
@@ -121,7 +121,7 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             cascade=s.cascade,
             item=s.item,
             bucket=s.bucket,
-            pieces=s.pieces,
+            pieces=tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in s.pieces),
             batch=s.batch,
             degree=s.degree,
             start=s.start,
