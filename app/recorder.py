@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from actors.records.events import RunEvent
 from actors.records.metrics_line import StepMetrics
+from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord
 from actors.step import StepAssignment
 from app.live_samples import LiveSamples
@@ -65,7 +66,8 @@ class Recorder:
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """The newest plans stay, and one of every so many older ones: a run takes millions of steps."""
         folder = self._run_dir / "plans"
-        (folder / f"step-{step}.json").write_text(json.dumps(plan_json(plan)), encoding="utf-8")
+        record = PlanRecord.of(plan.step, plan.cascades, plan.plan_s)
+        (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
         if (old := step - _PLANS) % _PLANS:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
@@ -88,29 +90,3 @@ def _appending(path: Path) -> IO[str]:
     """Open a JSON-lines file after its last whole line: a killed writer may have left half of one."""
     cut_torn_line(path)
     return path.open("a", encoding="utf-8")
-
-
-def plan_json(assignment: StepAssignment) -> dict[str, Any]:
-    """The executed plan of a step in the format of `heddle plan --json`, early encodes of later steps included."""
-    step = assignment.step
-    cascades = [
-        {
-            "id": c.id,
-            "item": c.item,
-            "module": c.module,
-            "step": c.step,
-            "batch": c.batch,
-            "degree": c.degree,
-            "workers": list(c.workers),
-            "start_s": c.start_s,
-            "end_s": c.end_s,
-        }
-        for c in assignment.cascades
-    ]
-    return {
-        "makespan_s": step.makespan_s,
-        "lower_bound_s": step.lower_bound_s,
-        "plan_s": assignment.plan_s,
-        "idle_ratio": step.idle_ratio,
-        "cascades": cascades,
-    }

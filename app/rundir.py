@@ -14,6 +14,7 @@ import yaml
 from actors.records.events import RunEvent, event_of
 from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
+from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
 from app.settings import ConfigError
 
@@ -53,13 +54,13 @@ class RunDir:
         """Executed spans of the timeline, in the order they were written."""
         return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_records(self.path / name, span_of)]
 
-    def plans(self) -> dict[int, Record]:
+    def plans(self) -> dict[int, PlanRecord]:
         """Executed plans of the newest steps, and of some older ones."""
         plans = {}
         for path in (self.path / "plans").glob("step-*.json"):
             step = path.stem.removeprefix("step-")
             if step.isdigit():
-                plans[int(step)] = json.loads(path.read_text(encoding="utf-8"))
+                plans[int(step)] = plan_of(json.loads(path.read_text(encoding="utf-8")))
         return dict(sorted(plans.items()))
 
     def samples(self) -> list[Path]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from actors.plan.types import Cascade, Part, StepPlan
 from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
+from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
 
 OLD = Path(__file__).parent / "old"
@@ -56,6 +58,28 @@ def test_a_timeline_of_0_1_has_no_pieces() -> None:
     assert text.pieces == () and text.bucket == (5, 32, 48) and text.planned == (0.0, 0.0008434176)
     assert finish.planned is None and finish.bucket is None
     assert dit.seconds == dit.end - dit.start and dit.phases["backward"] == 0.012361
+
+
+def test_a_plan_of_0_2_is_read_and_has_all_but_the_parts_of_its_cascades() -> None:
+    old = json.loads((OLD / "plan-0.2.json").read_text())
+    plan = plan_of(old)
+    assert {cascade.module for cascade in plan.cascades} == {"text", "dit"}
+    now = plan.line()
+    assert [cascade.pop("parts") for cascade in now["cascades"]] == [[]] * len(plan.cascades)
+    assert json.dumps(now) == json.dumps(old)
+
+
+def test_a_plan_names_the_samples_of_every_cascade() -> None:
+    parts = (Part(item="s0.0", first=0, count=2), Part(item="s0.1", first=1, count=1))
+    cascade = Cascade(id="c", module="dit", step=0, parts=parts, degree=1, workers=(1,), start_s=0.0, end_s=0.5)
+    step = StepPlan(step=0, cascades=(cascade,), makespan_s=1, lower_bound_s=1, plan_s=0.1, idle_ratio=0)
+    record = PlanRecord.of(step, step.cascades, 0.2)
+    assert plan_of(json.loads(json.dumps(record.line()))) == record
+    assert (record.cascades[0].item, record.cascades[0].batch, record.plan_s) == ("s0.0+s0.1", 3, 0.2)
+    assert [(part.item, part.first, part.count) for part in record.cascades[0].parts] == [
+        ("s0.0", 0, 2),
+        ("s0.1", 1, 1),
+    ]
 
 
 def test_numbers_that_are_not_finite_are_null_in_a_line() -> None:
