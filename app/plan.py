@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.plan.bounds import mean_bound
-from actors.plan.check import check
-from actors.plan.metrics import StepFigures, figures, windows
-from actors.plan.planner import STRATEGIES, PlanOptions, make_plan
-from actors.plan.problem import Problem
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.bounds import mean_bound
+from actors.plan.schedule.check import check
+from actors.plan.schedule.figures import StepFigures, figures, windows
+from actors.plan.schedule.problem import Problem
 from actors.plan.types import Cluster, Item, Plan
+from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan
 from actors.records.plan_record import PlanRecord
 from app import plan_inputs
 from app.config import RunConfig, from_here

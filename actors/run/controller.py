@@ -25,7 +25,7 @@ from actors.feed.step_source import StepSource, feeder_of, profile_of
 from actors.messages import FormTask, WorkerSettings
 from actors.names import run_id
 from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, only_in_memory
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout, worker_name, worker_number

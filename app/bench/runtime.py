@@ -143,7 +143,7 @@ def run(
 def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     """Part (a)."""
     from actors.feed.step_source import actor_factory
-    from actors.plan.profile import Profile
+    from actors.plan.costs.profile import Profile
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
     items = _workload(steps)

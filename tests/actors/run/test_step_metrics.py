@@ -10,9 +10,9 @@ import torch
 
 from actors.config import PlannerConfig
 from actors.messages import Piece, Span, StepReport
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Item, Part, StepPlan
-from actors.planning.planner import Planner
+from actors.planning.actor import Planner
 from actors.run.step_metrics import StepFacts, loss_by_bucket, step_metrics, timeline_records
 from app.report_facts import buckets
 from ops.geometry import Geometry

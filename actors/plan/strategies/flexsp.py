@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.listing import Lister
-from actors.plan.problem import PlannedJob, Problem
-from actors.plan.simulate import ItemKey
+from actors.plan.schedule.evaluator import ItemKey
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import PlannedJob, Problem
 from actors.plan.types import Cascade
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.plan.problem import PlannedJob
+from actors.plan.schedule.problem import PlannedJob
 
 PARTNERS = 40  # quickest strips that are tried as partner of the slowest
 PAIRS = 4  # exchanges tried with each

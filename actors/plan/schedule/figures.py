@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.plan.bounds import step_bound
-from actors.plan.problem import Problem
+from actors.plan.schedule.bounds import step_bound
+from actors.plan.schedule.problem import Problem
 from actors.plan.types import MODULES, Cascade, Module, Plan, StepPlan
 
 

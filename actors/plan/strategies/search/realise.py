@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from actors.plan.listing import EPS, Lister
-from actors.plan.problem import PlannedJob, Problem
-from actors.plan.search import SearchResult
+from actors.plan.schedule.listing import EPS, Lister
+from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.strategies.search.anneal import SearchResult
 
 TURNS = 6  # ways to resolve equal workers by rule
 DRAWS = 60  # random ones at most, where no rule keeps the found makespan, within

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from actors.plan.batch import useful_modes
-from actors.plan.listing import EPS, Lister
-from actors.plan.problem import PlannedJob, Problem
-from actors.plan.realise import realise
-from actors.plan.search import SearchResult
+from actors.plan.schedule.listing import EPS, Lister
+from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.strategies.search.anneal import SearchResult
+from actors.plan.strategies.search.realise import realise
+from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import PlanError
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.placement import pick_on, span
-from actors.plan.problem import Placement, PlannedJob, Problem
+from actors.plan.schedule.bags import pick_on, span
+from actors.plan.schedule.problem import Placement, PlannedJob, Problem
 
 EPS = 1e-9
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from actors.plan import costs
-from actors.plan.costs import Fit, Load
-from actors.plan.handoffs import HandoffEstimate
-from actors.plan.topology import CrossNode
+from actors.plan.costs import forms as costs
+from actors.plan.costs.forms import Fit, Load
+from actors.plan.costs.handoff import HandoffEstimate
+from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError
 from ops.config import DiTConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
@@ -89,7 +89,7 @@ class Profile:
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any]) -> Profile:
         """Read and check a profile (design.md 9). Raises PlanError with one sentence for anything malformed."""
-        from actors.plan.profile_json import parse_profile
+        from actors.plan.costs.profile_json import parse_profile
 
         return parse_profile(source)
 
@@ -306,7 +306,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The profile as design.md 9 writes it; live points count as measured."""
-        from actors.plan.profile_json import dump_profile
+        from actors.plan.costs.profile_json import dump_profile
 
         return dump_profile(self)
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.plan.profile import MODEL_HEADS, RESIDUALS, Handoff, Key, MaxFrames, Profile
-from actors.plan.topology import CrossNode
+from actors.plan.costs.profile import MODEL_HEADS, RESIDUALS, Handoff, Key, MaxFrames, Profile
+from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, PlanError
 from ops.geometry import Geometry
 

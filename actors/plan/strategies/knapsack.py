@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.plan import costs as cost_models
-from actors.plan.knapsack import Balance, assign, candidate_topologies, parse_topology
-from actors.plan.problem import ENCODERS, Problem
-from actors.plan.simulate import ItemKey, simulate
+from actors.plan.costs import forms as cost_models
+from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
+from actors.plan.schedule.evaluator import ItemKey, simulate
+from actors.plan.schedule.problem import ENCODERS, Problem
 from actors.plan.types import Cascade, Module, Part, PlanError
 
 

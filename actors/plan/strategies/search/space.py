@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.problem import PlannedJob, Problem
+from actors.plan.schedule.problem import PlannedJob, Problem
 
 NEVER = 1e15  # free time of a worker that does not exist
 FEW_NODES = 4  # up to which bags over more nodes than necessary are tried

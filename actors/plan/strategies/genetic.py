@@ -10,9 +10,9 @@ import random
 import time
 from collections.abc import Sequence
 
-from actors.plan.greedy import list_by_tail, tails
-from actors.plan.listing import Lister
-from actors.plan.problem import PlannedJob, Problem
+from actors.plan.schedule.allot import list_by_tail, tails
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import PlannedJob, Problem
 
 POPULATION = 40
 GENERATIONS = 50

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.plan.batch import Space
+from actors.plan.strategies.search.space import Space
 
 STRAY = 0.04  # share of jobs whose mode is drawn freely
 WASTE = 0.15  # a degree suits a job when it takes at most this much more GPU-seconds than the cheapest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.topology import Topology
+from actors.plan.costs.topology import Topology
 
 EPS = 1e-9
 

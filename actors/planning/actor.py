@@ -9,10 +9,10 @@ from typing import cast
 
 from actors.config import PlannerConfig
 from actors.messages import Span
-from actors.plan.check import check
-from actors.plan.planner import PlanOptions, make_plan, rolling_cut
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
+from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
 from actors.step import StepAssignment
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from actors.plan.listing import Lister
+from actors.plan.schedule.listing import Lister
 
 EPS = 1e-9
 

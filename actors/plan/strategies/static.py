@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.problem import Placement, PlannedJob, Problem
+from actors.plan.schedule.problem import Placement, PlannedJob, Problem
 from actors.plan.types import Cascade, PlanError
 
 

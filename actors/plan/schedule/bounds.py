@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.problem import ENCODERS, PlannedJob, Problem
-from actors.plan.simulate import ItemKey
+from actors.plan.schedule.evaluator import ItemKey
+from actors.plan.schedule.problem import ENCODERS, PlannedJob, Problem
 from actors.plan.types import Module
 
 

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from actors.plan.profile import Profile
-from actors.plan.simulate import ItemKey, done_results, index_items, simulate
-from actors.plan.topology import Topology
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.schedule.evaluator import ItemKey, done_results, index_items, simulate
 from actors.plan.types import MODULES, Cascade, Cluster, EarlyEncode, Item, Module, Part, PlanError
 
 ENCODERS: tuple[Module, ...] = ("text", "vae")

@@ -1,7 +1,7 @@
-/* Simulated annealing over list schedules: the inner loop of actors/plan/native.py, which compiles and describes it.
+/* Simulated annealing over list schedules: the inner loop of native.py, which compiles and describes it.
 
    A candidate is a key per job (their order is the order of placement), a mode per job and a rank (which of the best
-   nodes). Placement is greedy, as in batch.py: the node with the earliest start, best fit among its workers. A mode
+   nodes). Placement is greedy, as in space.py: the node with the earliest start, best fit among its workers. A mode
    beyond a job's own ones lets the placement choose: the mode that ends first, GPU-seconds weighed in.
 
    Every second restart of a step on idle workers runs backwards: dits first, then their encodes, which fill the ragged

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.batch import NEVER, PopulationSchedules, Space, decode
-from actors.plan.problem import PlannedJob
-from actors.plan.waves import waves
+from actors.plan.schedule.problem import PlannedJob
+from actors.plan.strategies.search.space import NEVER, PopulationSchedules, Space, decode
+from actors.plan.strategies.search.waves import waves
 
 SMALL = 10  # jobs up to which more candidates beat more rounds
 POPULATIONS = (512, 256)  # of a small and of a larger problem

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.plan import batch, native, search
-from actors.plan.bounds import cheapest, path_bound
-from actors.plan.cells import plan_cells, worth_cells
-from actors.plan.gaps import fill
-from actors.plan.greedy import allot, tails
-from actors.plan.listing import Lister
-from actors.plan.problem import ENCODERS, Placement, PlannedJob, Problem
-from actors.plan.realise import realise
-from actors.plan.simulate import ItemKey
+from actors.plan.schedule.allot import allot, tails
+from actors.plan.schedule.bounds import cheapest, path_bound
+from actors.plan.schedule.evaluator import ItemKey
+from actors.plan.schedule.gaps import fill
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import ENCODERS, Placement, PlannedJob, Problem
+from actors.plan.strategies.search import anneal as search
+from actors.plan.strategies.search import native
+from actors.plan.strategies.search import space as batch
+from actors.plan.strategies.search.cells import plan_cells, worth_cells
+from actors.plan.strategies.search.realise import realise
 from actors.plan.types import MODULES, Cascade, Module
 
 EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.plan.batch import NEVER, Space
-from actors.plan.search import SearchResult
+from actors.plan.strategies.search.anneal import SearchResult
+from actors.plan.strategies.search.space import NEVER, Space
 
 log = logging.getLogger(__name__)
 

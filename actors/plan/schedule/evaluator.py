@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from actors.plan.profile import Profile
-from actors.plan.topology import Topology
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only

@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.plan import metrics
-from actors.plan.cascade import CUT_GAIN, StepContext, cascade_plan, plan_step
-from actors.plan.exact import improve_exactly
-from actors.plan.flexsp import flexsp_step
-from actors.plan.genetic import genetic_step
-from actors.plan.greedy import longest_first
-from actors.plan.knapsack_step import knapsack_step
-from actors.plan.problem import PlanOptions, Problem
-from actors.plan.profile import Profile
-from actors.plan.static import static_plan
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule import figures as metrics
+from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.strategies.exact import improve_exactly
+from actors.plan.strategies.flexsp import flexsp_step
+from actors.plan.strategies.genetic import genetic_step
+from actors.plan.strategies.knapsack import knapsack_step
+from actors.plan.strategies.longest_first import longest_first
+from actors.plan.strategies.search.steps import CUT_GAIN, StepContext, cascade_plan, plan_step
+from actors.plan.strategies.static import static_plan
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
 __all__ = ["STRATEGIES", "PlanOptions", "make_plan", "rolling_cut"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from actors.plan.profile import Profile
-from actors.plan.simulate import ItemKey, cascade_seconds, done_results, handoff_seconds, index_items
-from actors.plan.topology import Topology
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.schedule.evaluator import ItemKey, cascade_seconds, done_results, handoff_seconds, index_items
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
 TOLERANCE_S = 1e-6

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.batch import chains
-from actors.plan.listing import Lister
-from actors.plan.problem import Placement, PlannedJob, Problem
-from actors.plan.strips import Strip, Strips
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import Placement, PlannedJob, Problem
+from actors.plan.strategies.search.space import chains
+from actors.plan.strategies.search.strips import Strip, Strips
 from actors.plan.types import Cluster
 
 CELL_WORKERS = 16  # small enough for a strong search, large enough for bags over two nodes
