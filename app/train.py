@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.outcome import Outcome
+from actors.records.events import SettingsChanged
 from app.apart import is_inner, join_lifeline, run_apart
 from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
@@ -317,7 +318,7 @@ def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
         guard()
         with Recorder(folder, samples=LiveSamples(config, folder), guard=guard) as recorder:
             if changes := settings.get("changes"):
-                recorder.on_event({"time": time.time(), "event": "changed", "settings": changes})
+                recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
             controller = Controller(runtime_config(config, folder), recorder)
             outcome: Outcome = controller.train()
             left = controller.left
