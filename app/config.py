@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
-from app.settings import ConfigError, Names, Node, as_plain, build, dotted_names, override, parse, read
+from app.settings import override, read
 from data.config import DataConfig
 from ops.config import ModelConfig, geometry
 from ops.folders import resolve
 from ops.ranges import SEED, above, between, check_numbers
+from ops.typed import ConfigError, Names, Node, as_plain, build, dotted_names, parse
 
 MaybePath = TypeVar("MaybePath", str, str | None)
 

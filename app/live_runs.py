@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from actors.outcome import Outcome
 from app.config import RunConfig, run_dir
 from app.errors import RESUMABLE
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 

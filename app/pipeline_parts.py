@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config import RunConfig
-from app.settings import ConfigError
 from ops.folders import TRANSFORMER_CLASSES, VAE_CLASSES, component, read_json
 from ops.models.load import build_text
+from ops.typed import ConfigError
 
 _PIPELINES = {"wan": "WanPipeline", "hunyuan": "HunyuanVideoPipeline"}
 Parts = tuple[dict[str, Any], dict[str, str], list[str]]

@@ -27,8 +27,8 @@ from actors.records.plan_record import PlanRecord
 from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
-from app.settings import ConfigError
 from ops.ranges import SECONDS
+from ops.typed import ConfigError
 
 Steps = Sequence[Sequence[Item]]
 

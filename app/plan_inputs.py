@@ -14,11 +14,11 @@ import numpy as np
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, Item, PlanError
-from app.settings import ConfigError, parse, plain
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
 from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.typed import ConfigError, parse, plain
 
 if TYPE_CHECKING:
     from app.config import RunConfig

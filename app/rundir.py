@@ -16,7 +16,7 @@ from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 Record = dict[str, Any]
 R = TypeVar("R")

@@ -46,7 +46,7 @@ from app.live_samples import LiveSamples
 from app.lock import FolderLock, holder, lock_path
 from app.recorder import Recorder
 from app.resume import Change, check_resume
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import pytest
 
 from app.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
-from app.settings import ConfigError
 from data.config import SourceConfig
 from ops.config import DiTConfig
 from ops.folders import dit_json
+from ops.typed import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))

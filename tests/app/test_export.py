@@ -23,7 +23,6 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
-from app.settings import ConfigError
 from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
 from ops.flow import sigma_schedule
 from ops.folders import dit_json
@@ -31,6 +30,7 @@ from ops.models.load import build_dit, resolve
 from ops.models.lora import lora_scale, merged
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
+from ops.typed import ConfigError
 
 DIT = DiTConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4

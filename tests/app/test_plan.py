@@ -12,7 +12,7 @@ import pytest
 from actors.plan.types import Cluster, PlanError
 from app.cli import main
 from app.plan_inputs import bucket_shares, read_cluster, read_workload
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 

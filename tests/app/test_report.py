@@ -21,8 +21,8 @@ from app.report_svg import Bar, Lane, Series, line_chart, thin_out, ticks, timel
 from app.report_totals import SpanTotals, StepTotals
 from app.rundir import RunDir
 from app.sample import write_clips
-from app.settings import ConfigError
 from app.timeline import final_times, windows
+from ops.typed import ConfigError
 
 
 def steps_of(lines: Iterable[StepMetrics]) -> StepTotals:

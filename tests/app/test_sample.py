@@ -18,13 +18,13 @@ from actors.state import checkpoint_files as checkpoint
 from app import sample
 from app.config import RunConfig, RunSection, SampleConfig
 from app.sample import ClipSettings, read_prompts, run
-from app.settings import ConfigError
 from app.video import contact_sheet, write_mp4
 from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
 from ops.models.load import build_dit, resolve
 from ops.sampling import SampleRequest, sample_latents
 from ops.shards import ShardState
+from ops.typed import ConfigError
 
 PROMPTS = ["a red circle", "a blue square moving up"]
 
