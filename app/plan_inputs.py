@@ -13,6 +13,7 @@ import numpy as np
 
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Cluster, Item, PlanError
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
@@ -143,7 +144,7 @@ def _speed(value: Any, workers: int, path: Path) -> tuple[float, ...]:
 def load_profile(path: str | Path) -> Profile:
     """A profile file. Raises ConfigError: a bad file is a mistake of usage, not a workload without a legal plan."""
     try:
-        return Profile.load(path)
+        return read_profile(path)
     except (PlanError, ValueError) as error:
         raise ConfigError(str(error)) from None
     except OSError as error:

@@ -14,6 +14,7 @@ from actors.config import RuntimeConfig
 from actors.feed.batching import TargetBatch
 from actors.feed.feeder import Encoders, Feeder
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from actors.pool.workers import uses_gpu
 from actors.ray_calls import GONE, unwrap
 from actors.step import DataLost, StepData, StepItems, StepSamples
@@ -183,5 +184,5 @@ def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> 
 def profile_of(config: RuntimeConfig, model: ModelConfig) -> Profile:
     """Measured latencies where the config names them, else the FLOP model."""
     if config.planner.profile:
-        return Profile.load(config.planner.profile)
+        return read_profile(config.planner.profile)
     return Profile.from_flops(model.dit, model.vae, model.text, geometry_of(model))

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse_topology, workload
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Item, Plan
@@ -49,7 +50,7 @@ class PlannerRow:
 
 def run(quick: bool = False) -> None:
     """Plan the published workloads and print published, must, aim and ours for every figure."""
-    profile = Profile.load(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
+    profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
     rows = [*_arachne(profile, quick), _scale(profile, 128 if quick else 512), *_knapformer(quick), _open_sora(quick)]
     print("| work | published | must | aim | ours | ours / published | planning (median) |")
     print("|---|---|---|---|---|---|---|")

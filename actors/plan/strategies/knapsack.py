@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.plan.costs import forms as cost_models
+from actors.plan.costs.forms import token_count
 from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
 from actors.plan.schedule.evaluator import ItemKey, simulate
 from actors.plan.schedule.problem import ENCODERS, Problem
@@ -92,7 +92,7 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> B
     for row, unit in enumerate(units):
         item = problem.items[unit.key]
         tokens[row] = unit.count * (
-            item.text_tokens + cost_models.token_count(problem.profile.geometry, item.frames, item.height, item.width)
+            item.text_tokens + token_count(problem.profile.geometry, item.frames, item.height, item.width)
         )
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
