@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -76,6 +78,31 @@ def _scalar(node: yaml.Node) -> Any:
         loader.dispose()
 
 
+def read_json(path: str | Path, what: str) -> Any:
+    """The value of a JSON file, which is a `what`. Raises ConfigError naming the file and the place of a mistake."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path} does not exist.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path} is not UTF-8 text; give a JSON file.") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read ({error.strerror or error}).") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{what} {path} is not valid JSON: {error.msg} at {place}.") from None
+
+
+def node_of(value: Any, path: str = "") -> Node:
+    """A value of JSON as Nodes. Objects know their place in it, such as latency.3, for errors about them as a whole."""
+    below = f"{path}." if path else ""
+    if isinstance(value, Mapping):
+        return Node({str(key): node_of(child, f"{below}{key}") for key, child in value.items()}, path)
+    if isinstance(value, list | tuple):
+        return Node([node_of(child, f"{below}{i}") for i, child in enumerate(value)])
+    return Node(value)
+
+
 def plain(node: Node) -> Any:
     """The node as ordinary dicts, lists and scalars. Keys of digits are numbers again, as in a bucket table."""
     if isinstance(node.value, dict):
@@ -117,6 +144,7 @@ class Names:
 
     known: tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    others: bool = False  # unknown keys are passed over: files that other programs make, too
 
     def nearest(self, path: str, siblings: Sequence[str]) -> str:
         """The dotted name most likely meant by `path`, or an empty string."""
@@ -145,6 +173,8 @@ def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") 
     for key, child in node.value.items():
         full = f"{path}.{key}" if path else key
         if key not in fields:
+            if names.others:
+                continue
             raise ConfigError(_unknown(full, child, names, list(fields)))
         values[key] = _value(hints[key], child, names, full)
     for key, f in fields.items():
