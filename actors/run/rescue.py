@@ -14,7 +14,7 @@ from actors.outcome import only_in_memory
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.step import DataLost
-from ops.models.load import resolve
+from ops.folders import resolve
 
 log = logging.getLogger(__name__)
 

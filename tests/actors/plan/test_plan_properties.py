@@ -15,10 +15,10 @@ from actors.plan.planner import STRATEGIES, PlanOptions, make_plan, rolling_cut
 from actors.plan.problem import Problem
 from actors.plan.profile import Profile
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, StepPlan
-from ops.config import DiTConfig
+from ops.models.wan.config import WanConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
-FLOPS = Profile.from_flops(DiTConfig(num_heads=4))
+FLOPS = Profile.from_flops(WanConfig(num_heads=4))
 
 items = st.builds(
     lambda batch, frames, side, text: (batch, frames, 32 * side, 32 * side, text),
