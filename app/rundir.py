@@ -60,13 +60,20 @@ class RunDir:
         for path in (self.path / "plans").glob("step-*.json"):
             step = path.stem.removeprefix("step-")
             if step.isdigit():
-                plans[int(step)] = plan_of(json.loads(path.read_text(encoding="utf-8")))
+                plans[int(step)] = _plan(path)
         return dict(sorted(plans.items()))
 
     def samples(self) -> list[Path]:
         """Pictures and clips of samples/, newest step first, prompts in order."""
         files = [path for path in (self.path / "samples").rglob("*") if path.suffix in (".mp4", ".png")]
         return sorted(files, key=lambda path: (-_step_of(path), path.name))
+
+
+def _plan(path: Path) -> PlanRecord:
+    try:
+        return plan_of(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:  # no JSON, or no plan
+        raise ConfigError(f"{path} is not a plan: {error}") from None
 
 
 def _step_of(path: Path) -> int:
