@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.plan.costs.profile import Profile
+from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.bounds import mean_bound
 from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import StepFigures, figures, windows
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cascade, Cluster, Item, Plan, StepPlan
-from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
+from actors.planning.options import options_of
 from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
@@ -153,22 +155,13 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         print_buckets(batches, config, geometry)
         steps = plan_inputs.items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
     cluster = plan_inputs.read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
-    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options_of(config, request.budget_s))
+    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s))
 
 
-def options_of(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
-    """The planner section of a run as the planner takes it."""
-    planner = config.planner
-    return PlanOptions(
-        strategy=planner.strategy,
-        budget_s=planner.budget_s if budget_s is None else budget_s,
-        degrees=planner.degrees,
-        topology=planner.topology,
-        split=planner.split,
-        static_degree=planner.static_degree,
-        lookahead=planner.lookahead,
-        update_waits=True,
-    )
+def preview_options(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
+    """Those of the run, but every step is planned to be executed."""
+    budget_s = config.planner.budget_s if budget_s is None else budget_s
+    return options_of(config.planner, budget_s=budget_s, replans=False)
 
 
 def _plan(problem: PlanInputs, strategy: str) -> Plan:
@@ -199,7 +192,7 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
                 f"{100 * _mean([figure.cv_step for figure in balance]):.1f}%",
                 f"{100 * _mean([figure.cv_compute for figure in balance]):.1f}%",
                 f"{peak:.1f} GiB" if peak else "-",
-                f"{1000 * max(step.plan_s for step in plan.steps):.0f} ms",
+                f"{1000 * max(step.planning_s for step in plan.steps):.0f} ms",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
@@ -251,7 +244,7 @@ def _step_json(step: StepPlan) -> dict[str, Any]:
     return {
         "makespan_s": step.makespan_s,
         "lower_bound_s": step.lower_bound_s,
-        "plan_s": step.plan_s,
+        "plan_s": step.planning_s,
         "idle_ratio": step.idle_ratio,
         "cascades": [_cascade_json(cascade) for cascade in step.cascades],
     }

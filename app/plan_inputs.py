@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Cluster, Item, PlanError
+from actors.planning.options import profile_of as run_profile_of
 from app.settings import ConfigError, parse, plain
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
@@ -142,9 +143,14 @@ def _speed(value: Any, workers: int, path: Path) -> tuple[float, ...]:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """A profile file. Raises ConfigError: a bad file is a mistake of usage, not a workload without a legal plan."""
+    """A profile file. Raises ConfigError."""
+    return _as_config_error(lambda: read_profile(path), path)
+
+
+def _as_config_error(read: Callable[[], Profile], path: str | Path | None) -> Profile:
+    """A bad file is a mistake of usage, not a workload without a legal plan."""
     try:
-        return read_profile(path)
+        return read()
     except (PlanError, ValueError) as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
@@ -152,10 +158,8 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
-    """The config's measured profile, or costs from FLOPs."""
-    if config.planner.profile:
-        return load_profile(config.planner.profile)
-    return Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    """The profile that a run of this config plans with. Raises ConfigError."""
+    return _as_config_error(lambda: run_profile_of(config.planner, model, geometry), config.planner.profile)
 
 
 def items_from_data(dataset: Dataset, step: int, config: RunConfig, model: ModelConfig) -> tuple[Item, ...]:

@@ -12,8 +12,9 @@ import pytest
 
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPlan
-from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
+from actors.planning.make_plan import make_plan, rolling_cut
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
 from actors.step import Seat, StepAssignment, StepSamples
