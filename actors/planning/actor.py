@@ -39,7 +39,7 @@ class Planner:
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
         check(plan, window, self._profile, cluster, done=done)
         cascades = tuple(rolling_cut(plan, options.update_waits))
-        return StepAssignment(step=plan.steps[0], cascades=cascades, plan_s=time.perf_counter() - started)
+        return StepAssignment(step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started)
 
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed

@@ -107,8 +107,8 @@ class Planning:
                                             degree=1, workers=(number % 3,), start_s=0, end_s=1))  # fmt: skip
         cascades.sort(key=lambda c: (c.module == "dit", c.step))
         self.given.update((c.module, c.item) for c in cascades)
-        plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, plan_s=0, idle_ratio=0)
-        return StepAssignment(step=plan, cascades=tuple(cascades), plan_s=0.0)
+        plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, planning_s=0, idle_ratio=0)
+        return StepAssignment(step=plan, cascades=tuple(cascades), planning_s=0.0)
 
     def request(self, *question: Any) -> None:
         pass
