@@ -45,7 +45,7 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     dataset = open_dataset(config, geometry, profile)
     print_account(dataset.account(), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
-    steps = [items_from_data(dataset, step, config, model) for step in range(count)]
+    steps = items_from_data(dataset, count, config, model)
     cluster = Cluster(nodes=(config.workers.max,))
     plan = make_plan(steps, profile, cluster, preview_options(config))
     check(plan, steps, profile, cluster)
@@ -57,7 +57,7 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     dit = model.dit
     count = parameters(model)
     per_weight = 16 if config.train.optimizer.ema_decay else 12  # fp32 master, two moments, EMA
-    layers = f"{dit.num_layers}+{dit.num_single_layers}" if dit.num_single_layers else f"{dit.num_layers}"
+    layers = "+".join(map(str, dit.block_counts))
     print(
         f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
         f"{count / 1e6:,.1f} M weights"

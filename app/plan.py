@@ -150,7 +150,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     if request.from_data:
         dataset = plan_inputs.open_dataset(config, geometry, profile)
         print_account(dataset.account(request.steps or None), config.data.min_coverage)
-        steps: Steps = [plan_inputs.items_from_data(dataset, step, config, model) for step in range(request.steps or 8)]
+        steps: Steps = plan_inputs.items_from_data(dataset, request.steps or 8, config, model)
     else:
         batches = plan_inputs.batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)

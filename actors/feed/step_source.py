@@ -12,7 +12,8 @@ import ray
 
 from actors.config import RuntimeConfig
 from actors.feed.batching import TargetBatch
-from actors.feed.feeder import Encoders, Feeder
+from actors.feed.encoders import Encoders
+from actors.feed.feeder import Feeder
 from actors.planning.options import profile_of
 from actors.pool.workers import uses_gpu
 from actors.ray_calls import GONE, unwrap

@@ -79,7 +79,7 @@ from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Seat
 from actors.worker.worker import Worker
-from ops.models.load import resolve
+from ops.folders import resolve
 
 log = logging.getLogger(__name__)
 

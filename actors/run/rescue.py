@@ -15,7 +15,7 @@ from actors.records.events import RunEvent
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.step import DataLost
-from ops.models.load import resolve
+from ops.folders import resolve
 
 log = logging.getLogger(__name__)
 

@@ -148,12 +148,14 @@ def baseline_loop(settings: dict[str, Any]) -> None:
     import torch.distributed as dist
     from ray import train
 
-    from actors.feed.feeder import Encoders, Feeder
+    from actors.feed.encoders import Encoders
+    from actors.feed.feeder import Feeder
     from app.config import RunConfig
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine
     from ops.config import geometry
-    from ops.models.load import build_dit, build_text, build_vae, resolve
+    from ops.folders import resolve
+    from ops.models.load import build_dit, build_text, build_vae
 
     torch.set_num_threads(1)
     config = RunConfig.from_yaml(settings["yaml"])

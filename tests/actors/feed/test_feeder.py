@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import ray
 
-from actors.feed.feeder import Encoders, Feeder
+from actors.feed.encoders import Encoders
+from actors.feed.feeder import Feeder
 from actors.feed.step_source import StepSource
 from actors.step import StepBatches
 from data.cache import Cache
