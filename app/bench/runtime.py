@@ -26,6 +26,7 @@ import torch
 import typer
 
 from actors.messages import CascadeTask
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
 from actors.step import StepBatches, StepItems
 from actors.worker.executor import Executor, Modules, _Measure
@@ -143,7 +144,6 @@ def run(
 def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     """Part (a)."""
     from actors.feed.step_source import actor_factory
-    from actors.plan.costs.profile import Profile
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
     items = _workload(steps)
@@ -157,7 +157,7 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     )
     run = lab.start(
         config,
-        profile=Profile.load(_profile(items, speed)),
+        profile=read_profile(_profile(items, speed)),
         worker_class=TimedWorker,
         feeder=actor_factory(WorkloadFeeder, items),
     )
