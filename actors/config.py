@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, ModelConfig, OptimizerConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
@@ -63,7 +64,7 @@ class WorkersConfig:
 class PlannerConfig:
     """Who decides degrees, workers and order of the cascades."""
 
-    strategy: Literal["static", "longest_first", "flexsp", "knapsack", "cascade", "genetic", "exact"] = "cascade"
+    strategy: StrategyName = "cascade"
     budget_s: float = 0.2  # planning time per step; spent while the previous step runs
     lookahead: int = 1  # steps whose encode cascades may fill gaps of this one
     degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: all that divide the heads

@@ -17,7 +17,7 @@ class StepAssignment:
 
     step: StepPlan
     cascades: tuple[Cascade, ...]
-    plan_s: float
+    planning_s: float  # with the question on its way to the planner and back left out
 
 
 CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from actors.plan.registry import STRATEGIES
 from app.cli_bench import app as bench_app
 from app.cli_workers import app as workers_app
 from app.data import app as data_app
@@ -74,7 +75,7 @@ def plan(
         str,
         typer.Option(
             "--strategy",
-            help="static, longest_first, flexsp, knapsack, cascade, genetic or exact; default: the config's.",
+            help=f"One of {', '.join(STRATEGIES)}; default: the config's.",
         ),
     ] = "",
     compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",

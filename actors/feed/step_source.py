@@ -12,15 +12,14 @@ import ray
 
 from actors.config import RuntimeConfig
 from actors.feed.batching import TargetBatch
-from actors.feed.feeder import Encoders, Feeder
-from actors.plan.costs.profile import Profile
-from actors.plan.costs.profile_json import read_profile
+from actors.feed.encoders import Encoders
+from actors.feed.feeder import Feeder
+from actors.planning.options import profile_of
 from actors.pool.workers import uses_gpu
 from actors.ray_calls import GONE, unwrap
 from actors.step import DataLost, StepData, StepItems, StepSamples
 from data.engines.placement import beside_me
 from ops.config import ModelConfig
-from ops.config import geometry as geometry_of
 from ops.geometry import Geometry
 from ops.models.text import text_dtype
 
@@ -177,12 +176,5 @@ def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> 
         seed=config.train.seed,
         encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
         run_dir=config.run_dir,
-        timed=TargetBatch(profile=profile_of(config, model), geometry=geometry),
+        timed=TargetBatch(profile=profile_of(config.planner, model, geometry), geometry=geometry),
     )
-
-
-def profile_of(config: RuntimeConfig, model: ModelConfig) -> Profile:
-    """Measured latencies where the config names them, else the FLOP model."""
-    if config.planner.profile:
-        return read_profile(config.planner.profile)
-    return Profile.from_flops(model.dit, model.vae, model.text, geometry_of(model))

@@ -21,13 +21,14 @@ import ray
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import StepSource, feeder_of, profile_of
+from actors.feed.step_source import StepSource, feeder_of
 from actors.messages import FormTask, WorkerSettings
 from actors.names import run_id
 from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
+from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout, worker_name, worker_number
 from actors.pool.membership import Membership
 from actors.pool.membership_types import (
@@ -119,7 +120,7 @@ class Controller:
             config.train.steps,
             config.data.engine.stall_s,
         )
-        self.planner = PlannerClient(profile or profile_of(config, self.model), config.planner)
+        self.planner = PlannerClient(profile or profile_of(config.planner, self.model, self.geometry), config.planner)
         self.store = torch.distributed.TCPStore(
             ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item
-from actors.planning.make_plan import PlanOptions
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TICK_S = 0.01  # durations are rounded down to it, so the bound holds

@@ -62,7 +62,7 @@ def use(config: RunConfig, builds: bool) -> None:
     """What comes before any worker: shapes, weights, batches. Raises what the commands would show."""
     from app.config import check, notes
     from app.dry_run import parameters
-    from app.plan import options_of
+    from app.plan import preview_options
     from app.plan_inputs import batches_of, items_from_buckets, profile_of
     from ops.folders import resolve
 
@@ -73,7 +73,7 @@ def use(config: RunConfig, builds: bool) -> None:
         parameters(model)
     profile = profile_of(config, model, geometry)
     items_from_buckets(config, model, batches_of(config, geometry, profile), 1, 0)
-    options_of(config, 0.0)
+    preview_options(config, 0.0)
 
 
 def test_the_walk_sees_every_section() -> None:

@@ -11,6 +11,7 @@ from actors.plan.costs.forms import token_count
 from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
 from actors.plan.schedule.evaluator import ItemKey, simulate
 from actors.plan.schedule.problem import ENCODERS, Problem
+from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.types import Cascade, Module, Part, PlanError
 
 
@@ -21,6 +22,15 @@ class Unit:
     key: ItemKey
     first: int
     count: int
+
+
+class Knapsack:
+    """Every step alone, on the options' topology or on the best one found."""
+
+    name = "knapsack"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        return one_by_one(problem, lambda step: knapsack_step(problem, step))
 
 
 def knapsack_step(problem: Problem, step: int) -> list[Cascade]:
@@ -173,3 +183,6 @@ def _cascade(module: Module, units: Sequence[Unit], workers: tuple[int, ...], nu
         start_s=0.0,
         end_s=0.0,
     )
+
+
+STRATEGY: type[Strategy] = Knapsack

@@ -6,8 +6,9 @@ import pytest
 
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 
 
 @pytest.mark.parametrize("strategy", ["flexsp", "flexsp_greedy"])

@@ -14,8 +14,9 @@ from actors.plan.costs.forms import FORMS, Load, vae_tiles
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.topology import CrossNode, Topology
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, PlanError
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}

@@ -12,9 +12,10 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.evaluator import simulate
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.strategies.search import native
 from actors.plan.types import Cluster, Item, Plan, PlanError
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
 TWO_NODES = Cluster(nodes=(8, 8))
