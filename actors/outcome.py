@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+
+class Exit(IntEnum):
+    """Exit codes of every process of this program; the table of the command line's help."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    PLAN = 3
+    DATA = 4
+    RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity
+    INTERRUPTED = 130
 
 
 class Listener(Protocol):
@@ -16,9 +33,50 @@ class Listener(Protocol):
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 
+class Tell(Protocol):
+    """What a part of the run says into events.jsonl: `tell("keeper_lost", keeper=name)`. Nothing comes back."""
+
+    def __call__(self, event: str, **detail: Any) -> None: ...
+
+
+def silent(event: str, **detail: Any) -> None:
+    """Tells nobody."""
+
+
+class Events:
+    """Tells the listener what happens, with the time and the generation. All parts of a run are given the same one."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._generation = 0
+        self._ending = False
+
+    def begin(self, generation: int) -> None:
+        """What happens from now on happens in this generation."""
+        self._generation = generation
+
+    def end(self) -> None:
+        """The run ends: from now on the state comes first, also where no event can be written any more."""
+        self._ending = True
+
+    def tell(self, event: str, **detail: Any) -> None:
+        """Raises what the listener raises, unless the run ends."""
+        try:
+            self._listener.on_event({"time": time.time(), "event": event, "generation": self._generation, **detail})
+        except Exception:
+            if not self._ending:
+                raise
+            log.warning("event %s was not written: %s", event, detail)
+
+    def checkpoint(self, folder: Path, step: int) -> None:
+        """This folder holds the whole state after `step`."""
+        self.tell("checkpoint", step=step, folder=folder.name)
+        self._listener.on_checkpoint(folder, step)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended. `code` is the process's exit code: 0 ok, 1 failure, 75 stopped but resumable."""
+    """How a run ended. `code` is the process's exit code."""
 
     code: int
     reason: str
@@ -52,6 +110,3 @@ def only_in_memory(step: int, on_disk: int, run_dir: Path) -> str:
         f"stay: make room in {run_dir} and continue with --resume on this cluster. A local cluster ends with its "
         f"run, which then continues from the disk."
     )
-
-
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity

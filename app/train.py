@@ -23,11 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.outcome import Outcome
+from actors.outcome import Exit, Outcome
 from app.apart import is_inner, join_lifeline, run_apart
 from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
-from app.errors import FAILURE, INTERRUPTED, PACKAGES, exit_code, is_ours, one_line
+from app.errors import PACKAGES, exit_code, is_ours, one_line
 from app.follow import Follower
 from app.live_runs import (
     OUTCOME,
@@ -128,7 +128,9 @@ def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Chan
         try:
             returned = _fit(config, folder, token, changes)
         except RayGone as error:
-            return Outcome(code=FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1)
+            return Outcome(
+                code=Exit.FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1
+            )
         except Exception as error:  # of Ray Train's many kinds: it has given up
             log.debug("Ray Train has given up", exc_info=True)
             return _rescued(config, folder, error)
@@ -153,7 +155,7 @@ def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     except Exception as second:  # the state is where it was; both errors are told
         left = f"its last steps could not be saved from the keepers ({one_line(second)})"
     left = left or "Its last committed step is on disk; go on with --resume"
-    return Outcome(code=FAILURE, reason=f"{reason}. {left}", last_step=-1)
+    return Outcome(code=Exit.FAILURE, reason=f"{reason}. {left}", last_step=-1)
 
 
 def _connect(config: RunConfig) -> None:
@@ -308,7 +310,7 @@ def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
 def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
     """The controller's life with its files. Raises Superseded, and Ray's errors that another controller answers."""
     from actors.outcome import Superseded, continues
-    from actors.run.controller import Controller
+    from actors.run.assemble import start_controller
     from actors.run.rescue import rescue
 
     folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
@@ -318,7 +320,7 @@ def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
         with Recorder(folder, samples=LiveSamples(config, folder), guard=guard) as recorder:
             if changes := settings.get("changes"):
                 recorder.on_event({"time": time.time(), "event": "changed", "settings": changes})
-            controller = Controller(runtime_config(config, folder), recorder)
+            controller = start_controller(runtime_config(config, folder), recorder)
             outcome: Outcome = controller.train()
             left = controller.left
     except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
@@ -326,7 +328,7 @@ def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
             raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         log.exception("the controller failed")
         left = controller.left if controller is not None else rescue(runtime_config(config, folder))
-        outcome = Outcome(code=exit_code(error) or FAILURE, reason=_told(error, folder), last_step=-1)
+        outcome = Outcome(code=exit_code(error) or Exit.FAILURE, reason=_told(error, folder), last_step=-1)
     return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
 
 
@@ -387,7 +389,7 @@ def _main() -> int:
         return main(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Exit.INTERRUPTED
     except Exception as error:
         if debug or not is_ours(error):
             traceback.print_exc()

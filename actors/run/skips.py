@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from actors.outcome import Outcome, StopRun
+from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Skips:
     `tell` gets what belongs into events.jsonl, `known` are steps that earlier controllers of the run have skipped.
     """
 
-    def __init__(self, limit: int, tell: Callable[..., None], known: Iterable[int] = ()) -> None:
+    def __init__(self, limit: int, tell: Tell, known: Iterable[int] = ()) -> None:
         self._limit, self._tell, self._steps = limit, tell, set(known)
 
     def check(self, done: CollectedStep, committed: int) -> None:
@@ -48,7 +48,7 @@ class Skips:
                 f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. Lower the learning rate or check "
                 f"these clips."
             )
-            raise StopRun(Outcome(code=1, last_step=committed, reason=reason))
+            raise StopRun(Outcome(code=Exit.FAILURE, last_step=committed, reason=reason))
 
 
 def skipped_before(run_dir: Path) -> list[int]:

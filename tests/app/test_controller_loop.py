@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]:
     train = Mock(side_effect=error)
-    monkeypatch.setattr("actors.run.controller.Controller", Mock(return_value=Mock(train=train, left=LEFT)))
+    monkeypatch.setattr("actors.run.assemble.start_controller", Mock(return_value=Mock(train=train, left=LEFT)))
     controller_loop({"yaml": RunConfig.load(DEMO).to_yaml(), "run_dir": str(folder)})
     outcome: dict[str, object] = json.loads((folder / OUTCOME).read_text())
     return outcome
@@ -80,7 +80,7 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 def test_a_controller_whose_folder_another_start_has_taken_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.run.controller.Controller", Mock())
+    monkeypatch.setattr("actors.run.assemble.start_controller", Mock())
     folder = tmp_path / "run"
     folder.mkdir()
     with FolderLock(lock_path(folder, "driver"), token="the other start") as other:

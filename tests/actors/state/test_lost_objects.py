@@ -45,7 +45,7 @@ class Owner:
 
 def state(step: int) -> ShardState:
     arrays = {name: np.full(TOTAL, step, np.float32) for name in ARRAYS}
-    return ShardState(step=step, lo=0, hi=TOTAL, total=TOTAL, arrays=arrays)
+    return ShardState(updates=step, lo=0, hi=TOTAL, total=TOTAL, arrays=arrays)
 
 
 def snapshot(step: int, shard: Any) -> Snapshot:
