@@ -63,7 +63,7 @@ _LOOK_S = 0.2
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
 
 
-class Store(Protocol):
+class Rendezvous(Protocol):
     """Where the workers of a generation meet: torch.distributed's TCPStore."""
 
     @property
@@ -88,7 +88,7 @@ class Controller:
     commits: CommitLog
     survivors: Survivors
     state: RunState
-    store: Store
+    store: Rendezvous
     account: StepAccount
     skips: Skips
     clock: PatientClock = field(default_factory=PatientClock)

@@ -9,7 +9,7 @@ from actors.outcome import Events
 from actors.state.checkpoint_writer import Writer
 from actors.state.commit_log import CommitLog
 from actors.state.keeper_fleet import Keepers
-from actors.state.run_state import Positions, RunState
+from actors.state.run_state import PositionSource, RunState
 from actors.state.survivors import Survivors
 from ops.config import ModelConfig
 
@@ -19,7 +19,7 @@ def assemble_state(
     config: RuntimeConfig,
     model: ModelConfig,
     commits: CommitLog,
-    positions: Positions,
+    positions: PositionSource,
     survivors: Survivors,
     events: Events,
 ) -> RunState:

@@ -45,7 +45,7 @@ _LONGEST_PAUSE_S = 30.0
 _MAX_REPAIRS = 8  # without a commit; over a minute, in which Ray has noticed a lost node
 
 
-class Positions(Protocol):
+class PositionSource(Protocol):
     """Who knows where the data stands (`actors.feed.step_source`)."""
 
     def token(self, step: int) -> Position:
@@ -69,7 +69,7 @@ class RunState:
         standing: Standing,
         writer: Writer,
         commits: CommitLog,
-        positions: Positions,
+        positions: PositionSource,
         survivors: Survivors,
         tell: Tell,
     ) -> None:
