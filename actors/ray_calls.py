@@ -17,41 +17,53 @@ GONE = (RayActorError, *FOR_GOOD)  # also one that is out of reach, and may answ
 
 T = TypeVar("T")
 R = TypeVar("R")
+_ray: Any = ray  # its types end at ObjectRef; ours begin here
 
 
 def get(reference: Ref[T], timeout: float | None = None) -> T:
     """The value. Raises what its task raised, or Ray's error for what is lost or late (seconds)."""
-    untyped: Any = reference
-    value: T = ray.get(untyped) if timeout is None else ray.get(untyped, timeout=timeout)
+    value: T = _ray.get(reference) if timeout is None else _ray.get(reference, timeout=timeout)
     return value
 
 
 def wait(references: Sequence[R], *, num_returns: int = 1, timeout: float | None) -> tuple[list[R], list[R]]:
     """(done, not done) after `timeout` seconds, or as soon as `num_returns` are done. `references` are not empty."""
-    untyped: Any = list(references)
-    done, waiting = ray.wait(untyped, num_returns=num_returns, timeout=timeout)
-    found: Any = (done, waiting)
-    answer: tuple[list[R], list[R]] = found
+    answer: tuple[list[R], list[R]] = _ray.wait(list(references), num_returns=num_returns, timeout=timeout)
     return answer
 
 
 def put(value: T) -> Ref[T]:
     """The value in the object store; it lives as long as this process."""
-    untyped: Any = ray.put(value)
-    reference: Ref[T] = untyped
+    reference: Ref[T] = _ray.put(value)
     return reference
 
 
 def kill(handle: object, *, no_restart: bool = True) -> None:
     """End an actor's process without a word to it."""
-    untyped: Any = handle
-    ray.kill(untyped, no_restart=no_restart)
+    _ray.kill(handle, no_restart=no_restart)
 
 
-def cancel(reference: Ref[T]) -> None:
+def cancel(reference: Ref[object]) -> None:
     """End the process of a task that takes too long."""
-    untyped: Any = reference
-    ray.cancel(untyped, force=True)
+    _ray.cancel(reference, force=True)
+
+
+def node_address() -> str:
+    """Of this node, as the others of the cluster reach it."""
+    address: str = _ray.util.get_node_ip_address()
+    return address
+
+
+def nodes() -> list[dict[str, Any]]:
+    """All that have ever been in the cluster, as Ray lists them: "NodeID", "Alive", "Resources"."""
+    listed: list[dict[str, Any]] = _ray.nodes()
+    return listed
+
+
+def resources(*, free: bool) -> dict[str, float]:
+    """What the cluster offers, or of it what nobody uses now, by Ray's names: "CPU", "GPU"."""
+    found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()
+    return found
 
 
 def unwrap(call: Callable[[], T]) -> T:

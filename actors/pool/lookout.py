@@ -24,7 +24,7 @@ from actors.pool.membership_types import (
 )
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.workers import PoolNews, uses_gpu
-from actors.ray_calls import get
+from actors.ray_calls import get, resources
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Lookout:
 
     def _room(self) -> int:
         """How many more workers the cluster could start right now."""
-        free = ray.available_resources()
+        free = resources(free=True)
         room = int(free.get("CPU", 0) / self._config.cpus_per_worker + 1e-6)
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))

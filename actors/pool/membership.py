@@ -214,16 +214,19 @@ class Membership:
         self._state, self._workers = "failed", ()
         self._out.append(Fail(code=code, reason=reason))
 
+    def _has_failed(self) -> bool:
+        return self._state == "failed"
+
     def _with(self, *phases: Phase) -> list[Member]:
         return [member for member in self._members.values() if member.phase in phases]
 
     # Decisions --------------------------------------------------------------------------------------------------
 
     def _settle(self, boundary: bool, now: float) -> None:
-        if self._state == "failed":
+        if self._has_failed():
             return
         self._replace_silent(now)
-        if self._state == "failed":
+        if self._has_failed():
             return
         self._shrink()
         if boundary and self._state == "running":
@@ -231,7 +234,7 @@ class Membership:
         self._drain()
         if self._state != "running":
             self._form_or_wait(now)
-        if self._state != "failed":
+        if not self._has_failed():
             self._request(now)
 
     def _replace_silent(self, now: float) -> None:
@@ -240,7 +243,7 @@ class Membership:
             if reason and member.worker in self._members:
                 self._out.append(Replace(worker=member.worker, reason=reason))
                 self._lose(member.worker, f"was replaced: {reason}", now, replaced=True)
-                if self._state == "failed":
+                if self._has_failed():
                     return
 
     def _overdue(self, member: Member, now: float) -> str:

@@ -16,7 +16,7 @@ from actors.config import WorkersConfig
 from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
-from actors.ray_calls import get, kill, wait
+from actors.ray_calls import get, kill, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
@@ -139,7 +139,7 @@ class Pool:
 def uses_gpu(workers: WorkersConfig) -> bool:
     """`auto` means CUDA as soon as any node of the cluster offers a GPU."""
     if workers.device == "auto":
-        return ray.cluster_resources().get("GPU", 0) > 0
+        return resources(free=False).get("GPU", 0) > 0
     return workers.device == "cuda"
 
 

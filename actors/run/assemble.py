@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from actors.config import RuntimeConfig
@@ -25,7 +24,7 @@ from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.weights import weights_bytes
 from actors.pool.workers import Pool, start_monitor
-from actors.ray_calls import get
+from actors.ray_calls import get, node_address
 from actors.run.account import StepAccount
 from actors.run.controller import Controller
 from actors.run.skips import Skips, skipped_before
@@ -64,7 +63,7 @@ def start_controller(
     )
     planner = PlannerClient(profile or profile_of(config, model), config.planner)
     store = torch.distributed.TCPStore(
-        ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        node_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()

@@ -14,7 +14,7 @@ import ray
 from actors.config import SnapshotConfig
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
-from actors.ray_calls import FOR_GOOD, get, kill, wait
+from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
 from actors.refs import Ref
 from actors.state.keeper import HeldShard, KeeperHandle, Standing, attach, place, spawn
 
@@ -195,7 +195,7 @@ class Keepers:
 
 def alive_nodes() -> dict[str, float]:
     """Nodes of the cluster that live, and the memory that each offers to Ray."""
-    return {node["NodeID"]: node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"]}
+    return {node["NodeID"]: node["Resources"].get("memory", 0.0) for node in nodes() if node["Alive"]}
 
 
 def keeper_nodes(

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from actors.messages import CascadeTask, FinishTask, Span, StaleGeneration, StepSample, SumStart
-from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, SampleId, gather_inputs
+from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGeneration, StepSample, SumStart
+from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inputs
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.config import ModelConfig
@@ -227,7 +227,7 @@ class Executor:
             measure.phase("backward")
             if task.start_sum == SumStart.DURING:
                 self.sync.watch_backward()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._account(task, inputs.ok, loss.detach(), group)
             self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
 

@@ -37,7 +37,7 @@ from actors.messages import (
     WorkerSettings,
 )
 from actors.process import birth
-from actors.ray_calls import get, put, wait
+from actors.ray_calls import get, node_address, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, FinishedStep, nobody, peak_rss_gib
@@ -116,7 +116,7 @@ class Worker:
             task.generation,
             timeout,
             cancel,
-            address=ray.util.get_node_ip_address(),
+            address=node_address(),
         )
         self._snapshot_to = task.snapshot_to
         origin = task.origin
