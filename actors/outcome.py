@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from actors.records.events import CheckpointWritten, RunEvent
+
+if TYPE_CHECKING:  # the command line asks for exit codes, and has no time for NumPy
+    from actors.records.metrics_line import StepMetrics
+    from actors.records.span_record import SpanRecord
+    from actors.step import StepAssignment
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +34,15 @@ class Exit(IntEnum):
 class Listener(Protocol):
     """Who is told what happens; the application writes files, the tests collect."""
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None: ...
-    def on_event(self, event: Mapping[str, Any]) -> None: ...
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None: ...
+    def on_event(self, event: RunEvent) -> None: ...
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 
-class Tell(Protocol):
-    """What a part of the run says into events.jsonl: `tell("keeper_lost", keeper=name)`. Nothing comes back."""
-
-    def __call__(self, event: str, **detail: Any) -> None: ...
+Tell = Callable[[RunEvent], None]  # what a part of the run says into events.jsonl; nothing comes back
 
 
-def silent(event: str, **detail: Any) -> None:
+def silent(event: RunEvent) -> None:
     """Tells nobody."""
 
 
@@ -59,18 +62,18 @@ class Events:
         """The run ends: from now on the state comes first, also where no event can be written any more."""
         self._ending = True
 
-    def tell(self, event: str, **detail: Any) -> None:
+    def tell(self, event: RunEvent) -> None:
         """Raises what the listener raises, unless the run ends."""
         try:
-            self._listener.on_event({"time": time.time(), "event": event, "generation": self._generation, **detail})
+            self._listener.on_event(event.stamped(self._generation))
         except Exception:
             if not self._ending:
                 raise
-            log.warning("event %s was not written: %s", event, detail)
+            log.warning("not written: %s", event)
 
     def checkpoint(self, folder: Path, step: int) -> None:
         """This folder holds the whole state after `step`."""
-        self.tell("checkpoint", step=step, folder=folder.name)
+        self.tell(CheckpointWritten(step=step, folder=folder.name))
         self._listener.on_checkpoint(folder, step)
 
 

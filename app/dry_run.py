@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.plan.check import check
-from actors.plan.planner import make_plan
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Plan
+from actors.planning.make_plan import make_plan
 from app.config import RunConfig, check_place, from_here, notes, run_dir
 from app.data_account import print_account
 from app.data_synth import make_missing

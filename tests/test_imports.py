@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,19 +51,15 @@ def test_init_files_are_empty() -> None:
             assert path.read_text().strip() == "", f"{path.relative_to(ROOT)} is not empty"
 
 
-def test_packages_have_no_import_circle() -> None:
-    edges = {}
-    for layer in LAYERS:
-        for path in sources(layer):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            edges[name] = top_level_imports(path)
+def test_no_files_import_each_other_in_a_ring_not_even_inside_functions() -> None:
+    edges = {module_of(path): modules_imported_by(path) for layer in LAYERS for path in sources(layer)}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        assert name not in trail, f"import ring: {' -> '.join((*trail[trail.index(name) :], name))}"
         if name in done or name not in edges:
             return
-        for child in sorted(edges[name]):
+        for child in sorted(edges[name] - {name}):
             visit(child, (*trail, name))
         done.add(name)
 
@@ -70,10 +67,59 @@ def test_packages_have_no_import_circle() -> None:
         visit(name, ())
 
 
-def top_level_imports(path: Path) -> set[str]:
-    """Modules of this project that load when the file is imported (not inside functions or TYPE_CHECKING)."""
+def test_rooms_import_what_the_map_allows() -> None:
+    direct = rooms_of_the_map()
+    allowed = {room: below(room, direct) for room in direct}
+    for path in (p for layer in LAYERS for p in sources(layer) if p.name != "__init__.py"):
+        room = room_of(module_of(path))
+        assert room in allowed, f"{path.relative_to(ROOT)} lies in {room}/, which docs/map.md does not name"
+        entered = {room_of(module) for module in modules_imported_by(path)} - {room}
+        inside = {other for other in entered if other.split("/")[0] == room.split("/")[0]}  # layers have their own rule
+        assert inside <= allowed[room], (
+            f"{path.relative_to(ROOT)} in {room}/ imports from {sorted(inside - allowed[room])}; by docs/map.md it may "
+            f"import from {sorted(allowed[room])}"
+        )
+
+
+def test_the_map_names_every_room_and_has_no_ring() -> None:
+    allowed = rooms_of_the_map()
+    assert set(allowed) == {room_of(module_of(p)) for layer in LAYERS for p in sources(layer) if p.stat().st_size}
+    placed: set[str] = set()
+    while ready := {room for room, lower in allowed.items() if room not in placed and lower <= placed}:
+        placed |= ready
+    assert placed == set(allowed), f"rooms in a ring: {sorted(set(allowed) - placed)}"
+
+
+def rooms_of_the_map() -> dict[str, set[str]]:
+    """Room -> rooms of its layer that it may import from: the first and last column of the tables of docs/map.md."""
+    rows = re.findall(r"^\| `([a-z_/]+)/` \|.*\|([^|]*)\|$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE)
+    assert rows
+    return {room: set(re.findall(r"`([a-z_/]+)/`", below)) for room, below in rows}
+
+
+def below(room: str, direct: dict[str, set[str]]) -> set[str]:
+    """The rooms that a room may import from, and those that these may import from."""
+    found: set[str] = set()
+    ahead = set(direct[room])
+    while ahead:
+        found |= ahead
+        ahead = {other for one in ahead for other in direct[one]} - found
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """The folder of a module, as "actors/run"."""
+    return module.replace(".", "/") if not module_file(module) else "/".join(module.split(".")[:-1])
+
+
+def modules_imported_by(path: Path) -> set[str]:
+    """Modules of this project that the file imports, at any depth of its code."""
     modules = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

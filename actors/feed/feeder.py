@@ -28,7 +28,7 @@ from data.cache import Cache, CachedLatents, Kind, text_key
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.decode import caption_or_empty
-from data.engines.engine import make_engine
+from data.engines.make import make_engine
 from data.types import DataItem
 from ops.config import ModelConfig
 from ops.folders import component, tokenizer_of

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
 from actors.run.step_metrics import StepFacts, step_metrics, timeline_records
 from actors.step import CollectedStep
 from ops.geometry import Geometry
@@ -20,7 +21,7 @@ class StepAccount:
     last_ended_at: float = 0.0  # unix seconds: when the step before the next one ended, or the generation began
     data_wait_s: float = 0.0  # since the last committed step
 
-    def records(self, done: CollectedStep) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    def records(self, done: CollectedStep) -> tuple[StepMetrics, list[SpanRecord]]:
         """The line of metrics.jsonl and the lines of timeline.jsonl. To be called once per committed step."""
         started, self.last_ended_at = self.last_ended_at, done.collected_at
         facts = self._facts(done, started)
@@ -37,7 +38,7 @@ class StepAccount:
             step=running.step,
             generation=running.generation,
             plan=running.assignment.step,
-            plan_s=running.plan_s,
+            planning_s=running.plan_s,
             step_s=done.collected_at - started,
             data_wait_s=self.data_wait_s,
             finished_at=done.collected_at,

@@ -17,7 +17,7 @@ from actors.feed.step_source import StepSource, feeder_of, profile_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership

@@ -44,6 +44,21 @@ from actors.pool.membership_types import (
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
 from actors.ray_calls import kill, wait
+from actors.records.events import (
+    FeederLost,
+    GenerationEnded,
+    GenerationFormed,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopping,
+    SpeedsLearned,
+    StepsRecovered,
+    WorkerDied,
+    WorkerDrained,
+    WorkerReplaced,
+    WorkersAwaited,
+)
 from actors.run.account import StepAccount
 from actors.run.clock import PatientClock
 from actors.run.forming import cluster_of, form_tasks, seats_of
@@ -137,7 +152,7 @@ class Controller:
         self._next_step = self.commits.committed + 1
         accounting = self.source.open(self._next_step, self.state.data_token())
         where = "new" if origin is None else origin.checkpoint or "keepers"
-        self.events.tell("start", from_step=self._next_step, pid=os.getpid(), data=accounting, origin=where)
+        self.events.tell(RunStarted(from_step=self._next_step, pid=os.getpid(), data=accounting, origin=where))
         self.account.last_ended_at = time.time()
 
     # -- one round: look, dispatch, collect, commit --------------------------------------------------------------------
@@ -197,7 +212,7 @@ class Controller:
         """All workers have finished a step."""
         if self._broken_at is not None:
             seconds = round(done.collected_at - self._broken_at, 3)
-            self.events.tell("recovered", step=done.running.step, seconds=seconds)
+            self.events.tell(StepsRecovered(step=done.running.step, seconds=seconds))
             self._broken_at = None
         if self._proven < done.running.generation:
             self._proven = done.running.generation
@@ -245,7 +260,7 @@ class Controller:
         self._speeds.observe(done.reports, dict(zip(names, runner.cluster.speed, strict=False)))
         speed = self._speeds.factors(names)
         if speed != runner.cluster.speed:
-            self.events.tell("speeds", speed=dict(zip(names, speed, strict=False)))
+            self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))
             runner.count_on(speed)
 
     # -- what was seen -------------------------------------------------------------------------------------------------
@@ -267,7 +282,7 @@ class Controller:
     def _look_for_the_end(self, now: float) -> None:
         """Raises StopRun when somebody has asked the run to end, or no worker can start."""
         if self.lookout.stop and not self._stop_by:
-            self.events.tell("stopping", why=self.lookout.stop)
+            self.events.tell(RunStopping(why=self.lookout.stop))
             self._stop_by = now + self.config.workers.collective_timeout_s
         # What runs is finished and committed first, if that does not take too long.
         quiet = (self.runner is None or not self.runner.running) and not len(self.commits)
@@ -283,7 +298,7 @@ class Controller:
         for name in lost.dead:
             self._remove(name)
             where = self.lookout.doing(name)
-            self.events.tell("dead", worker=name, why=where.strip())
+            self.events.tell(WorkerDied(worker=name, why=where.strip()))
             self._observe(Dead(worker=worker_number(name), reason=f"died{where}"))
         if lost.pixels_lost:
             self._reopen_data("decoded batches were lost")
@@ -292,7 +307,7 @@ class Controller:
 
     def _reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
-        self.events.tell("feeder_lost", why=why)
+        self.events.tell(FeederLost(why=why))
         self.source.open(self.commits.committed + 1, self.state.data_token())
 
     # -- decisions -----------------------------------------------------------------------------------------------------
@@ -304,11 +319,11 @@ class Controller:
             case End():
                 self._end(decision)
             case Drain():
-                self.events.tell("drain", worker=worker_name(decision.worker), why=decision.reason)
+                self.events.tell(WorkerDrained(worker=worker_name(decision.worker), why=decision.reason))
                 self._await_formed()  # it may hold state that the others still fetch
                 self._remove(worker_name(decision.worker))
             case Replace():
-                self.events.tell("replace", worker=worker_name(decision.worker), why=decision.reason)
+                self.events.tell(WorkerReplaced(worker=worker_name(decision.worker), why=decision.reason))
                 self._remove(worker_name(decision.worker), frozen=True)
             case Request():
                 missing = self.view.requested - len(self.pool.pending)
@@ -316,14 +331,14 @@ class Controller:
                     self.pool.start(missing)
             case Wait():
                 log.warning("%s", decision)
-                self.events.tell("wait", detail=str(decision))
+                self.events.tell(WorkersAwaited(detail=str(decision)))
             case Fail():
-                self.events.tell("fail", why=decision.reason, code=decision.code)
+                self.events.tell(RunFailed(why=decision.reason, code=decision.code))
                 raise self._stop(decision.code, decision.reason)
 
     def _end(self, decision: End) -> None:
         """The generation is over. After a failure its survivors must leave the groups; then they can join again."""
-        self.events.tell("end", generation=decision.generation, why=decision.reason, clean=decision.clean)
+        self.events.tell(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
         self.survivors.ended(decision.generation)
         self.lookout.try_again()
         if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
@@ -384,13 +399,14 @@ class Controller:
 
     def _tell_generation(self, decision: Form, runner: StepRunner, started: float) -> None:
         self.events.tell(
-            "generation",
-            generation=decision.generation,
-            workers=[seat.name for seat in runner.world],
-            cluster=list(runner.cluster.nodes),
-            why=decision.reason,
-            from_step=self._next_step,
-            seconds=round(time.time() - started, 3),
+            GenerationFormed(
+                generation=decision.generation,
+                workers=tuple(seat.name for seat in runner.world),
+                cluster=runner.cluster.nodes,
+                why=decision.reason,
+                from_step=self._next_step,
+                seconds=round(time.time() - started, 3),
+            )
         )
 
     def _await_formed(self) -> None:
@@ -426,7 +442,7 @@ class Controller:
                 f"all steps are done, but the checkpoint of step {last} was not written (see "
                 f"{self._run_dir}/events.jsonl). Make room in {self._run_dir} and continue with --resume.",
             )
-        self.events.tell("finish", step=self.commits.committed, ledger=self.source.ledger())
+        self.events.tell(RunFinished(step=self.commits.committed, ledger=self.source.ledger()))
 
     def _keep_last(self) -> None:
         """The run ends before its last step: what can be resumed goes to disk, nothing stays behind. Never raises."""

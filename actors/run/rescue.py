@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from actors.config import RuntimeConfig
 from actors.names import find_monitor, run_id
 from actors.outcome import Events, only_in_memory
 from actors.ray_calls import kill
+from actors.records.events import RunEvent
 from actors.state.assemble import assemble_state
 from actors.state.commit_log import CommitLog
 from actors.state.keeper import Position
@@ -31,11 +30,11 @@ class _NoFeeder:
 class _Logged:
     """The run's own listener is gone, too."""
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: object) -> None:
+    def on_step(self, metrics: object, timeline: object, plan: object) -> None:
         raise AssertionError("no step is committed here")
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        log.warning("%s: %s", event["event"], dict(event))
+    def on_event(self, event: RunEvent) -> None:
+        log.warning("%s: %s", event.event, event.line())
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
         log.info("%s was written from the keepers", folder)

@@ -17,6 +17,7 @@ from actors.config import CheckpointConfig
 from actors.messages import Origin, ShardKeeper, Snapshot
 from actors.outcome import Events
 from actors.ray_calls import cancel, get, wait
+from actors.records.events import CheckpointFailed
 from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from ops.shards import ShardState
@@ -101,7 +102,7 @@ class Writer:
 
     def _give_up(self, step: int, why: str) -> None:
         log.error("the checkpoint of step %d was not written: %s", step, why)
-        self._events.tell("checkpoint_failed", step=step, why=why)
+        self._events.tell(CheckpointFailed(step=step, why=why))
 
     def _collect(self, timeout_s: float) -> bool:
         """Take what is done within the timeout. False when nothing was."""

@@ -21,6 +21,7 @@ import ray
 from actors.messages import Snapshot
 from actors.outcome import Tell, silent
 from actors.ray_calls import get, wait
+from actors.records.events import CommitSlow
 from actors.refs import Ref
 from actors.step import CollectedStep
 
@@ -135,7 +136,7 @@ class CommitLog:
         if step > self._told:
             self._told = step
             log.warning("step %d has waited for %.0f s to be held by keepers, which live", step, waited_s)
-            self.tell("keepers_slow", step=step, seconds=round(waited_s, 1))
+            self.tell(CommitSlow(step=step, seconds=round(waited_s, 1)))
 
 
 def _failure(reference: Ref[bool]) -> str:

@@ -15,6 +15,7 @@ from actors.config import SnapshotConfig
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
 from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
+from actors.records.events import KeeperLost, KeeperSlow
 from actors.refs import Ref
 from actors.state.keeper import HeldShard, KeeperHandle, Standing, attach, place, spawn
 
@@ -166,10 +167,10 @@ class Keepers:
         for name in sorted(names):
             waited = time.monotonic() - started
             log.warning("keeper %s lives and has not answered for %.0f s; waiting for it", name, waited)
-            self._tell("keeper_slow", keeper=name, seconds=round(waited, 1))
+            self._tell(KeeperSlow(keeper=name, seconds=round(waited, 1)))
 
     def _remove(self, name: str) -> KeeperHandle:
-        self._tell("keeper_lost", keeper=name)
+        self._tell(KeeperLost(keeper=name))
         self._nodes.pop(name, None)
         self._silent_since.pop(name, None)
         return self._handles.pop(name)

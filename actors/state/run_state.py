@@ -20,6 +20,16 @@ from actors.config import RuntimeConfig
 from actors.messages import Origin, Snapshot
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.ray_calls import GONE, get, wait
+from actors.records.events import (
+    CheckpointDamaged,
+    CheckpointPassedOver,
+    KeepersRepaired,
+    KeepersSilent,
+    MemoryShort,
+    SnapshotsFailed,
+    SnapshotsForecast,
+    StepsLost,
+)
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
@@ -113,7 +123,7 @@ class RunState:
             f"{names} may hold the newest state and has not answered for {patience:g} s (snapshot.patience_s). Nothing "
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
         )
-        self._tell("keeper_silent", silent=list(self._silent), seconds=patience)
+        self._tell(KeepersSilent(silent=self._silent, seconds=patience))
         raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=self._commits.committed))
 
     def recover(self, generation: int, world: Sequence[Seat]) -> Recovery:
@@ -126,7 +136,7 @@ class RunState:
         if recovery.lost_steps:
             self._refuse_to_guess(recovery.step)
             where = origin.checkpoint if origin is not None else "the start"
-            self._tell("fallback", to_step=recovery.step, lost_steps=recovery.lost_steps)
+            self._tell(StepsLost(to_step=recovery.step, lost_steps=recovery.lost_steps))
             log.warning("no snapshot is whole; %d steps are computed again from %s", recovery.lost_steps, where)
         self._silent = ()
         return recovery
@@ -168,14 +178,14 @@ class RunState:
             self._verdicts[stamp] = why = checkpoint.damage(folder)
             if why:
                 log.warning("%s is passed over: %s", folder, why)
-                self._tell("checkpoint_damaged", folder=folder.name, why=why)
+                self._tell(CheckpointDamaged(folder=folder.name, why=why))
         return bool(self._verdicts[stamp])
 
     def _tell_torn(self) -> None:
         """A person who looks for the newest checkpoint is told why another is used."""
         for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), self.step_on_disk()):
             log.warning("%s is passed over: it is not complete", folder)
-            self._tell("checkpoint_passed_over", folder=folder.name, why="it is not complete")
+            self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -221,7 +231,7 @@ class RunState:
         self._repaired_at = time.monotonic()
         if self._repairs > 1:  # one is everyday
             log.warning("the keepers are repaired for the %d. time since the last commit: %s", self._repairs, stuck.why)
-            self._tell("keepers_repaired", repairs=self._repairs, why=stuck.why)
+            self._tell(KeepersRepaired(repairs=self._repairs, why=stuck.why))
         # A shard that waits for too long has shown that its keeper is silent.
         give_up_s = 0.0 if stuck.overdue else self._config.snapshot.patience_s
         self.keepers.repair([seat.node for seat in world], give_up_s, self._least_bytes())
@@ -257,7 +267,7 @@ class RunState:
         return held
 
     def _give_up_snapshots(self, stuck: Stuck) -> None:
-        self._tell("snapshots_failed", repairs=self._repairs, why=stuck.why)
+        self._tell(SnapshotsFailed(repairs=self._repairs, why=stuck.why))
         reason = (
             f"the keepers did not take the state of step {self._commits.committed + 1} in {self._repairs} attempts: "
             f"{stuck.why}. What the workers hold is written as a checkpoint. Add memory or nodes, lower "
@@ -338,7 +348,7 @@ class RunState:
         if not (total and keepers):
             return
         held = self._bytes_kept(total, keepers)
-        self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
+        self._tell(SnapshotsForecast(keepers=keepers, mib_per_keeper=round(held / 2**20, 1)))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:
                 log.warning(
@@ -348,7 +358,7 @@ class RunState:
                     host,
                     room / 2**30,
                 )
-                self._tell("memory_short", host=host, mib_needed=held >> 20, mib_room=room >> 20)
+                self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20))
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:

@@ -1,6 +1,7 @@
 """What every engine promises: the batches of a step, in item order, the same whatever engine, workers and faults.
 
-from data.blocks import as_batch
+from data.engines.blocks import as_batch
+from data.engines.make import make_engine
 
 engine = make_engine(dataset)
 engine.start(first_step=41)
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.engines.child import decode_isolated
 from data.types import Batch, DataItem
@@ -40,17 +40,6 @@ class Engine(Protocol):
 
     def stop(self) -> None:
         """End all work and processes."""
-
-
-def make_engine(dataset: Dataset, config: DataConfig | None = None) -> Engine:
-    """The engine that data.engine.kind names."""
-    if (config or dataset.config).engine.kind == "pool":
-        from data.engines.processes import PoolEngine
-
-        return PoolEngine(dataset, config)
-    from data.engines.ray_data import RayEngine  # imports ray.data, which takes seconds
-
-    return RayEngine(dataset, config)
 
 
 def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:

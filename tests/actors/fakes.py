@@ -19,6 +19,9 @@ from actors.messages import Origin, Snapshot
 from actors.outcome import Events
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
 from actors.run.account import StepAccount
 from actors.run.controller import Controller
 from actors.run.skips import Skips
@@ -64,24 +67,21 @@ class Listening:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Any] = []  # events
         self.checkpoints: list[int] = []
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
-        self.steps.append(metrics["step"])
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: Any) -> None:
+        self.steps.append(metrics.step)
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        self.told.append(dict(event))
+    def on_event(self, event: RunEvent) -> None:
+        self.told.append(event)
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
         self.checkpoints.append(step)
 
-    def tell(self, event: str, **detail: Any) -> None:
-        self.told.append({"event": event, **detail})
-
     @property
-    def events(self) -> list[str]:
-        return [event["event"] for event in self.told]
+    def kinds(self) -> list[type[RunEvent]]:
+        return [type(event) for event in self.told]
 
 
 class KeepersHere:
@@ -181,7 +181,7 @@ def state_of(
         commits=commits if commits is not None else CommitLog(committed=-1),
         positions=positions or NoPositions(),
         survivors=survivors or Survivors(),
-        tell=(listener or Listening()).tell,
+        tell=(listener or Listening()).on_event,
     )
 
 
@@ -253,7 +253,7 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "survivors": Survivors(),
         "store": SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
-        "skips": Skips(10, listener.tell),
+        "skips": Skips(10, listener.on_event),
     }
     return Controller(config=config_of(), state=state, **{**defaults, **parts})
 

@@ -14,6 +14,7 @@ import ray
 from actors.config import CheckpointConfig
 from actors.messages import Handover, Origin
 from actors.outcome import Events
+from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state.commit_log import CommitLog
@@ -145,11 +146,11 @@ def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_sa
     state = state_of(tmp_path, listener=listener)
     origin = state.first()
     assert origin is not None and origin.checkpoint == str(older)
-    assert {(e["event"], e["folder"]) for e in listener.told} == {
-        ("checkpoint_damaged", "step-19"),
-        ("checkpoint_passed_over", "step-29"),
+    assert {(type(e), e.folder) for e in listener.told} == {
+        (CheckpointDamaged, "step-19"),
+        (CheckpointPassedOver, "step-29"),
     }
-    assert any(path.name in e["why"] for e in listener.told)
+    assert any(path.name in e.why for e in listener.told)
     assert state.on_disk() == (9, older), "keepers are not let go for a damaged one"
     assert write(tmp_path, 19) == damaged and state.on_disk() == (19, damaged), "written again, it counts again"
 

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from actors.outcome import Tell, silent
+from actors.records.events import CommitSlow
 from actors.state.commit_log import CommitLog, Stuck
 from tests.actors.fakes import Listening, collected, snapshot
 
@@ -83,11 +84,11 @@ def test_a_step_that_waits_for_slow_keepers_is_told_once(
     ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, now = Listening(), time.monotonic()
-    log = log_of(7, "a", patience_s=600.0, tell=listener.tell)
+    log = log_of(7, "a", patience_s=600.0, tell=listener.on_event)
     for later in (10, 40, 50):
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
         assert settled(log), "slow is not lost"
-    assert [(e["event"], e["step"]) for e in listener.told] == [("keepers_slow", 7)]
+    assert [(type(e), e.step) for e in listener.told] == [(CommitSlow, 7)]
     monkeypatch.setattr(time, "monotonic", lambda: now + 700)
     assert not settled(log) and log.stuck == Stuck(why="no answer in 700 s", overdue=True)
 

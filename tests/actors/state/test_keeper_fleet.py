@@ -14,6 +14,7 @@ import ray
 from actors.config import SnapshotConfig
 from actors.names import keeper_name
 from actors.outcome import StopRun
+from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.commit_log import CommitLog, Stuck
@@ -102,12 +103,14 @@ class Placed(FoundHere):
 
 
 def keepers_of(actors: Mapping[str, Actor], patience_s: float = 600.0) -> tuple[Keepers, list[str], list[str]]:
-    told: dict[str, list[str]] = {"keeper_lost": [], "keeper_slow": []}
-    keepers = FoundHere(
-        "run", SnapshotConfig(patience_s=patience_s), lambda event, keeper, **_: told[event].append(keeper)
-    )  # type: ignore[arg-type, misc]
+    told: dict[type[RunEvent], list[str]] = {KeeperLost: [], KeeperSlow: []}
+
+    def tell(event: Any) -> None:
+        told[type(event)].append(event.keeper)
+
+    keepers = FoundHere("run", SnapshotConfig(patience_s=patience_s), tell)
     keepers._handles.update(actors)  # type: ignore[arg-type]
-    return keepers, told["keeper_lost"], told["keeper_slow"]
+    return keepers, told[KeeperLost], told[KeeperSlow]
 
 
 def held(step: int) -> list[HeldShard]:
@@ -158,7 +161,7 @@ def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Cloc
     state, listener = behind_disk(tmp_path, keepers, committed=450)
     recovery = state.recover(2, ())
     state.begin(recovery)
-    assert recovery.step == 450 and "fallback" not in listener.events
+    assert recovery.step == 450 and listener.told == []
     assert busy.told == [("rollback", 450, 2)]
 
 
@@ -168,7 +171,7 @@ def test_what_a_silent_keeper_may_hold_is_neither_passed_over_nor_deleted(clock:
     state, listener = behind_disk(tmp_path, keepers, committed=450)
     with pytest.raises(StopRun, match=r"frozen may hold the newest state.*snapshot\.patience_s") as stop:
         state.recover(2, ())
-    assert stop.value.outcome.code == 75 and listener.events == ["keeper_silent"]
+    assert stop.value.outcome.code == 75 and listener.kinds == [KeepersSilent]
     assert state.keep_last(()) == -1 and state.writer.saved == []  # type: ignore[attr-defined]
     assert not state.free_memory() and frozen.told == []
 
@@ -223,7 +226,7 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
     monkeypatch.setattr(
         "actors.state.keeper_fleet.spawn", lambda name, node, namespace: Actor(clock, (0.0, (node, 10)))
     )
-    keepers = Placed("run", SnapshotConfig(), listener.tell)
+    keepers = Placed("run", SnapshotConfig(), listener.on_event)
     keepers.prepare(["gpus"], needs_bytes=600)
     assert list(keepers._nodes.values()) == ["gpus", "big"] and keepers.of(0) == tuple(keepers.in_use().values())
     assert keepers._placed[0] == (keeper_name("run", "big"),)
@@ -242,7 +245,7 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
             state.repair_keepers(stuck, (), quiet=rounds > 500)
             rounds += 1
     assert stop.value.outcome.code == 1 and clock.now - began < 400
-    assert listener.events.count("keepers_repaired") == 7 and listener.events[-1] == "snapshots_failed"
+    assert listener.kinds.count(KeepersRepaired) == 7 and listener.kinds[-1] is SnapshotsFailed
 
 
 def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
@@ -256,7 +259,7 @@ def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
         for _ in range(times):
             clock.now += 60
             state.repair_keepers(stuck, (), quiet=True)
-        return [event["repairs"] for event in listener.told[told:]]
+        return [event.repairs for event in listener.told[told:]]
 
     assert repair(5) == [2, 3, 4, 5]
     state.committed(collected(4, 1), {})

@@ -14,6 +14,7 @@ import ray
 from actors.config import CheckpointConfig
 from actors.messages import Origin, Snapshot
 from actors.outcome import Events
+from actors.records.events import CheckpointFailed
 from actors.run.steps import has_lost_argument
 from actors.state.checkpoint_writer import Writer, latest
 from ops.shards import ARRAYS, ShardState
@@ -109,7 +110,7 @@ def test_a_checkpoint_that_was_lost_with_its_worker_is_taken_again_soon(tmp_path
     assert writer.due(9) and not writer.due(10)
     writer.save([snapshot(9, orphan("shard", 9))], meta(9))
     writer.wait()
-    assert [(e["event"], e["step"]) for e in listener.told] == [("checkpoint_failed", 9)] and latest(tmp_path) is None
+    assert [(type(e), e.step) for e in listener.told] == [(CheckpointFailed, 9)] and latest(tmp_path) is None
     assert writer.due(10), "the next step is taken instead"
     writer.save([snapshot(10, ray.put(state(10)))], meta(10))
     writer.wait()
