@@ -21,6 +21,7 @@ class StepAssignment:
     plan_s: float
 
 
+Position = Mapping[str, Any]  # of the data: JSON of a few kB (`data.Dataset.token`)
 CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
 
 
@@ -43,7 +44,7 @@ class StepBatches:
     commits the step holds all that the next feeder needs."""
 
     references: tuple[Ref[object], ...]  # in item order
-    position: Mapping[str, Any]
+    position: Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

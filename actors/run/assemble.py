@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import StepSource, feeder_of, profile_of
+from actors.feed.step_source import FeederHandle, StepSource, feeder_of, profile_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
@@ -42,7 +41,7 @@ def start_controller(
     listener: Listener,
     profile: Profile | None = None,
     worker_class: type[Worker] = Worker,
-    feeder: Callable[[], Any] | None = None,
+    feeder: Callable[[], FeederHandle] | None = None,
 ) -> Controller:
     """A controller, ready to `train`.
 

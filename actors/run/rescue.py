@@ -12,9 +12,8 @@ from actors.ray_calls import kill
 from actors.records.events import RunEvent
 from actors.state.assemble import assemble_state
 from actors.state.commit_log import CommitLog
-from actors.state.keeper import Position
 from actors.state.survivors import Survivors
-from actors.step import DataLost
+from actors.step import DataLost, Position
 from ops.models.load import resolve
 
 log = logging.getLogger(__name__)

@@ -25,11 +25,11 @@ import numpy as np
 from actors.messages import ShardKeeper
 from actors.refs import Method
 from actors.state.memory import node_room
+from actors.step import Position
 from ops.shards import ShardState, cut, missing
 
 log = logging.getLogger(__name__)
 
-Position = Mapping[str, Any]  # of the data: JSON of a few kB (`data.Dataset.token`)
 
 KEEP_STEPS = 2  # committed steps that stay; a third one is being filled meanwhile
 _SMALL = 64 << 20  # bytes; what a full node dies of is larger

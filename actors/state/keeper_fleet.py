@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 
@@ -18,6 +18,7 @@ from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
 from actors.records.events import KeeperLost, KeeperSlow
 from actors.refs import Ref
 from actors.state.keeper import HeldShard, KeeperHandle, Standing, attach, place, spawn
+from actors.step import Position
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class Keepers:
     def handles(self, names: Sequence[str]) -> tuple[KeeperHandle, ...]:
         return tuple(self._handles[name] for name in names if name in self._handles)
 
-    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+    def commit(self, step: int, position: Position | None = None) -> None:
         """The step is held whole, older ones may go; `position` is that of the data after it."""
         for handle in self._handles.values():
             handle.commit.remote(step, position)

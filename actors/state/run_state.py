@@ -36,12 +36,12 @@ from actors.state import keeper
 from actors.state.checkpoint_files import load, trained_parameters
 from actors.state.checkpoint_writer import Meta, Writer
 from actors.state.commit_log import CommitLog, Stuck
-from actors.state.keeper import Position, Standing
+from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Keepers
 from actors.state.recovery import Recovery, recovery_from
 from actors.state.snapshots import origin_of
 from actors.state.survivors import Survivors, exports_of
-from actors.step import CollectedStep, DataLost, GenerationLost, Seat
+from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
 from ops.config import ModelConfig
 
