@@ -290,7 +290,7 @@ class LabRun:
 
     def _run(self) -> None:
         from actors.run.assemble import start_controller
-        from app.train import runtime_config
+        from app.controller_process import runtime_config
 
         try:
             self.controller = start_controller(

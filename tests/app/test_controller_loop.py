@@ -14,9 +14,9 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemory
 
 from actors.outcome import Outcome
 from app.config import RunConfig
-from app.live_runs import came_to_anything, read_outcome
+from app.controller_process import code_of, controller_loop
+from app.live_runs import OUTCOME, came_to_anything, read_outcome
 from app.lock import FolderLock, lock_path
-from app.train import OUTCOME, code_of, controller_loop
 from data.errors import DataIOError
 
 LEFT = "7 steps are only in memory"
@@ -68,7 +68,7 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 ) -> None:
     """Before there is a controller, and with no place for the outcome either: it is returned."""
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "events"))
-    monkeypatch.setattr("app.train.Recorder", Mock(side_effect=full))
+    monkeypatch.setattr("app.controller_process.Recorder", Mock(side_effect=full))
     monkeypatch.setattr("actors.run.rescue.rescue", Mock(return_value=LEFT))
     monkeypatch.setattr("os.replace", Mock(side_effect=full))
     outcome = controller_loop(settings(tmp_path))
