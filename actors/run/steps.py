@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 _ENDED_S = 60.0  # a call whose worker has finished the step after it has ended; its answer may come a little later
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
-_LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
+# Ray raises the cause of a lost argument; only these words tell that the call itself never ran.
+_LOST_ARGUMENT = "input arguments for this task could not be computed"
 
 
 @dataclass(kw_only=True)
