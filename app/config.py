@@ -24,6 +24,7 @@ from app.settings import ConfigError, Names, Node, as_plain, build, dotted_names
 from data.config import DataConfig
 from ops.config import ModelConfig, geometry
 from ops.folders import resolve
+from ops.models.families import FAMILIES
 from ops.ranges import SEED, above, between, check_numbers
 
 MaybePath = TypeVar("MaybePath", str, str | None)
@@ -214,13 +215,7 @@ def notes(config: RunConfig) -> list[str]:
             "data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
             "was measured; `heddle profile` does it."
         )
-    if model.dit.architecture != "wan" or not model.dit.path or model.text.pad_to:
-        return found
-    return [
-        *found,
-        f"model.dit.path {model.dit.path} with model.text.pad_to 0: Wan's published weights were trained "
-        f"on text padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512.",
-    ]
+    return found + FAMILIES[model.dit.architecture].notes(model.dit.path, model.text.pad_to)
 
 
 def _unused_numbers(config: RunConfig) -> list[str]:
@@ -232,12 +227,12 @@ def _unused_numbers(config: RunConfig) -> list[str]:
         true = resolve(config.model)[0].dit
     except (OSError, ValueError):  # the start refuses such a folder with the reason
         return []
-    default = type(dit)()
-    unused = [
-        f.name
-        for f in fields(dit)
-        if f.name != "path" and getattr(dit, f.name) not in (getattr(default, f.name), getattr(true, f.name))
-    ]
+    usual, own = ModelConfig().dit, type(dit)()
+    unused = []
+    for name in (setting.name for setting in fields(dit) if setting.name != "path"):
+        value = getattr(dit, name)
+        if value not in (getattr(usual, name, getattr(own, name)), getattr(true, name, value)):
+            unused.append(name)
     return [
         f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused
     ]

@@ -57,7 +57,7 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     dit = model.dit
     count = parameters(model)
     per_weight = 16 if config.train.optimizer.ema_decay else 12  # fp32 master, two moments, EMA
-    layers = f"{dit.num_layers}+{dit.num_single_layers}" if dit.num_single_layers else f"{dit.num_layers}"
+    layers = "+".join(map(str, dit.block_counts))
     print(
         f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
         f"{count / 1e6:,.1f} M weights"

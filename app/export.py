@@ -28,8 +28,9 @@ from app.config import RunConfig
 from app.parity import compare_forward, compare_weights
 from app.sample import checkpoint_folder, put_weights, run_config
 from app.settings import ConfigError
-from ops.config import DiTConfig
-from ops.folders import TRANSFORMER_CLASSES, component, dit_json, read_json, resolve
+from ops.folders import component, dit_json, read_json, resolve
+from ops.models.dit_config import DiTConfig
+from ops.models.families import FAMILIES
 from ops.models.load import build_dit
 from ops.models.lora import for_diffusers, lora_scale, merged
 from ops.weights import write_folder
@@ -111,17 +112,17 @@ def _fill(
     state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
     state = {key: tensor.to(dtype) for key, tensor in state.items()}
     plain = replace(resolved.dit, lora_rank=0, path=None)
+    family = FAMILIES[plain.architecture]
     target = work / "transformer"
     write_folder(target, state, _transformer_json(resolved.dit, base))
-    compare_weights(target, TRANSFORMER_CLASSES[plain.architecture], state)
+    compare_weights(target, family.diffusers_class, state)
     largest = compare_forward(target, plain, state)
     origins["transformer"] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
         "" if averaged == ema else ", which keeps no EMA"
     )
     if resolved.dit.lora_rank:
         origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
-    if resolved.dit.architecture == "wan":
-        notes.append(_prompt_note(config.model.text.pad_to))
+    notes += family.export_notes(config.model.text.pad_to)
     if base is not None:
         notes.append(
             f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
@@ -129,24 +130,10 @@ def _fill(
         )
     if any(origin.startswith("hard-linked") for origin in origins.values()):
         notes.append("hard-linked files are the same files as their originals: replace one, do not edit it in place.")
-    index["transformer"] = ["diffusers", TRANSFORMER_CLASSES[resolved.dit.architecture]]
+    index["transformer"] = ["diffusers", family.diffusers_class]
     (work / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
     return ExportResult(folder=work, components=origins, largest_difference=largest, notes=notes)
-
-
-def _prompt_note(pad_to: int) -> str:
-    """How WanPipeline is given the text conditioning of the training; it pads prompts with zeros."""
-    if pad_to:
-        return (
-            f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
-            f"training."
-        )
-    return (
-        "this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros: "
-        "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for the tokens of "
-        "that prompt alone."
-    )
 
 
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from actors.state.checkpoint_files import CheckpointError
 from ops.comm import Group
-from ops.config import DiTConfig
-from ops.folders import TRANSFORMER_CLASSES
+from ops.models.dit_config import DiTConfig
+from ops.models.families import FAMILIES
+from ops.models.family import ParitySample
 from ops.models.load import build_dit
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
@@ -38,7 +39,7 @@ def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) 
 
 def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> float:
     """Largest difference between our forward and Diffusers', over the largest output. Raises above TOLERANCE."""
-    reference, _ = _load(folder, TRANSFORMER_CLASSES[config.architecture], torch.float32)
+    reference, _ = _load(folder, FAMILIES[config.architecture].diffusers_class, torch.float32)
     module = build_dit(config, 0)
     module.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     generator = torch.Generator().manual_seed(0)
@@ -73,16 +74,6 @@ def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int,
 
 
 def _theirs(reference: Any, latent: Tensor, text: Tensor, config: DiTConfig) -> Tensor:
-    inputs: dict[str, Any] = {
-        "hidden_states": latent[None],
-        "timestep": torch.tensor([1000 * _SIGMA]),
-        "encoder_hidden_states": text[None],
-    }
-    if config.architecture == "hunyuan":
-        same = (config.pooled_dim or config.text_dim) == config.text_dim
-        inputs["pooled_projections"] = text.mean(0)[None] if same else torch.zeros(1, config.pooled_dim)
-        inputs["encoder_attention_mask"] = torch.ones(1, len(text), dtype=torch.bool)
-        inputs["timestep"] = inputs["timestep"].long()
-        if config.guidance_embeds:
-            inputs["guidance"] = torch.tensor([1000.0])
+    sample = ParitySample(latent=latent, timestep=torch.tensor([1000 * _SIGMA]), text=text)
+    inputs = FAMILIES[config.architecture].parity_inputs(config, sample)
     return reference(**inputs).sample[0]

@@ -10,10 +10,10 @@ from typing import Any
 
 from app.config import RunConfig
 from app.settings import ConfigError
-from ops.folders import TRANSFORMER_CLASSES, VAE_CLASSES, component, read_json
+from ops.folders import component, read_json, tokenizer_of
+from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.load import build_text
 
-_PIPELINES = {"wan": "WanPipeline", "hunyuan": "HunyuanVideoPipeline"}
 Parts = tuple[dict[str, Any], dict[str, str], list[str]]
 
 
@@ -21,26 +21,24 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     """Fill `work` with everything but the transformer. Returns (model_index, origin of each part, notes)."""
     if base is not None:
         return _from_base(work, config, base)
-    index: dict[str, Any] = {"_class_name": _PIPELINES[config.model.dit.architecture]}
+    family = FAMILIES[config.model.dit.architecture]
+    index: dict[str, Any] = {"_class_name": family.pipeline_class}
     origins: dict[str, str] = {}
     notes: list[str] = []
     _vae(work, config, index, origins, notes)
     _text(work, config, index, origins, notes)
     _scheduler(work, config, index, origins)
-    if config.model.dit.architecture == "hunyuan":
-        for name in ("text_encoder_2", "tokenizer_2"):
-            index[name] = [None, None]
-        notes.append(
-            "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae "
-            "and scheduler load by their own classes; give --base for a complete pipeline."
-        )
+    for name in family.missing_parts:
+        index[name] = [None, None]
+    if family.missing_note:
+        notes.append(family.missing_note)
     return index, origins, notes
 
 
 def _from_base(work: Path, config: RunConfig, base: Path) -> Parts:
     """All components of a published pipeline except its transformer. It must be the one that was trained with."""
     index = read_json(base / "model_index.json")
-    expected = TRANSFORMER_CLASSES[config.model.dit.architecture]
+    expected = FAMILIES[config.model.dit.architecture].diffusers_class
     found = (index.get("transformer") or [None, None])[1]
     if found != expected:
         raise ConfigError(f"--base {base} has a {found}, the run trained a {expected}; give its own pipeline.")
@@ -104,7 +102,7 @@ def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[st
     classes = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
     index["text_encoder"] = ["transformers", classes[read_json(folder / "config.json")["model_type"]]]
     origins["text_encoder"] = f"{link_tree(folder, work / 'text_encoder')} from {folder}"
-    tokenizer = folder.parent / "tokenizer" if (folder.parent / "tokenizer").is_dir() else folder
+    tokenizer = tokenizer_of(folder)
     settings = tokenizer / "tokenizer_config.json"
     name = read_json(settings).get("tokenizer_class", "T5TokenizerFast") if settings.is_file() else "T5TokenizerFast"
     index["tokenizer"] = ["transformers", name]
@@ -112,28 +110,14 @@ def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[st
 
 
 def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
-    """Euler with the shift of the training and the sigmas of `heddle sample`.
-
-    HunyuanVideoPipeline passes even sigmas to FlowMatchEuler. WanPipeline passes none, and FlowMatchEuler's own end one
-    step early, near 0.001; DPMSolver of order 1 is Euler, too, with the spacing of Wan's published schedulers.
-    """
+    """Euler with the shift of the training and the sigmas of `heddle sample`."""
     import diffusers
 
     flow = config.train.flow
-    name = "FlowMatchEulerDiscreteScheduler"
-    settings: dict[str, Any] = {"shift": flow.flow_shift}
-    if config.model.dit.architecture == "wan":
-        name = "DPMSolverMultistepScheduler"
-        settings = {
-            "algorithm_type": "dpmsolver++",
-            "solver_order": 1,
-            "prediction_type": "flow_prediction",
-            "use_flow_sigmas": True,
-            "flow_shift": flow.flow_shift,
-        }
-    scheduler: Any = getattr(diffusers, name)(num_train_timesteps=flow.num_train_timesteps, **settings)
+    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow.flow_shift)
+    scheduler: Any = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
-    index["scheduler"] = ["diffusers", name]
+    index["scheduler"] = ["diffusers", chosen.name]
     origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
 
 

@@ -100,7 +100,9 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Settings whose values differ. One that the older file does not know yet had its default; one that is gone does
     not count."""
-    usual = dict(leaves(as_plain(RunConfig.from_yaml("run: {name: usual}"))))
+    architecture = new["model"]["dit"]["architecture"]  # whose settings `new` has
+    text = f"run: {{name: usual}}\nmodel: {{dit: {{architecture: {architecture}}}}}"
+    usual = dict(leaves(as_plain(RunConfig.from_yaml(text))))
     before = dict(leaves(old, known=usual))
     return [
         Change(key, before.get(key, usual[key]), value)

@@ -27,8 +27,10 @@ from app.profile import pick_device
 from app.settings import ConfigError, build, parse
 from app.video import contact_sheet, write_mp4
 from ops.comm import Group
+from ops.folders import resolve
 from ops.geometry import Geometry
-from ops.models.load import build_dit, build_text, build_vae, resolve
+from ops.models.families import FAMILIES
+from ops.models.load import build_dit, build_text, build_vae
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.ranges import SEED, above, between
@@ -75,7 +77,7 @@ class ClipSettings:
             flow_shift=flow.flow_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
-            wan_steps=config.model.dit.architecture == "wan",
+            wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
         )
         return ClipSettings(
             frames=sample.frames,

@@ -247,7 +247,7 @@ def _value(kind: Any, node: Node, names: Names, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _union(kind, node, names, path)
     if origin is Literal:
-        return _literal(kind, node, path)
+        return _choice(get_args(kind), node, path)
     if dataclasses.is_dataclass(kind):
         return build(kind, node, names, path)  # type: ignore[arg-type]
     if origin in (tuple, list, Sequence) or kind in (tuple, list):
@@ -319,8 +319,8 @@ def _float(node: Node, path: str) -> float:
     return number
 
 
-def _literal(kind: Any, node: Node, path: str) -> Any:
-    choices = get_args(kind)
+def _choice(choices: Sequence[Any], node: Node, path: str) -> Any:
+    """The node's value, which must be one of `choices`."""
     if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
         return node.value
     close = difflib.get_close_matches(str(node.value), [str(choice) for choice in choices], n=1)
@@ -336,12 +336,39 @@ def _union(kind: Any, node: Node, names: Names, path: str) -> Any:
     rest = [member for member in members if member is not type(None)]
     if len(rest) == 1:
         return _value(rest[0], node, names, path)
+    if all(dataclasses.is_dataclass(member) for member in rest):
+        return _tagged(rest, node, names, path)
     for member in rest:
         try:
             return _value(member, node, names, path)
         except ConfigError:
             continue
     raise _wrong(path, node, " or ".join(describe(member) for member in members))
+
+
+def _tagged(members: Sequence[Any], node: Node, names: Names, path: str) -> Any:
+    """One of several dataclasses, told apart by the default of their first field (`architecture: Literal["wan"]`); the
+    first of them where the field is not given.
+
+    A setting of another member is taken with its default there, as version 0.1 wrote all settings of all of them;
+    another value is an error that names the member whose setting it is.
+    """
+    settings = {member: {f.name: f for f in dataclasses.fields(member) if f.init} for member in members}
+    tag = next(iter(settings[members[0]]))
+    by_value = {fields[tag].default: member for member, fields in settings.items()}
+    children = node.value if isinstance(node.value, dict) else {}
+    chosen = _choice(list(by_value), children[tag], f"{path}.{tag}") if tag in children else next(iter(by_value))
+    own = settings[by_value[chosen]]
+    strangers = set(children) - set(own)
+    for value, key in ((value, key) for value, member in by_value.items() for key in strangers & set(settings[member])):
+        if plain(children[key]) != as_plain(settings[by_value[value]][key].default):
+            raise ConfigError(
+                f"{path}.{key} is a setting of {tag} {value}{children[key].at()}; {path}.{tag} is {chosen}."
+            )
+    elsewhere = {key for key in strangers if any(key in fields for fields in settings.values())}
+    if elsewhere:
+        node = Node(_Mapping({key: child for key, child in children.items() if key not in elsewhere}), node.where)
+    return build(by_value[chosen], node, names, path)
 
 
 def _sequence(kind: Any, node: Node, names: Names, path: str) -> Any:
@@ -383,9 +410,15 @@ def dotted_names(cls: type, path: str = "") -> list[str]:
     for f in dataclasses.fields(cls):
         full = f"{path}.{f.name}" if path else f.name
         names.append(full)
-        if dataclasses.is_dataclass(hints[f.name]):
-            names += dotted_names(hints[f.name], full)
+        for member in _members(hints[f.name]):
+            names += [name for name in dotted_names(member, full) if name not in names]
     return names
+
+
+def _members(kind: Any) -> list[Any]:
+    """The dataclasses that a setting may be: itself, or the members of a union."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return [kind for kind in kinds if dataclasses.is_dataclass(kind)]
 
 
 def as_plain(value: Any) -> Any:

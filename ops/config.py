@@ -1,4 +1,6 @@
-"""Settings of models and training mathematics. Imports neither torch nor Ray, so configs load in milliseconds."""
+"""Settings of models and training mathematics; those of a transformer stand with its family (ops/models/).
+
+Imports neither torch nor Ray, so configs load in milliseconds."""
 
 from __future__ import annotations
 
@@ -6,80 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ops.geometry import Geometry
+from ops.models.families import AnyDiT
+from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, above, between, check_numbers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiTConfig:
-    """The diffusion transformer. With `path`, everything but the runtime switches is read from its config.json."""
-
-    architecture: Literal["wan", "hunyuan"] = "wan"
-    path: str | None = None  # a Diffusers folder (the pipeline's, or its transformer/)
-    num_layers: int = 4
-    num_heads: int = 4
-    head_dim: int = 32
-    ffn_dim: int = 512
-    freq_dim: int = 64  # width of the sinusoidal timestep embedding
-    text_dim: int = 64  # width of the text encoder's output
-    in_channels: int = 16  # latent channels of the VAE
-    out_channels: int = 16
-    patch: tuple[int, int, int] = (1, 2, 2)
-    cross_attn_norm: bool = True
-    eps: float = 1e-6
-    rope_theta: float = 10000.0
-    num_single_layers: int = 0  # hunyuan only: single-stream blocks after the double-stream ones
-    num_refiner_layers: int = 2  # hunyuan only: self-attention blocks over the text
-    pooled_dim: int = 0  # hunyuan only: width of the pooled text vector; 0 pools the text embeddings themselves
-    guidance_embeds: bool = False  # hunyuan only: guidance-distilled weights
-    rope_axes: tuple[int, int, int] | None = None  # hunyuan only: head sizes given to (t, h, w); None scales 16, 56, 56
-    gradient_checkpointing: bool = False
-    lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
-    lora_alpha: float = 0.0  # 0 means equal to the rank
-
-    def __post_init__(self) -> None:
-        check_numbers(
-            "model.dit",
-            self,
-            num_layers=between(1, 1000),
-            num_heads=between(1, 1024),
-            head_dim=between(2, 1024),
-            ffn_dim=between(1, 1 << 20),
-            freq_dim=between(2, 1 << 16),
-            text_dim=between(1, 1 << 16),
-            in_channels=between(1, 1 << 16),
-            out_channels=between(1, 1 << 16),
-            patch=between(1, 64),
-            eps=above(0, 1.0),
-            rope_theta=above(0, 1e12),
-            num_single_layers=between(0, 1000),
-            num_refiner_layers=between(0, 1000),
-            pooled_dim=between(0, 1 << 16),
-            rope_axes=between(0, 1024),
-            lora_rank=between(0, 1 << 16),
-            lora_alpha=between(0, 1e6),
-        )
-        if self.freq_dim % 2:
-            raise ValueError(
-                f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even one."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"model.dit.head_dim {self.head_dim} is odd; RoPE rotates pairs. Use an even head_dim.")
-        if self.rope_axes and (sum(self.rope_axes) != self.head_dim or any(size % 2 for size in self.rope_axes)):
-            raise ValueError(
-                f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim {self.head_dim}."
-            )
-
-    @property
-    def dim(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def rope_split(self) -> tuple[int, int, int]:
-        """Head sizes that RoPE gives to (t, h, w): HunyuanVideo's 16, 56, 56 of 128 scaled in whole pairs, or Wan's."""
-        if self.architecture == "hunyuan" and self.rope_axes:
-            return self.rope_axes
-        spatial = 2 * (self.head_dim * 7 // 32 if self.architecture == "hunyuan" else self.head_dim // 6)
-        return self.head_dim - 2 * spatial, spatial, spatial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +77,7 @@ class TextConfig:
 class ModelConfig:
     """The three modules a worker hosts."""
 
-    dit: DiTConfig = field(default_factory=DiTConfig)
+    dit: AnyDiT = field(default_factory=WanConfig)
     vae: VAEConfig = field(default_factory=VAEConfig)
     text: TextConfig = field(default_factory=TextConfig)
 
@@ -207,7 +138,7 @@ class OptimizerConfig:
 
 
 def geometry(model: ModelConfig) -> Geometry:
-    """Pixel to token geometry of a model built from its config alone (a `path` is resolved by ops.models.load)."""
+    """Pixel to token geometry of a model built from its config alone (a `path` is resolved by ops.folders)."""
     if model.vae.kind == "haar":
         return Geometry(vae_stride=(model.vae.temporal, model.vae.spatial, model.vae.spatial), patch=model.dit.patch)
     return Geometry(patch=model.dit.patch)

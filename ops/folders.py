@@ -6,51 +6,17 @@ A pipeline folder holds `model_index.json` and one folder per component (`transf
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ops.config import DiTConfig, ModelConfig
+from ops.config import ModelConfig
 from ops.geometry import Geometry
-
-TRANSFORMER_CLASSES = {"wan": "WanTransformer3DModel", "hunyuan": "HunyuanVideoTransformer3DModel"}
-VAE_CLASSES = ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKLCogVideoX")
-
-# DiTConfig field -> key of the transformer's config.json
-_WAN_KEYS = {
-    "num_layers": "num_layers",
-    "num_heads": "num_attention_heads",
-    "head_dim": "attention_head_dim",
-    "ffn_dim": "ffn_dim",
-    "freq_dim": "freq_dim",
-    "text_dim": "text_dim",
-    "in_channels": "in_channels",
-    "out_channels": "out_channels",
-    "cross_attn_norm": "cross_attn_norm",
-    "eps": "eps",
-}
-_HUNYUAN_KEYS = {
-    "num_layers": "num_layers",
-    "num_single_layers": "num_single_layers",
-    "num_heads": "num_attention_heads",
-    "head_dim": "attention_head_dim",
-    "text_dim": "text_embed_dim",
-    "in_channels": "in_channels",
-    "out_channels": "out_channels",
-    "rope_theta": "rope_theta",
-    "num_refiner_layers": "num_refiner_layers",
-    "guidance_embeds": "guidance_embeds",
-}
-# What our blocks compute; a folder that says otherwise would load and then be wrong.
-_WAN_FIXED: dict[str, Any] = {
-    "qk_norm": "rms_norm_across_heads",
-    "image_dim": None,
-    "added_kv_proj_dim": None,
-    "pos_embed_seq_len": None,
-}
-_HUNYUAN_FIXED: dict[str, Any] = {"qk_norm": "rms_norm", "image_condition_type": None}
+from ops.models.dit_config import DiTConfig
+from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
+from ops.models.family import Json
 
 
 def component(path: str | Path, *names: str) -> Path:
@@ -85,71 +51,42 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def dit_config(fields: Mapping[str, Any], base: DiTConfig, where: str) -> DiTConfig:
-    """`base` with the numbers of a transformer's config.json. Raises ValueError for a variant we do not compute."""
+def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
+    """`base` with the numbers of a transformer's config.json, in the settings of the folder's own family.
+
+    Raises ValueError for a class that no family has, and for a variant that we do not compute.
+    """
+    classes = {family.diffusers_class: family for family in FAMILIES.values()}
     name = fields.get("_class_name")
-    architectures = {value: key for key, value in TRANSFORMER_CLASSES.items()}
-    if name not in architectures:
-        raise ValueError(f"{where} is a {name}; known are {' and '.join(architectures)}.")
-    architecture = architectures[name]
-    keys, fixed = (_WAN_KEYS, _WAN_FIXED) if architecture == "wan" else (_HUNYUAN_KEYS, _HUNYUAN_FIXED)
-    for key, value in fixed.items():
+    if name not in classes:
+        raise ValueError(f"{where} is a {name}; known are {' and '.join(classes)}.")
+    family = classes[name]
+    for key, value in family.fixed_fields.items():
         if fields.get(key, value) != value:
             raise ValueError(f"{where} has {key} {fields[key]!r}; only {value!r} is supported (text to video).")
-    values: dict[str, Any] = {field: fields[key] for field, key in keys.items() if fields.get(key) is not None}
-    values.setdefault("out_channels", values.get("in_channels", base.in_channels))
-    if architecture == "wan":
-        values["patch"] = tuple(fields.get("patch_size", (1, 2, 2)))
-    else:
-        spatial = fields.get("patch_size", 2)
-        values["patch"] = (fields.get("patch_size_t", 1), spatial, spatial)
-        pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get("rope_axes_dim", (16, 56, 56)))
-        values["pooled_dim"] = 0 if pooled == values.get("text_dim", base.text_dim) else pooled
-        values["rope_axes"] = None if axes == _default_split(values["head_dim"]) else axes
-        values["ffn_dim"] = int(fields.get("mlp_ratio", 4.0) * values["num_heads"] * values["head_dim"])
-    return replace(base, architecture=architecture, **values)  # type: ignore[arg-type]
+    known = {field.name for field in dataclasses.fields(base)} - {"architecture"}
+    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(family.config) if f.name in known}
+    values |= {field: fields[key] for field, key in family.key_map.items() if fields.get(key) is not None}
+    if fields.get(family.key_map["out_channels"]) is None:
+        values["out_channels"] = values["in_channels"]
+    values |= family.read_rest(fields, values)
+    return cast(AnyDiT, family.config(**values))
 
 
 def dit_json(config: DiTConfig) -> dict[str, Any]:
     """The config.json of the Diffusers class with the same parameters; `dit_config` reads it back."""
-    keys, fixed = (_WAN_KEYS, _WAN_FIXED) if config.architecture == "wan" else (_HUNYUAN_KEYS, _HUNYUAN_FIXED)
-    fields = {"_class_name": TRANSFORMER_CLASSES[config.architecture], **fixed}
-    fields |= {key: getattr(config, field) for field, key in keys.items()}
-    if config.architecture == "wan":
-        return fields | {"patch_size": list(config.patch), "rope_max_seq_len": 1024}
-    patch_t, patch_h, patch_w = config.patch
-    if patch_h != patch_w:
-        raise ValueError(f"patch {config.patch}: HunyuanVideo's config knows one spatial patch size. Use equal ones.")
-    return fields | {
-        "patch_size": patch_h,
-        "patch_size_t": patch_t,
-        "mlp_ratio": config.ffn_dim / config.dim,
-        "pooled_projection_dim": config.pooled_dim or config.text_dim,
-        "rope_axes_dim": list(config.rope_split),
-    }
+    family = FAMILIES[config.architecture]
+    fields = {"_class_name": family.diffusers_class, **family.fixed_fields}
+    fields |= {key: getattr(config, field) for field, key in family.key_map.items()}
+    return fields | family.write_rest(config)
 
 
-def _default_split(head_dim: int) -> tuple[int, int, int]:
-    return DiTConfig(architecture="hunyuan", head_dim=head_dim).rope_split
-
-
-def vae_numbers(fields: Mapping[str, Any], where: str) -> tuple[int, tuple[int, int, int]]:
+def vae_numbers(fields: Json, where: str) -> tuple[int, tuple[int, int, int]]:
     """(latent channels, strides over time, height, width) of a VAE's config.json."""
     name = fields.get("_class_name")
-    if name == "AutoencoderKLWan":
-        # Folders of before Diffusers 0.34 carry no scale factors; the layer counts say the same.
-        down = fields.get("temperal_downsample", [False, True, True])
-        stride_t = fields.get("scale_factor_temporal") or 2 ** sum(map(bool, down))
-        stride_s = fields.get("scale_factor_spatial") or 2 ** len(down) * (fields.get("patch_size") or 1)
-        return fields.get("z_dim", 16), (stride_t, stride_s, stride_s)
-    if name == "AutoencoderKLHunyuanVideo":
-        stride_s = fields.get("spatial_compression_ratio", 8)
-        return fields.get("latent_channels", 16), (fields.get("temporal_compression_ratio", 4), stride_s, stride_s)
-    if name == "AutoencoderKLCogVideoX":
-        stride_s = 2 ** (len(fields.get("block_out_channels", (128, 256, 256, 512))) - 1)
-        stride_t = int(fields.get("temporal_compression_ratio", 4))
-        return fields.get("latent_channels", 16), (stride_t, stride_s, stride_s)
-    raise ValueError(f"{where} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
+    if name not in VAE_CLASSES:
+        raise ValueError(f"{where} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
+    return VAE_CLASSES[name].numbers(fields)
 
 
 def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
@@ -177,7 +114,7 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     return replace(model, dit=dit, vae=vae, text=text), Geometry(vae_stride=stride, patch=dit.patch)
 
 
-def _resolve_dit(dit: DiTConfig, channels: int, text_dim: int) -> DiTConfig:
+def _resolve_dit(dit: AnyDiT, channels: int, text_dim: int) -> AnyDiT:
     if not dit.path:
         return replace(dit, in_channels=channels, out_channels=channels, text_dim=text_dim)
     folder = component(dit.path, "transformer")

@@ -153,7 +153,8 @@ def baseline_loop(settings: dict[str, Any]) -> None:
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine
     from ops.config import geometry
-    from ops.models.load import build_dit, build_text, build_vae, resolve
+    from ops.folders import resolve
+    from ops.models.load import build_dit, build_text, build_vae
 
     torch.set_num_threads(1)
     config = RunConfig.from_yaml(settings["yaml"])

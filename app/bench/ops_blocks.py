@@ -1,4 +1,4 @@
-"""A transformer block with and without the fused ops: Diffusers' own block, and the same after `ops.fuse`.
+"""A transformer block with and without the fused ops: Diffusers' own, and the same with the ops swapped in.
 
 Same weights, same inputs; forward and backward, time and peak memory, plain and under full activation checkpointing.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from app.bench.timing import Timing, measure, peak_bytes
-from ops.fuse import fuse
+from ops.diffusers_swap.fuse import fuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,8 @@ from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import PlanOptions, make_plan
-from ops.config import DiTConfig
 from ops.geometry import Geometry
+from ops.models.hunyuan.config import HunyuanConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WIDTH = 3072  # FLUX and HunyuanVideo
@@ -299,7 +299,7 @@ def stage2_items(count: int, seed: int) -> list[Item]:
 
 def _open_sora(quick: bool) -> PlannerRow:
     """Idle share of 8 groups at the barrier, window of 4 items per group, encodes cached; published: 62 %."""
-    dit = DiTConfig(num_layers=19, num_single_layers=38, num_heads=24, head_dim=128, ffn_dim=12288)
+    dit = HunyuanConfig(num_layers=19, num_single_layers=38, num_heads=24, head_dim=128, ffn_dim=12288)
     profile = Profile.from_flops(dit, geometry=Geometry(), tflops=400.0, degrees=(1, 2, 4, 8), exchange_gbps=200.0)
     idle, took = [], []
     for seed in range(3 if quick else 10):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.config import DiTConfig, TextConfig, VAEConfig
-from ops.folders import resolve
+from ops.config import TextConfig, VAEConfig
+from ops.models.dit_config import DiTConfig
+from ops.models.families import FAMILIES
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     from ops.models.text import TextEncoder
     from ops.models.vae import VAE
-
-__all__ = ["build_dit", "build_text", "build_vae", "resolve"]
 
 
 def build_dit(config: DiTConfig, seed: int) -> nn.Module:
@@ -33,11 +32,7 @@ def build_dit(config: DiTConfig, seed: int) -> nn.Module:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = _dit_class(config)(config)
-        if config.lora_rank:
-            from ops.models.lora import add_lora
-
-            add_lora(module, config)
+        module = _bare_dit(config)
     if config.path:
         load_transformer(module, config.path)
     return module
@@ -48,22 +43,21 @@ def dit_skeleton(config: DiTConfig) -> nn.Module:
     import torch
 
     with torch.device("meta"):
-        module = _dit_class(config)(config)
-        if config.lora_rank:
-            from ops.models.lora import add_lora
+        return _bare_dit(config)
 
-            add_lora(module, config)
+
+def num_trained(config: DiTConfig) -> int:
+    """Trainable weights of the transformer; counted without memory."""
+    return sum(weight.numel() for weight in dit_skeleton(config).parameters() if weight.requires_grad)
+
+
+def _bare_dit(config: DiTConfig) -> nn.Module:
+    module = FAMILIES[config.architecture].model()(config)
+    if config.lora_rank:
+        from ops.models.lora import add_lora
+
+        add_lora(module, config)
     return module
-
-
-def _dit_class(config: DiTConfig) -> type[nn.Module]:
-    if config.architecture == "wan":
-        from ops.models.dit import WanDiT
-
-        return WanDiT
-    from ops.models.mmdit import HunyuanDiT
-
-    return HunyuanDiT
 
 
 def build_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:

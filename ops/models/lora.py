@@ -11,22 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.config import DiTConfig
+from ops.models.dit_config import DiTConfig
+from ops.models.families import FAMILIES
 
-BLOCKS = ("blocks.", "transformer_blocks.", "single_transformer_blocks.")
-PROJECTIONS = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-    "net.0.proj",
-    "net.2",
-    "proj_mlp",
-)
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -53,9 +40,10 @@ def lora_scale(config: DiTConfig) -> float:
 
 def add_lora(module: nn.Module, config: DiTConfig) -> None:
     """Freeze `module` and give the attention and MLP projections of its blocks trainable factors."""
+    names = FAMILIES[config.architecture].lora_names
     module.requires_grad_(False)
     for name, linear in list(module.named_modules()):
-        if isinstance(linear, nn.Linear) and name.startswith(BLOCKS) and name.endswith(PROJECTIONS):
+        if isinstance(linear, nn.Linear) and name.startswith(names.blocks) and name.endswith(names.projections):
             module.set_submodule(name, LoRALinear(linear, config.lora_rank, lora_scale(config)))
 
 

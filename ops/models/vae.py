@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ops.config import VAEConfig
-from ops.folders import VAE_CLASSES, check_safetensors, component, read_json, vae_numbers
+from ops.folders import check_safetensors, component, read_json, vae_numbers
+from ops.models.families import VAE_CLASSES
 from ops.models.tiles import Tile, whole
 
 

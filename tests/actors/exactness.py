@@ -20,12 +20,14 @@ from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
 from ops import sync as ops_sync
 from ops.comm import CancelToken, Groups
-from ops.config import DiTConfig, FlowConfig, ModelConfig, OptimizerConfig, TextConfig, VAEConfig
-from ops.models.load import build_dit, build_text, build_vae, resolve
+from ops.config import FlowConfig, ModelConfig, OptimizerConfig, TextConfig, VAEConfig
+from ops.folders import resolve
+from ops.models.load import build_dit, build_text, build_vae
+from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
 
 MODEL = ModelConfig(
-    dit=DiTConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
+    dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
     vae=VAEConfig(kind="haar", temporal=4, spatial=8, channels=8),
     text=TextConfig(max_length=40, d_model=16, num_layers=1, num_heads=2),
 )

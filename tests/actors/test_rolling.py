@@ -17,8 +17,9 @@ from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
 from actors.step import Seat, StepAssignment, StepSamples
-from ops.config import DiTConfig, TextConfig, VAEConfig
+from ops.config import TextConfig, VAEConfig
 from ops.geometry import Geometry
+from ops.models.wan.config import WanConfig
 
 GEOMETRY = Geometry()
 SHAPES = ((1, 64, 96), (5, 64, 64), (17, 64, 96), (33, 64, 96))
@@ -40,7 +41,7 @@ def items_of(step: int, seed: int) -> list[Item]:
 @pytest.mark.parametrize("strategy", ["cascade", "longest_first", "static", "knapsack"])
 @pytest.mark.parametrize("nodes", [(2,), (3,), (2, 2)])
 def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: tuple[int, ...]) -> None:
-    profile = Profile.from_flops(DiTConfig(), VAEConfig(), TextConfig(), GEOMETRY)
+    profile = Profile.from_flops(WanConfig(), VAEConfig(), TextConfig(), GEOMETRY)
     options = PlanOptions(strategy=strategy, budget_s=0.01)
     holdings, done, early = Holdings(), [], 0
     for step in range(40):

@@ -14,8 +14,8 @@ import pytest
 from app.cli import main
 from app.errors import exit_code, is_ours
 from app.settings import ConfigError
-from ops.config import DiTConfig
 from ops.folders import dit_json
+from ops.models.wan.config import WanConfig
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "configs" / "runs" / "demo.yaml"
@@ -159,7 +159,7 @@ def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
     def no_cluster(_: object) -> None:
         raise ConfigError("no cluster here")
 
-    (tmp_path / "config.json").write_text(json.dumps(dit_json(DiTConfig())))
+    (tmp_path / "config.json").write_text(json.dumps(dit_json(WanConfig())))
     said = f"note: model.dit.path {tmp_path} with model.text.pad_to 0"
     code, printed, err = dry_run(f"model.dit.path={tmp_path}")
     assert code == 0 and said in printed, err

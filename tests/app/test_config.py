@@ -11,6 +11,7 @@ from app.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_ru
 from app.data_synth import make_missing
 from app.settings import ConfigError
 from data.config import SourceConfig
+from ops.models.hunyuan.config import HunyuanConfig
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
@@ -184,7 +185,7 @@ def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypa
 def test_wan_weights_without_their_padding_are_noted() -> None:
     plain = RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml")
     wan = replace(plain, model=replace(plain.model, dit=replace(plain.model.dit, path="models/wan")))
-    hunyuan = replace(wan, model=replace(wan.model, dit=replace(wan.model.dit, architecture="hunyuan")))
+    hunyuan = replace(wan, model=replace(wan.model, dit=HunyuanConfig(path="models/wan")))
     padded = replace(wan, model=replace(wan.model, text=replace(wan.model.text, pad_to=512)))
     assert [len(notes(config)) for config in (plain, wan, hunyuan, padded)] == [0, 1, 0, 0]
     assert "models/wan with model.text.pad_to 0" in notes(wan)[0]
@@ -226,3 +227,25 @@ def test_an_interrupted_synthetic_set_is_made_again(tmp_path: Path, monkeypatch:
     synthetic.synthesize(tmp_path, config)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["koala", "shards"]
     assert len(list((tmp_path / "koala" / "videos").iterdir())) == 2
+
+
+def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
+    plain = ROOT / "configs" / "runs" / "demo.yaml"
+    with pytest.raises(ConfigError, match=r"num_single_layers is a setting of architecture hunyuan.*is wan"):
+        RunConfig.load(plain, ["model.dit.num_single_layers=2"])
+    with pytest.raises(ConfigError, match=r"cross_attn_norm is a setting of architecture wan.*is hunyuan"):
+        RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.cross_attn_norm=false"])
+    with pytest.raises(ConfigError, match=r"architecture is 'wam'.*expected one of wan, hunyuan; did you mean wan"):
+        RunConfig.load(plain, ["model.dit.architecture=wam"])
+
+
+def test_a_config_of_version_0_1_lists_the_defaults_of_all_families() -> None:
+    plain = ROOT / "configs" / "runs" / "demo.yaml"
+    others = ["num_single_layers=0", "num_refiner_layers=2", "pooled_dim=0", "guidance_embeds=false", "rope_axes=null"]
+    assert RunConfig.load(plain, [f"model.dit.{other}" for other in others]) == RunConfig.load(plain)
+    hunyuan = RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.num_single_layers=2"])
+    assert isinstance(hunyuan.model.dit, HunyuanConfig)
+    old = hunyuan.to_yaml().replace(
+        "    architecture: hunyuan\n", "    architecture: hunyuan\n    cross_attn_norm: true\n"
+    )
+    assert RunConfig.from_yaml(old) == RunConfig.from_yaml(hunyuan.to_yaml()) == hunyuan

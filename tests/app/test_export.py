@@ -24,15 +24,17 @@ from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
 from app.settings import ConfigError
-from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.flow import sigma_schedule
-from ops.folders import dit_json
-from ops.models.load import build_dit, resolve
+from ops.folders import dit_json, resolve
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.load import build_dit
 from ops.models.lora import lora_scale, merged
+from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
 
-DIT = DiTConfig(
+DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
 )
 
@@ -48,7 +50,7 @@ def pipeline_run(base: Path, **dit: Any) -> RunConfig:
     return RunConfig(
         run=RunSection(name="tiny"),
         model=ModelConfig(
-            dit=DiTConfig(path=path, **dit), vae=VAEConfig(kind="diffusers", path=path), text=TextConfig(path=path)
+            dit=WanConfig(path=path, **dit), vae=VAEConfig(kind="diffusers", path=path), text=TextConfig(path=path)
         ),
     )
 
@@ -239,15 +241,17 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
 
 
 def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> None:
-    config = haar_run(
-        architecture="hunyuan",
+    dit = HunyuanConfig(
         num_layers=1,
         num_single_layers=1,
         num_refiner_layers=1,
         head_dim=32,
         ffn_dim=4 * 64,
         rope_theta=256.0,
+        **{name: getattr(DIT, name) for name in ("num_heads", "text_dim", "in_channels", "out_channels")},
     )
+    config = haar_run()
+    config = replace(config, model=replace(config.model, dit=dit))
     exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert any("two text encoders" in note for note in exported.notes)
     assert 0 < exported.largest_difference < parity.TOLERANCE

@@ -15,10 +15,15 @@ from actors.outcome import Exit
 from app.config import RunConfig
 from app.errors import exit_code, is_ours
 from app.settings import ConfigError, build, override, parse
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.wan.config import WanConfig
 
 BAD = ("-1", "-2.5", "0", ".nan", ".inf", "-.inf", "1" + 30 * "0", "1e300", "many", "[1, x]", "true", "null")
 SIGNED = {"train.flow.logit_mean", "train.flow.mode_scale"}
 OPTIONAL = {"model.dit.rope_axes"}
+OF_HUNYUAN = {f"model.dit.{f.name}" for f in dataclasses.fields(HunyuanConfig)} - {
+    f"model.dit.{f.name}" for f in dataclasses.fields(WanConfig)
+}
 
 
 def numeric(kind: Any, path: str) -> Iterator[tuple[str, int]]:
@@ -28,6 +33,8 @@ def numeric(kind: Any, path: str) -> Iterator[tuple[str, int]]:
         yield from numeric(args[0], path)
     elif kind in (int, float):
         yield path, 0
+    elif typing.get_origin(kind) in (typing.Union, UnionType):  # one of several, told apart by a tag
+        yield from dict(found for arg in args for found in numeric(arg, path)).items()
     elif dataclasses.is_dataclass(kind):
         for name, inner in typing.get_type_hints(kind).items():
             yield from numeric(inner, f"{path}.{name}" if path else name)
@@ -45,7 +52,10 @@ def config_with(path: str, value: str) -> RunConfig:
         "run: {name: t}\ndata: {sources: [{path: a.tar}], segments: [{until_step: 0, batch: {}, "
         "buckets: {table: [1x64x96]}}], buckets: {table: [1x64x96, 17x64x96]}}\nsample: {prompts: [a]}"
     )
-    return build(RunConfig, override(node, [f"{path}={value}"]))
+    assignments = [f"{path}={value}"]
+    if path in OF_HUNYUAN:
+        assignments.append("model.dit.architecture=hunyuan")
+    return build(RunConfig, override(node, assignments))
 
 
 def use(config: RunConfig, builds: bool) -> None:

@@ -20,9 +20,11 @@ from app.config import RunConfig, RunSection, SampleConfig
 from app.sample import ClipSettings, read_prompts, run
 from app.settings import ConfigError
 from app.video import contact_sheet, write_mp4
-from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.config import ModelConfig, TextConfig, VAEConfig
+from ops.folders import resolve
 from ops.geometry import Geometry
-from ops.models.load import build_dit, resolve
+from ops.models.load import build_dit
+from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, sample_latents
 from ops.shards import ShardState
 
@@ -30,7 +32,7 @@ PROMPTS = ["a red circle", "a blue square moving up"]
 
 
 def tiny_run(**model: object) -> RunConfig:
-    dit = DiTConfig(
+    dit = WanConfig(
         num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=8, out_channels=8
     )
     modules = ModelConfig(dit=dit, vae=VAEConfig(spatial=4, channels=8), text=TextConfig(d_model=16, num_layers=1))

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 
-from ops.config import DiTConfig, ModelConfig, TextConfig, VAEConfig
+from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.folders import check_safetensors, dit_config, dit_json, resolve, vae_numbers
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.wan.config import WanConfig
 
 
 def write(folder: Path, **fields: Any) -> None:
@@ -21,7 +23,7 @@ def write(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        DiTConfig(
+        WanConfig(
             num_layers=3,
             num_heads=6,
             head_dim=16,
@@ -31,11 +33,11 @@ def write(folder: Path, **fields: Any) -> None:
             out_channels=4,
             cross_attn_norm=False,
         ),
-        DiTConfig(architecture="hunyuan", num_layers=2, num_single_layers=3, ffn_dim=4 * 128, rope_theta=256.0),
+        HunyuanConfig(num_layers=2, num_single_layers=3, ffn_dim=4 * 128, rope_theta=256.0),
     ],
 )
-def test_config_json_round_trip(config: DiTConfig) -> None:
-    assert dit_config(dit_json(config), DiTConfig(), "here") == config
+def test_config_json_round_trip(config: WanConfig | HunyuanConfig) -> None:
+    assert dit_config(dit_json(config), WanConfig(), "here") == config
 
 
 @pytest.mark.parametrize(
@@ -64,20 +66,20 @@ def test_random_transformer_takes_its_widths_from_its_neighbours() -> None:
 
 
 def test_pipeline_folder_is_resolved(tmp_path: Path) -> None:
-    write(tmp_path / "transformer", **dit_json(DiTConfig(num_layers=7, text_dim=32, in_channels=4, out_channels=4)))
+    write(tmp_path / "transformer", **dit_json(WanConfig(num_layers=7, text_dim=32, in_channels=4, out_channels=4)))
     write(tmp_path / "vae", _class_name="AutoencoderKLWan", z_dim=4)
     write(tmp_path / "text_encoder", model_type="umt5", d_model=32)
     path = str(tmp_path)
     vae = VAEConfig(kind="diffusers", path=path)
-    asked = ModelConfig(dit=DiTConfig(path=path), vae=vae, text=TextConfig(path=path))
+    asked = ModelConfig(dit=WanConfig(path=path), vae=vae, text=TextConfig(path=path))
     model, geometry = resolve(asked)
     assert (model.dit.num_layers, model.vae.channels, model.text.d_model) == (7, 4, 32)
     assert (geometry.vae_stride, geometry.patch) == ((4, 8, 8), (1, 2, 2))
 
 
 def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "transformer", **dit_json(DiTConfig(in_channels=16, out_channels=16, text_dim=4096)))
-    dit = DiTConfig(path=str(tmp_path))
+    write(tmp_path / "transformer", **dit_json(WanConfig(in_channels=16, out_channels=16, text_dim=4096)))
+    dit = WanConfig(path=str(tmp_path))
     with pytest.raises(ValueError, match=r"takes 16 and gives 16 latent channels, model\.vae makes 48"):
         resolve(ModelConfig(dit=dit))
     with pytest.raises(ValueError, match=r"width 4096, model\.text makes 64"):
@@ -93,13 +95,13 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
 )
 def test_variants_that_we_do_not_compute_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        dit_config(dit_json(DiTConfig()) | changes, DiTConfig(), "transformer")
+        dit_config(dit_json(WanConfig()) | changes, WanConfig(), "transformer")
 
 
 def test_broken_json_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        resolve(ModelConfig(dit=DiTConfig(path=str(tmp_path))))
+        resolve(ModelConfig(dit=WanConfig(path=str(tmp_path))))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
-from ops.fuse import fuse
+from ops.diffusers_swap.fuse import fuse
 
 FP32_ERROR = 2e-5  # relative L2, a few blocks deep
 

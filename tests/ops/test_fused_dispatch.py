@@ -1,5 +1,6 @@
 """The fused ops as PyTorch sees them: opcheck, torch.compile, checkpointing, processes."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ops import fused
 from ops.comm import Group
-from ops.config import DiTConfig
+from ops.models.families import FAMILIES
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.packing import Layout, Sequence
 from ops.segments import Segments
@@ -141,20 +143,13 @@ class OpNames(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("architecture", ["wan", "hunyuan"])
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_transformers_norm_gate_and_rotate_through_the_fused_ops_only(architecture: str) -> None:
-    config = DiTConfig(
-        architecture=architecture,
-        num_layers=1,
-        num_single_layers=1,
-        num_heads=2,
-        head_dim=16,
-        ffn_dim=64,
-        freq_dim=32,
-        text_dim=24,
-        in_channels=4,
-        out_channels=4,
+    config = FAMILIES[architecture].config(
+        num_layers=1, num_heads=2, head_dim=16, ffn_dim=64, freq_dim=32, text_dim=24, in_channels=4, out_channels=4
     )
+    if isinstance(config, HunyuanConfig):
+        config = replace(config, num_single_layers=1)
     layout = Layout([Sequence((1, 2, 3), 5), Sequence((2, 2, 2), 4)])
     with OpNames() as seen:
         model = build_dit(config, seed=0)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ops.comm import Group
-from ops.config import DiTConfig
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.models.lora import for_diffusers, lora_scale, merged
+from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence
 
 FP32_ATOL = 1e-5
 CONFIGS = {
-    "wan": DiTConfig(
+    "wan": WanConfig(
         num_layers=2,
         num_heads=2,
         head_dim=12,
@@ -25,8 +28,7 @@ CONFIGS = {
         lora_rank=3,
         lora_alpha=6.0,
     ),
-    "hunyuan": DiTConfig(
-        architecture="hunyuan",
+    "hunyuan": HunyuanConfig(
         num_layers=1,
         num_single_layers=1,
         num_refiner_layers=1,
@@ -66,7 +68,7 @@ def disturb(module: torch.nn.Module) -> None:
 def test_starts_from_the_base_model_and_merges_exactly(architecture: str) -> None:
     config = CONFIGS[architecture]
     module = build_dit(config, seed=0)
-    plain = build_dit(DiTConfig(**{**_fields(config), "lora_rank": 0}), seed=0)
+    plain = build_dit(replace(config, lora_rank=0), seed=0)
     torch.testing.assert_close(forward(module), forward(plain), atol=FP32_ATOL, rtol=0)
     disturb(module)
     assert (forward(module) - forward(plain)).abs().max() > 1e-3
@@ -94,7 +96,3 @@ def test_file_for_diffusers_folds_the_scale_into_b() -> None:
     assert torch.equal(file[f"transformer.{name}.lora_A.weight"], state[f"{name}.lora_A.weight"])
     assert torch.equal(file[f"transformer.{name}.lora_B.weight"], 2.0 * state[f"{name}.lora_B.weight"])
     assert len(file) == 2 * 2 * 10  # A and B of ten projections in each of two blocks
-
-
-def _fields(config: DiTConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}

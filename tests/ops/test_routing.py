@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.comm import CancelToken, Group, Groups
-from ops.config import DiTConfig
 from ops.flow import flow_loss
-from ops.models.dit import WanDiT
+from ops.models.wan.config import WanConfig
+from ops.models.wan.model import WanDiT
 from ops.packing import Layout, Sequence
 from ops.routing import assign, make_routing, parse_topology, plan, replicate, route, unroute, workload
 
@@ -129,7 +129,7 @@ def test_rows_that_need_not_move_stay_and_no_collective_runs(run_ranks) -> None:
 
 def test_a_routed_transformer_trains_like_one_at_home(run_ranks) -> None:
     """Wan over bags of one and two ranks: outputs at home and the sum of all gradients are those of no routing."""
-    config = DiTConfig(
+    config = WanConfig(
         num_layers=2,
         num_heads=4,
         head_dim=6,

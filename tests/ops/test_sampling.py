@@ -12,14 +12,14 @@ from diffusers import WanTransformer3DModel
 from torch.distributed import HashStore
 
 from ops.comm import CancelToken, Group, Groups
-from ops.config import DiTConfig
 from ops.folders import dit_json
 from ops.geometry import Geometry
 from ops.models.load import build_dit
+from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
-DIT = DiTConfig(
+DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4, out_channels=4
 )
 GEOMETRY = Geometry()

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ops.comm import Group
-from ops.config import DiTConfig
 from ops.flow import flow_loss
-from ops.models.dit import WanDiT
+from ops.models.dit_config import DiTConfig
+from ops.models.families import FAMILIES
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.lora import add_lora
-from ops.models.mmdit import HunyuanDiT
+from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence
 from ops.sequence_parallel import check_degree, heads_to_rows, rows_to_heads, sequence_parallel_attention
 
@@ -27,11 +28,22 @@ HEADS = 12
 # mixed shapes and text lengths; a sequence of one token leaves the other ranks of a bag without rows of it
 MIXED = (Sequence((3, 4, 5), 7), Sequence((1, 1, 1), 2), Sequence((2, 3, 3), 11), Sequence((1, 1, 2), 1))
 SHORT = (Sequence((1, 1, 2), 3),)  # fewer tokens than ranks
-WAN = DiTConfig(
+WAN = WanConfig(
     num_layers=2, num_heads=HEADS, head_dim=6, ffn_dim=40, freq_dim=16, text_dim=10, in_channels=2, out_channels=2
 )
-HUNYUAN = replace(
-    WAN, architecture="hunyuan", num_single_layers=1, num_refiner_layers=1, rope_axes=(2, 2, 2), guidance_embeds=True
+HUNYUAN = HunyuanConfig(
+    num_layers=2,
+    num_single_layers=1,
+    num_refiner_layers=1,
+    num_heads=HEADS,
+    head_dim=6,
+    ffn_dim=40,
+    freq_dim=16,
+    text_dim=10,
+    in_channels=2,
+    out_channels=2,
+    rope_axes=(2, 2, 2),
+    guidance_embeds=True,
 )
 
 
@@ -41,7 +53,7 @@ class Case:
     def __init__(self, config: DiTConfig, sequences: tuple[Sequence, ...], dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         self.sequences, self.dtype = sequences, dtype
-        self.model = (WanDiT if config.architecture == "wan" else HunyuanDiT)(config).to(dtype)
+        self.model = FAMILIES[config.architecture].model()(config).to(dtype)
         for parameter in self.model.parameters():
             nn.init.normal_(parameter, std=0.3)
         self.tokens = [torch.randn(s.tokens, 8, dtype=dtype) for s in sequences]

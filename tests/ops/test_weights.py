@@ -10,14 +10,14 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from ops.comm import Group
-from ops.config import DiTConfig
 from ops.folders import dit_config, dit_json, read_json
 from ops.models.load import build_dit
+from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence, patchify, unpatchify
 from ops.weights import STEM, check_state, read_state, weight_files, write_folder
 
 FP32_ATOL = 1e-5
-SMALL = DiTConfig(
+SMALL = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4, out_channels=4
 )
 
@@ -43,7 +43,7 @@ def forward(module: torch.nn.Module, latent: torch.Tensor, text: torch.Tensor, s
 def test_published_folder_gives_diffusers_outputs(tmp_path: Path, save: dict[str, object]) -> None:
     reference = published(tmp_path, **save)
     assert (len(weight_files(tmp_path / "transformer")) > 1) == bool(save)
-    config = dit_config(read_json(tmp_path / "transformer" / "config.json"), DiTConfig(path=str(tmp_path)), "here")
+    config = dit_config(read_json(tmp_path / "transformer" / "config.json"), WanConfig(path=str(tmp_path)), "here")
     module = build_dit(config, seed=7)
     latent, text = torch.randn(4, 3, 4, 6), torch.randn(5, 8)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def spoil(folder: Path, change: str) -> None:
 def test_weights_that_do_not_fit_are_one_sentence(tmp_path: Path, change: str, sentence: str) -> None:
     published(tmp_path)
     spoil(tmp_path, change)
-    config = dit_config(dit_json(SMALL), DiTConfig(path=str(tmp_path)), "here")
+    config = dit_config(dit_json(SMALL), WanConfig(path=str(tmp_path)), "here")
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as caught:
         build_dit(config, seed=0)
     assert "\n" not in str(caught.value)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ops.config import DiTConfig
 from ops.geometry import Geometry
+from ops.models.dit_config import DiTConfig
 
 POOR_R2 = 0.9  # a fit below this, or with a residual above POOR_RESIDUAL, is reported and not used
 POOR_RESIDUAL = 0.5
@@ -286,7 +286,7 @@ def flop_coefficients(
     pass.
     """
     rate = tflops * 1e12
-    layers = dit.num_layers + dit.num_single_layers
+    layers = sum(dit.block_counts)
     d = dit.dim
     passes = 4.0 if dit.gradient_checkpointing else 3.0
     linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate

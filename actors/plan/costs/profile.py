@@ -15,8 +15,10 @@ from actors.plan.costs.forms import Fit, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError
-from ops.config import DiTConfig, TextConfig, VAEConfig
+from ops.config import TextConfig, VAEConfig
 from ops.geometry import Geometry
+from ops.models.dit_config import DiTConfig
+from ops.models.wan.config import WanConfig
 
 log = logging.getLogger(__name__)
 
@@ -377,7 +379,7 @@ def _scaled(module: Module, prior: Fit, loads: Sequence[Load], seconds: Sequence
 
 def _default_prior(module: Module) -> Fit:
     """A 13B-sized transformer on an H100; only its proportions matter, `_scaled` sets the level."""
-    large = DiTConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True)
+    large = WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True)
     fits = costs.flop_coefficients(
         large, 400.0, vae_flops_per_pixel=2e6, text_flops_per_token=1e10, launch_s=2e-5, exchange_gbps=100.0
     )

@@ -8,11 +8,12 @@ from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from data.config import BatchConfig
 from data.types import Bucket
-from ops.config import DiTConfig, TextConfig, VAEConfig
+from ops.config import TextConfig, VAEConfig
 from ops.geometry import Geometry
+from ops.models.wan.config import WanConfig
 
 GEOMETRY = Geometry()
-PROFILE = Profile.from_flops(DiTConfig(), VAEConfig(), TextConfig(), GEOMETRY)
+PROFILE = Profile.from_flops(WanConfig(), VAEConfig(), TextConfig(), GEOMETRY)
 
 
 def size(shape: tuple[int, int, int], **limits: float) -> int:

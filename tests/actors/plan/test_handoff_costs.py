@@ -8,13 +8,13 @@ import pytest
 from actors.messages import Span
 from actors.plan.costs.profile import Handoff, Profile
 from actors.planning.actor import fetches
-from ops.config import DiTConfig
+from ops.models.wan.config import WanConfig
 
 GIB = 2**30
 
 
 def observed(dit_s: float, handoffs: list[tuple[int, float]]) -> Handoff:
-    profile = Profile.from_flops(DiTConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32))
+    profile = Profile.from_flops(WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32))
     for _ in range(3):
         profile.observe("dit", batch=1, frames=1, height=64, width=64, degree=1, seconds=dit_s)
     for num_bytes, seconds in handoffs:

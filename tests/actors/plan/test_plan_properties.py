@@ -15,10 +15,10 @@ from actors.plan.schedule.problem import Problem
 from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, StepPlan
 from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan, rolling_cut
-from ops.config import DiTConfig
+from ops.models.wan.config import WanConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
-FLOPS = Profile.from_flops(DiTConfig(num_heads=4))
+FLOPS = Profile.from_flops(WanConfig(num_heads=4))
 
 items = st.builds(
     lambda batch, frames, side, text: (batch, frames, 32 * side, 32 * side, text),

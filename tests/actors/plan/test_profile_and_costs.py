@@ -15,7 +15,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.make_plan import PlanOptions, make_plan
-from ops.config import DiTConfig
+from ops.models.wan.config import WanConfig
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}
 
@@ -88,7 +88,7 @@ def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
 
 
 def test_observed_cascades_correct_their_point_and_their_neighbours() -> None:
-    profile = Profile.from_flops(DiTConfig())
+    profile = Profile.from_flops(WanConfig())
     before = profile.seconds("dit", 4, 17, 64, 96, 1, 20)
     factor = 3.0
     for _ in range(3):
@@ -224,13 +224,13 @@ def test_degrees_must_divide_the_heads() -> None:
     with pytest.raises(PlanError, match="degree 5 does not divide the 4"):
         make_plan(
             [[Item(id="x", batch=1, frames=17, height=64, width=64)]],
-            Profile.from_flops(DiTConfig(num_heads=4)),
+            Profile.from_flops(WanConfig(num_heads=4)),
             Cluster(nodes=(8,)),
             PlanOptions(degrees=(5,)),
         )
 
 
 def test_profiles_are_json(h100: Profile) -> None:
-    profile = Profile.from_flops(DiTConfig())
+    profile = Profile.from_flops(WanConfig())
     profile.observe("dit", 1, 17, 64, 64, 1, 0.1)
     assert json.loads(json.dumps(profile.to_json()))["latency"][0]["seconds"] == 0.1

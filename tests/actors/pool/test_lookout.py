@@ -17,7 +17,8 @@ from actors.pool.membership_types import Refused
 from actors.pool.monitor import Monitor
 from actors.pool.weights import weights_bytes
 from actors.pool.workers import PoolNews
-from ops.config import DiTConfig, ModelConfig, VAEConfig
+from ops.config import ModelConfig, VAEConfig
+from ops.models.wan.config import WanConfig
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.
 def test_the_time_to_load_grows_with_the_weights_and_the_workers_that_read_them(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "model.safetensors").write_bytes(bytes(1000))
-    model = ModelConfig(dit=DiTConfig(path=str(tmp_path)), vae=VAEConfig(path=str(tmp_path)))
+    model = ModelConfig(dit=WanConfig(path=str(tmp_path)), vae=VAEConfig(path=str(tmp_path)))
     assert weights_bytes(model) == 1000 and weights_bytes(ModelConfig()) == 0
     assert WorkersConfig(max=64).start_patience_s(40 * 10**9) > 40e9 * 64 / 1.5e9, "a shared storage of 1.5 GB/s"
     assert WorkersConfig().start_patience_s(0) == 600

@@ -16,8 +16,9 @@ from actors.pool.membership_types import Joined, Limits, Loaded
 from actors.run.frozen import disagreement
 from actors.worker.loading import FirstWeights, build_modules, own_shards
 from ops.comm import CancelToken
-from ops.config import DiTConfig, ModelConfig
+from ops.config import ModelConfig
 from ops.models.load import build_dit
+from ops.models.wan.config import WanConfig
 from ops.sync import trainable
 from ops.weights import frozen_digests
 from tests.actors.exactness import MODEL, train_config
@@ -57,7 +58,7 @@ def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path
             torch.nn.init.constant_(self.model.weight, value)
             torch.nn.init.constant_(self.model.bias, 0)
 
-    base = DiTConfig(num_layers=1, num_heads=2, head_dim=8, ffn_dim=16, freq_dim=8, lora_rank=2)
+    base = WanConfig(num_layers=1, num_heads=2, head_dim=8, ffn_dim=16, freq_dim=8, lora_rank=2)
     dit = build_dit(base, 0)
     from_folder = replace(base, path=str(tmp_path))
     config = ModelConfig(dit=from_folder, vae=replace(MODEL.vae, path=str(tmp_path)), text=MODEL.text)

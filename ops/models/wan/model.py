@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.config import DiTConfig
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
 from ops.models.layers import (
     FeedForward,
@@ -32,6 +31,7 @@ from ops.models.layers import (
     maybe_checkpoint,
     sinusoidal_embedding,
 )
+from ops.models.wan.config import WanConfig
 from ops.packing import Layout
 from ops.sequence_parallel import check_degree, sequence_parallel_attention
 
@@ -50,7 +50,7 @@ class WanBlockInputs(NamedTuple):
 class WanDiT(nn.Module):
     """See the module docstring for a call. `timesteps` are sigma * num_train_timesteps, one per sequence."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.config = config
         dim = config.dim
@@ -86,7 +86,7 @@ class WanDiT(nn.Module):
 class ConditionEmbedder(nn.Module):
     """Time and text of each sequence, computed in full by every rank."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.freq_dim = config.freq_dim
         self.time_embedder = TwoLayerMLP(config.freq_dim, config.dim, nn.functional.silu)
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 class WanBlock(nn.Module):
     """Self-attention over the bag, cross-attention to the replicated text, MLP; AdaLN from each row's sequence."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.eps = config.eps
         self.attn1 = Attention(config.dim, config.head_dim, config.eps)

@@ -7,13 +7,13 @@ import torch
 from diffusers import HunyuanVideoTransformer3DModel
 
 from ops.comm import Group
-from ops.config import DiTConfig
-from ops.models.mmdit import HunyuanDiT
+from ops.models.families import FAMILIES
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.hunyuan.model import HunyuanDiT
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 torch.set_num_threads(1)
-CONFIG = DiTConfig(
-    architecture="hunyuan",
+CONFIG = HunyuanConfig(
     num_layers=2,
     num_single_layers=2,
     num_refiner_layers=1,
@@ -80,8 +80,7 @@ def test_packed_samples_equal_diffusers_one_by_one() -> None:
 
 
 def test_without_a_second_text_encoder_the_pooled_vector_is_the_mean_text() -> None:
-    config = DiTConfig(
-        architecture="hunyuan",
+    config = HunyuanConfig(
         num_layers=1,
         num_heads=2,
         head_dim=16,
@@ -99,14 +98,14 @@ def test_without_a_second_text_encoder_the_pooled_vector_is_the_mean_text() -> N
     torch.testing.assert_close(model(*call), model(*call, pooled=mean), **FP32)
 
 
-@pytest.mark.parametrize("architecture", ["wan", "hunyuan"])
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 def test_rope_axes_fill_the_head_in_whole_pairs(architecture: str, head_dim: int) -> None:
-    axes = DiTConfig(architecture=architecture, head_dim=head_dim).rope_split
+    axes = FAMILIES[architecture].config(head_dim=head_dim).rope_split
     assert sum(axes) == head_dim and all(size % 2 == 0 for size in axes)
     assert head_dim != 128 or axes == {"wan": (44, 42, 42), "hunyuan": (16, 56, 56)}[architecture]
 
 
 def test_rope_axes_that_do_not_fill_the_head_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(4, 6, 8\).*head_dim 16"):
-        DiTConfig(architecture="hunyuan", head_dim=16, rope_axes=(4, 6, 8))
+        HunyuanConfig(head_dim=16, rope_axes=(4, 6, 8))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.config import DiTConfig
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.layers import (
     FeedForward,
     PatchEmbedding,
@@ -50,7 +50,7 @@ class HunyuanBlockInputs(NamedTuple):
 class HunyuanDiT(nn.Module):
     """`timesteps` are sigma * num_train_timesteps, one per sequence, as for WanDiT."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.config = config
         patch_size = config.patch[0] * config.patch[1] * config.patch[2]
@@ -110,7 +110,7 @@ class HunyuanDiT(nn.Module):
 
 
 class _PatchEmbed(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.proj = PatchEmbedding(config.in_channels, config.dim, config.patch)
 
@@ -152,7 +152,7 @@ class Modulation(nn.Module):
 class TokenRefiner(nn.Module):
     """Self-attention among the text tokens of each sequence, gated by time and mean text; replicated on every rank."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.time_text_embed = ConditionEmbedding(config.text_dim, config.dim)
         self.proj_in = nn.Linear(config.text_dim, config.dim)
@@ -168,13 +168,13 @@ class TokenRefiner(nn.Module):
 
 
 class _RefinerStack(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.refiner_blocks = nn.ModuleList(RefinerBlock(config) for _ in range(config.num_refiner_layers))
 
 
 class RefinerBlock(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.dim, _EPS), nn.LayerNorm(config.dim, _EPS)
         self.attn = JointAttention(config, text=False, output=True, qk_norm=False)
@@ -198,7 +198,7 @@ class RefinerBlock(nn.Module):
 class JointAttention(nn.Module):
     """Projections of Diffusers' Attention; `text` adds those of a separate text stream, `output` the way out."""
 
-    def __init__(self, config: DiTConfig, text: bool, output: bool, qk_norm: bool = True) -> None:
+    def __init__(self, config: HunyuanConfig, text: bool, output: bool, qk_norm: bool = True) -> None:
         super().__init__()
         dim, self.head_dim = config.dim, config.head_dim
         self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
@@ -246,7 +246,7 @@ class JointAttention(nn.Module):
 class DoubleStreamBlock(nn.Module):
     """Joint attention with separate weights, norms and MLPs for video and text."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.norm1, self.norm1_context = Modulation(config.dim, 6), Modulation(config.dim, 6)
         self.attn = JointAttention(config, text=True, output=True)
@@ -276,7 +276,7 @@ class DoubleStreamBlock(nn.Module):
 class SingleStreamBlock(nn.Module):
     """Attention and MLP side by side, one set of weights for video and text rows."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
         self.norm = Modulation(config.dim, 3)
         self.attn = JointAttention(config, text=False, output=False)

@@ -1,7 +1,7 @@
 """Put the fused ops into a Diffusers transformer that is trained with other tools.
 
     from diffusers import WanTransformer3DModel
-    from ops.fuse import fuse
+    from ops.diffusers_swap.fuse import fuse
 
     transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")
     fuse(transformer)      # Counter({'WanAttnProcessor': 60, 'WanTransformerBlock': 30, ...})
@@ -23,14 +23,14 @@ def fuse(model: nn.Module) -> Counter[str]:
 
     Raises ValueError if there is nothing to swap. Calling it again swaps nothing and raises nothing.
     """
-    from ops import fused_diffusers  # needs diffusers, which the rest of ops does not
+    from ops.diffusers_swap import forwards  # needs diffusers, which the rest of ops does not
 
     swapped: Counter[str] = Counter()
     already = 0
     for module in model.modules():
         for part in (module, getattr(module, "processor", None)):
-            already += type(part) in fused_diffusers.FUSED.values()
-            replacement = fused_diffusers.FUSED.get(type(part))
+            already += type(part) in forwards.FUSED.values()
+            replacement = forwards.FUSED.get(type(part))
             if part is not None and replacement is not None:
                 swapped[type(part).__name__] += 1
                 part.__class__ = replacement

@@ -7,12 +7,12 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from ops.comm import Group
-from ops.config import DiTConfig
-from ops.models.dit import WanDiT
+from ops.models.wan.config import WanConfig
+from ops.models.wan.model import WanDiT
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 torch.set_num_threads(1)
-CONFIG = DiTConfig(
+CONFIG = WanConfig(
     num_layers=2, num_heads=4, head_dim=32, ffn_dim=192, freq_dim=64, text_dim=48, in_channels=4, out_channels=4
 )
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
@@ -50,7 +50,7 @@ def samples() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
 def test_packed_samples_equal_diffusers_one_by_one(cross_attn_norm: bool) -> None:
     reference = diffusers_model(cross_attn_norm)
     model = WanDiT(
-        DiTConfig(
+        WanConfig(
             num_layers=2,
             num_heads=4,
             head_dim=32,

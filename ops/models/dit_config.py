@@ -1,0 +1,77 @@
+"""What every family of transformers is told. Each family adds its own settings: `ops/models/<family>/config.py`.
+
+Imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ops.ranges import above, between, check_numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTConfig:
+    """The diffusion transformer. With `path`, everything but the runtime switches is read from its config.json.
+
+    A base: a model is described by the subclass of its family, whose default of `architecture` is the family's name.
+    """
+
+    architecture: str
+    path: str | None = None  # a Diffusers folder (the pipeline's, or its transformer/)
+    num_layers: int = 4
+    num_heads: int = 4
+    head_dim: int = 32
+    ffn_dim: int = 512
+    freq_dim: int = 64  # width of the sinusoidal timestep embedding, where the family has a choice
+    text_dim: int = 64  # width of the text encoder's output
+    in_channels: int = 16  # latent channels of the VAE
+    out_channels: int = 16
+    patch: tuple[int, int, int] = (1, 2, 2)
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
+    lora_alpha: float = 0.0  # 0 means equal to the rank
+
+    def __post_init__(self) -> None:
+        own = next(field.default for field in fields(self) if field.name == "architecture")
+        if self.architecture != own:
+            raise ValueError(f"model.dit.architecture is {self.architecture}; these are settings of {own}.")
+        check_numbers(
+            "model.dit",
+            self,
+            num_layers=between(1, 1000),
+            num_heads=between(1, 1024),
+            head_dim=between(2, 1024),
+            ffn_dim=between(1, 1 << 20),
+            freq_dim=between(2, 1 << 16),
+            text_dim=between(1, 1 << 16),
+            in_channels=between(1, 1 << 16),
+            out_channels=between(1, 1 << 16),
+            patch=between(1, 64),
+            eps=above(0, 1.0),
+            rope_theta=above(0, 1e12),
+            lora_rank=between(0, 1 << 16),
+            lora_alpha=between(0, 1e6),
+        )
+        if self.freq_dim % 2:
+            raise ValueError(
+                f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even one."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.dit.head_dim {self.head_dim} is odd; RoPE rotates pairs. Use an even head_dim.")
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def rope_split(self) -> tuple[int, int, int]:
+        """Head sizes that RoPE gives to (t, h, w); even, and their sum is the head's."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how RoPE splits a head.")
+
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        """Transformer blocks of each kind, in the order in which a token passes them."""
+        return (self.num_layers,)

@@ -1,0 +1,83 @@
+"""What the rest of Heddle must know of a model family; one `Family` per folder of `ops/models/`.
+
+Loading, export, LoRA, sampling, parity and the notes before a run iterate over `ops.models.families.FAMILIES` and name
+no family themselves. What all families have in common today (flow objective, T5 text at its true length or padded with
+zeros, one transformer, latents normalised by the VAE's config.json) is not a field yet: the first family that differs
+makes it one, with the old behaviour as its default.
+
+Imports neither torch nor Ray; the callables that need them import them when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ops.models.dit_config import DiTConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Json = Mapping[str, Any]  # the fields of a config.json: their types are Diffusers' business
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VAEClass:
+    """A Diffusers autoencoder. `numbers` reads its config.json: (latent channels, strides over t, h, w)."""
+
+    name: str
+    numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraNames:
+    """Which linear layers get factors: those below `blocks` (prefixes) whose name ends with one of `projections`."""
+
+    blocks: tuple[str, ...]
+    projections: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduler:
+    """A Diffusers scheduler that takes the Euler steps of `heddle sample`, and its settings beside the step count."""
+
+    name: str
+    settings: Mapping[str, Any]  # values of a JSON file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParitySample:
+    """One sample as a Diffusers class wants it: latent [C, t, h, w], timestep [1] (sigma * 1000), text [L, E]."""
+
+    latent: Tensor
+    timestep: Tensor
+    text: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """`key_map`, `fixed_fields`, `read_rest` and `write_rest` together translate between config.json and `config`."""
+
+    name: str  # model.dit.architecture
+    config: type[DiTConfig]
+    model: Callable[[], type[nn.Module]]  # module(tokens, timesteps, text, layout, group) -> velocity tokens
+
+    diffusers_class: str  # of the transformer, whose parameter names are ours
+    pipeline_class: str
+    vae: VAEClass
+    missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run does not train with
+    missing_note: str = ""  # what a user must know of them
+
+    key_map: Mapping[str, str]  # field of `config` -> key of config.json
+    fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong
+    read_rest: Callable[[Json, Json], dict[str, Any]]  # (config.json, fields known so far) -> further fields
+    write_rest: Callable[[Any], dict[str, Any]]  # config (of this family) -> further keys of config.json
+
+    lora_names: LoraNames
+    scheduler: Callable[[float], Scheduler]  # of a flow shift
+    wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
+    parity_inputs: Callable[[Any, ParitySample], dict[str, Any]]  # (config, sample) -> what the Diffusers class takes
+
+    notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
+    export_notes: Callable[[int], list[str]] = lambda pad_to: []  # model.text.pad_to -> how a pipeline is to be called

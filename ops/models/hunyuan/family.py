@@ -1,0 +1,114 @@
+"""HunyuanVideo text to video: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ops.models.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.hunyuan.config import HunyuanConfig, default_rope_split
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.hunyuan.model import HunyuanDiT
+
+    return HunyuanDiT
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride_s = fields.get("spatial_compression_ratio", 8)
+    return fields.get("latent_channels", 16), (fields.get("temporal_compression_ratio", 4), stride_s, stride_s)
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, Any]:
+    spatial = fields.get("patch_size", 2)
+    pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get("rope_axes_dim", (16, 56, 56)))
+    return {
+        "patch": (fields.get("patch_size_t", 1), spatial, spatial),
+        "pooled_dim": 0 if pooled == known["text_dim"] else pooled,
+        "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
+        "ffn_dim": int(fields.get("mlp_ratio", 4.0) * known["num_heads"] * known["head_dim"]),
+    }
+
+
+def _write_rest(config: HunyuanConfig) -> dict[str, Any]:
+    patch_t, patch_h, patch_w = config.patch
+    if patch_h != patch_w:
+        raise ValueError(f"patch {config.patch}: HunyuanVideo's config knows one spatial patch size. Use equal ones.")
+    return {
+        "patch_size": patch_h,
+        "patch_size_t": patch_t,
+        "mlp_ratio": config.ffn_dim / config.dim,
+        "pooled_projection_dim": config.pooled_dim or config.text_dim,
+        "rope_axes_dim": list(config.rope_split),
+    }
+
+
+def _scheduler(shift: float) -> Scheduler:
+    """HunyuanVideoPipeline passes even sigmas to FlowMatchEuler, so its own spacing does not matter."""
+    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": shift})
+
+
+def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Any]:
+    import torch
+
+    text = sample.text
+    same = (config.pooled_dim or config.text_dim) == config.text_dim
+    inputs = {
+        "hidden_states": sample.latent[None],
+        "timestep": sample.timestep.long(),
+        "encoder_hidden_states": text[None],
+        "encoder_attention_mask": torch.ones(1, len(text), dtype=torch.bool),
+        "pooled_projections": text.mean(0)[None] if same else torch.zeros(1, config.pooled_dim),
+    }
+    return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
+
+
+HUNYUAN = Family(
+    name="hunyuan",
+    config=HunyuanConfig,
+    model=_model,
+    diffusers_class="HunyuanVideoTransformer3DModel",
+    pipeline_class="HunyuanVideoPipeline",
+    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
+    missing_parts=("text_encoder_2", "tokenizer_2"),
+    missing_note=(
+        "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae "
+        "and scheduler load by their own classes; give --base for a complete pipeline."
+    ),
+    key_map={
+        "num_layers": "num_layers",
+        "num_single_layers": "num_single_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "text_dim": "text_embed_dim",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "rope_theta": "rope_theta",
+        "num_refiner_layers": "num_refiner_layers",
+        "guidance_embeds": "guidance_embeds",
+    },
+    fixed_fields={"qk_norm": "rms_norm", "image_condition_type": None},
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(
+        blocks=("transformer_blocks.", "single_transformer_blocks."),
+        projections=(
+            "to_q",
+            "to_k",
+            "to_v",
+            "to_out.0",
+            "add_q_proj",
+            "add_k_proj",
+            "add_v_proj",
+            "to_add_out",
+            "net.0.proj",
+            "net.2",
+            "proj_mlp",
+        ),
+    ),
+    scheduler=_scheduler,
+    parity_inputs=_parity_inputs,
+)

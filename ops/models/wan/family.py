@@ -1,0 +1,113 @@
+"""Wan2.1 text to video: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ops.models.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.wan.config import WanConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.wan.model import WanDiT
+
+    return WanDiT
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    # Folders of before Diffusers 0.34 carry no scale factors; the layer counts say the same.
+    down = fields.get("temperal_downsample", [False, True, True])
+    stride_t = fields.get("scale_factor_temporal") or 2 ** sum(map(bool, down))
+    stride_s = fields.get("scale_factor_spatial") or 2 ** len(down) * (fields.get("patch_size") or 1)
+    return fields.get("z_dim", 16), (stride_t, stride_s, stride_s)
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, Any]:
+    return {"patch": tuple(fields.get("patch_size", (1, 2, 2)))}
+
+
+def _write_rest(config: WanConfig) -> dict[str, Any]:
+    return {"patch_size": list(config.patch), "rope_max_seq_len": 1024}
+
+
+def _scheduler(shift: float) -> Scheduler:
+    """WanPipeline passes no sigmas, and FlowMatchEuler's own end one step early, near 0.001. DPMSolver of order 1 is
+    Euler, too, with the spacing of Wan's published schedulers."""
+    settings = {
+        "algorithm_type": "dpmsolver++",
+        "solver_order": 1,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "flow_shift": shift,
+    }
+    return Scheduler(name="DPMSolverMultistepScheduler", settings=settings)
+
+
+def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Any]:
+    return {
+        "hidden_states": sample.latent[None],
+        "timestep": sample.timestep,
+        "encoder_hidden_states": sample.text[None],
+    }
+
+
+def _notes(path: str | None, pad_to: int) -> list[str]:
+    if not path or pad_to:
+        return []
+    return [
+        f"model.dit.path {path} with model.text.pad_to 0: Wan's published weights were trained "
+        f"on text padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512."
+    ]
+
+
+def _export_notes(pad_to: int) -> list[str]:
+    """How WanPipeline is given the text conditioning of the training; it pads prompts with zeros."""
+    if pad_to:
+        return [
+            f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
+            f"training."
+        ]
+    return [
+        "this run trained without padding, and WanPipeline pads the prompt and the negative prompt with zeros: "
+        "pass prompt_embeds and negative_prompt_embeds instead, each the text encoder's output for the tokens of "
+        "that prompt alone."
+    ]
+
+
+WAN = Family(
+    name="wan",
+    config=WanConfig,
+    model=_model,
+    diffusers_class="WanTransformer3DModel",
+    pipeline_class="WanPipeline",
+    vae=VAEClass(name="AutoencoderKLWan", numbers=_vae_numbers),
+    key_map={
+        "num_layers": "num_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "ffn_dim": "ffn_dim",
+        "freq_dim": "freq_dim",
+        "text_dim": "text_dim",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "cross_attn_norm": "cross_attn_norm",
+        "eps": "eps",
+    },
+    fixed_fields={
+        "qk_norm": "rms_norm_across_heads",
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "pos_embed_seq_len": None,
+    },
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(blocks=("blocks.",), projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")),
+    scheduler=_scheduler,
+    wan_steps=True,
+    parity_inputs=_parity_inputs,
+    notes=_notes,
+    export_notes=_export_notes,
+)
