@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from actors.outcome import Exit, Outcome
 from app.config import RunConfig, run_dir
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from actors.records.plan_record import PlanRecord
 from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
-from app.settings import ConfigError
 from data.dataset.coverage import account
 from ops.ranges import SECONDS
+from ops.typed import ConfigError
 
 Steps = Sequence[Sequence[Item]]
 

@@ -40,7 +40,7 @@ from app.live_runs import (
 )
 from app.lock import FolderLock, lock_path
 from app.resume import Change, check_resume
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
-from app.settings import ConfigError
 from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.flow import sigma_schedule
 from ops.folders import dit_json, resolve
@@ -33,6 +32,7 @@ from ops.models.lora import lora_scale, merged
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
+from ops.typed import ConfigError
 
 DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4

@@ -14,9 +14,10 @@ import pytest
 from actors.outcome import Exit
 from app.config import RunConfig
 from app.errors import exit_code, is_ours
-from app.settings import ConfigError, build, override, parse
+from app.settings import override
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
+from ops.typed import ConfigError, build, parse
 
 BAD = ("-1", "-2.5", "0", ".nan", ".inf", "-.inf", "1" + 30 * "0", "1e300", "many", "[1, x]", "true", "null")
 SIGNED = {"train.flow.logit_mean", "train.flow.mode_scale"}
