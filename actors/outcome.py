@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
+from actors.step import StepAssignment
 
 
 class Listener(Protocol):
     """Who is told what happens; the application writes files, the tests collect."""
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None: ...
-    def on_event(self, event: Mapping[str, Any]) -> None: ...
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None: ...
+    def on_event(self, event: RunEvent) -> None: ...
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 

@@ -11,13 +11,12 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from actors.plan.check import check
-from actors.plan.planner import make_plan
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Plan
+from actors.planning.make_plan import make_plan
 from app.config import RunConfig, check_place, from_here, notes, run_dir
 from app.data_account import print_account
 from app.data_synth import make_missing
@@ -25,6 +24,8 @@ from app.plan import PlanInputs, options_of, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
 from ops.config import ModelConfig
 from ops.folders import resolve
+from ops.models.load import num_trained
+from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
 
@@ -55,14 +56,13 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
 
 def _print_model(config: RunConfig, model: ModelConfig) -> None:
     dit = model.dit
-    count = parameters(model)
-    per_weight = 16 if config.train.optimizer.ema_decay else 12  # fp32 master, two moments, EMA
+    count = num_trained(model.dit)
     layers = "+".join(map(str, dit.block_counts))
     print(
         f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
         f"{count / 1e6:,.1f} M weights"
     )
-    size, free = count * per_weight, free_bytes(run_dir(config))
+    size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
@@ -73,17 +73,6 @@ def _cuda_here() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def parameters(model: ModelConfig) -> int:
-    """Trainable weights of the transformer; built without memory."""
-    import torch
-
-    from ops.models.load import build_dit
-
-    with torch.device("meta"):
-        module = build_dit(replace(model.dit, path=None), 0)
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def free_bytes(folder: Path) -> int:

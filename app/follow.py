@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.events import describe
+from actors.records.events import event_of
+from actors.records.metrics_line import metrics_of
 from app.tails import backwards, end_of_whole_lines, last_line
 
 log = logging.getLogger(__name__)
@@ -44,14 +45,19 @@ class Follower:
         self._show()
 
     def _show(self) -> None:
-        try:
-            for event in self._files["events.jsonl"].read():
-                if text := describe(event):
-                    self._progress.say(text)
-            for line in self._files["metrics.jsonl"].read():
-                self._progress.show(line)
-        except Exception as error:  # one line that cannot be shown must not be the last
-            log.warning("progress could not be shown: %s: %s", type(error).__name__, error)
+        for name, show in (("events.jsonl", self._say), ("metrics.jsonl", self._step)):
+            try:
+                for line in self._files[name].read():
+                    show(line)
+            except Exception as error:  # one line that cannot be shown must not be the last
+                log.warning("progress could not be shown: %s: %s", type(error).__name__, error)
+
+    def _say(self, line: dict[str, Any]) -> None:
+        if text := event_of(line).describe():
+            self._progress.say(text)
+
+    def _step(self, line: dict[str, Any]) -> None:
+        self._progress.show(metrics_of(line))
 
 
 class Tail:

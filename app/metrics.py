@@ -1,7 +1,7 @@
 """Numbers of a run: metrics.jsonl for programs, TensorBoard for curves, one line for the person watching.
 
     with Metrics(folder, total_steps=config.train.steps) as metrics:
-        metrics.step({"step": 0, "loss": 0.9, ...})        # every step once, in order
+        metrics.step(record)                               # a StepMetrics; every step once, in order
 
 A step that comes a second time (the run resumed before it, or recovered from a loss) replaces its line and every later
 one, and carries `"recomputed": true`: the file never holds a step twice. Lines are in the order of their steps, so only
@@ -15,11 +15,13 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from app.rundir import Record
+from actors.records.lines import line_of
+from actors.records.metrics_line import StepMetrics
 from app.tails import backwards, cut_torn_line
 
 # metrics.jsonl name -> TensorBoard tag; numbers without an entry go to run/<name>
@@ -35,8 +37,8 @@ TAGS = {
     "wir": "balance/wir",
     "cv_step": "balance/cv_step",
     "cv_compute": "balance/cv_compute",
-    "planned_s": "plan/planned_s",
-    "plan_s": "plan/plan_s",
+    "predicted_s": "plan/predicted_s",
+    "planning_s": "plan/planning_s",
     "workers": "elastic/workers",
     "generation": "elastic/generation",
 }
@@ -55,22 +57,21 @@ class Metrics:
         self._progress = ProgressLine(total_steps) if total_steps is not None else None
         self._writer = _summary_writer(Path(run_dir) / "events") if tensorboard else None
 
-    def step(self, record: Mapping[str, Any]) -> Record:
-        """Write one step (at least "step"; "time" is added when missing). Returns the line as written."""
-        line: Record = {"step": int(record["step"]), "time": time.time(), **record}
-        if line["step"] <= self._last:
-            self._drop_from(line["step"])
-        if line["step"] <= self._replaced_up_to:
-            line["recomputed"] = True
-        self._last = line["step"]
-        self._file.write(json.dumps(_finite(line)) + "\n")
+    def step(self, record: StepMetrics) -> StepMetrics:
+        """Write one step. Returns it as written: marked when it replaces what was written of it before."""
+        if record.step <= self._last:
+            self._drop_from(record.step)
+        if record.step <= self._replaced_up_to:
+            record = replace(record, recomputed=True)
+        self._last = record.step
+        self._file.write(json.dumps(record.line()) + "\n")
         self._file.flush()
         if self._writer is not None:
-            for tag, value in scalars(line):
-                self._writer.add_scalar(tag, value, line["step"], walltime=line["time"])
+            for tag, value in scalars(record):
+                self._writer.add_scalar(tag, value, record.step, walltime=record.time)
         if self._progress is not None:
-            self._progress.show(line)
-        return line
+            self._progress.show(record)
+        return record
 
     def _drop_from(self, step: int) -> None:
         """Cut the file before `step`; TensorBoard is told to forget it and what follows, too."""
@@ -117,21 +118,10 @@ def _offset_of(path: Path, step: int) -> int:
     return offset
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are written as null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(child) for child in value]
-    return value
-
-
-def scalars(line: Mapping[str, Any]) -> list[tuple[str, float]]:
+def scalars(record: StepMetrics) -> list[tuple[str, float]]:
     """TensorBoard tags and values of one step, with the ratios users look for."""
     tagged = []
-    for name, value in line.items():
+    for name, value in line_of(record).items():
         if name in ("step", "time"):
             continue
         if isinstance(value, Mapping):
@@ -139,19 +129,16 @@ def scalars(line: Mapping[str, Any]) -> list[tuple[str, float]]:
             tagged += [(f"{group}/{key}", float(child)) for key, child in value.items() if _is_number(child)]
         elif _is_number(value):
             tagged.append((TAGS.get(name, f"run/{name}"), float(value)))
-    return tagged + _ratios(line)
+    return tagged + _ratios(record)
 
 
-def _ratios(line: Mapping[str, Any]) -> list[tuple[str, float]]:
+def _ratios(record: StepMetrics) -> list[tuple[str, float]]:
     ratios = []
-    step_s = line.get("step_s") or 0.0
-    if step_s > 0:
-        if _is_number(line.get("data_wait_s")):
-            ratios.append(("perf/data_wait_pct", 100 * line["data_wait_s"] / step_s))
-        if _is_number(line.get("planned_s")):
-            ratios.append(("balance/pred_vs_actual_err", line["planned_s"] / step_s - 1))
-    if _is_number(line.get("tokens_per_s")) and line.get("workers"):
-        ratios.append(("perf/tokens_per_s_per_gpu", line["tokens_per_s"] / line["workers"]))
+    if record.step_s > 0:
+        ratios.append(("perf/data_wait_pct", 100 * record.data_wait_s / record.step_s))
+        ratios.append(("balance/pred_vs_actual_err", record.predicted_s / record.step_s - 1))
+    if record.workers:
+        ratios.append(("perf/tokens_per_s_per_gpu", record.tokens_per_s / record.workers))
     return ratios
 
 
@@ -173,20 +160,20 @@ class ProgressLine:
         if self._stream.isatty():
             self._bar, self._task = _rich_bar(total_steps, self._stream)
 
-    def show(self, line: Mapping[str, Any]) -> None:
+    def show(self, line: StepMetrics) -> None:
         """Show a step that has been written."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"] + 1, figures=figures(line))
+            self._bar.update(self._task, completed=line.step + 1, figures=figures(line))
             return
         now = time.monotonic()
         if self._first_step is None:
-            self._first_step, self._started = line["step"], now
-        last = line["step"] + 1 >= self.total_steps
+            self._first_step, self._started = line.step, now
+        last = line.step + 1 >= self.total_steps
         if now - self._printed < self._interval_s and not last:
             return
         self._printed = now
         print(
-            f"step {line['step'] + 1}/{self.total_steps}  {figures(line)}{self._left(line['step'], now)}",
+            f"step {line.step + 1}/{self.total_steps}  {figures(line)}{self._left(line.step, now)}",
             file=self._stream,
             flush=True,
         )
@@ -199,7 +186,7 @@ class ProgressLine:
         return f"  {clock((now - self._started) / done * (self.total_steps - step - 1))} left"
 
     def say(self, text: str) -> None:
-        """A line beside the progress."""
+        """Print a line without disturbing the progress."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
@@ -227,21 +214,18 @@ def _rich_bar(total_steps: int, stream: IO[str]) -> tuple[Any, Any]:
     return bar, bar.add_task("train", total=total_steps, figures="starting workers")
 
 
-def figures(line: Mapping[str, Any]) -> str:
+def figures(line: StepMetrics) -> str:
     """What a person wants to see of one step."""
-    parts = []
-    if "loss" in line:
-        loss = line["loss"]
-        parts.append(f"loss {loss:.4f}" if _is_number(loss) and math.isfinite(loss) else "loss not finite")
-    if _is_number(line.get("step_s")):
-        parts.append(f"{line['step_s']:.2f} s/step")
-    if _is_number(line.get("tokens_per_s")):
-        parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
-    if _is_number(line.get("idle_ratio")):
-        parts.append(f"idle {100 * line['idle_ratio']:.0f}%")
-    if _is_number(line.get("workers")):
-        parts.append(f"{line['workers']} worker{'' if line['workers'] == 1 else 's'}")
-    if line.get("recomputed"):
+    parts = [f"loss {line.loss:.4f}" if math.isfinite(line.loss) else "loss not finite"]
+    if math.isfinite(line.step_s):
+        parts.append(f"{line.step_s:.2f} s/step")
+    if math.isfinite(line.tokens_per_s):
+        parts.append(f"{line.tokens_per_s:,.0f} tokens/s")
+    if math.isfinite(line.idle_ratio):
+        parts.append(f"idle {100 * line.idle_ratio:.0f}%")
+    if line.workers:
+        parts.append(f"{line.workers} worker{'' if line.workers == 1 else 's'}")
+    if line.recomputed:
         parts.append("recomputed")
     return "  ".join(parts)
 

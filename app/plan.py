@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.plan.bounds import mean_bound
-from actors.plan.check import check
-from actors.plan.metrics import StepFigures, figures, windows
-from actors.plan.planner import STRATEGIES, PlanOptions, make_plan
-from actors.plan.problem import Problem
-from actors.plan.profile import Profile
-from actors.plan.types import Cascade, Cluster, Item, Plan, StepPlan
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.bounds import mean_bound
+from actors.plan.schedule.check import check
+from actors.plan.schedule.figures import StepFigures, figures, windows
+from actors.plan.schedule.problem import Problem
+from actors.plan.types import Cluster, Item, Plan
+from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan
+from actors.records.plan_record import PlanRecord
 from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
@@ -244,29 +245,5 @@ def _number(value: float) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as other programs read it."""
-    return {"strategy": plan.strategy, "steps": [_step_json(step) for step in plan.steps]}
-
-
-def _step_json(step: StepPlan) -> dict[str, Any]:
-    return {
-        "makespan_s": step.makespan_s,
-        "lower_bound_s": step.lower_bound_s,
-        "plan_s": step.plan_s,
-        "idle_ratio": step.idle_ratio,
-        "cascades": [_cascade_json(cascade) for cascade in step.cascades],
-    }
-
-
-def _cascade_json(cascade: Cascade) -> dict[str, Any]:
-    """`parts` are the samples [first, first + count) of each item that the cascade runs."""
-    return {
-        "id": cascade.id,
-        "item": cascade.item,
-        "module": cascade.module,
-        "batch": cascade.batch,
-        "degree": cascade.degree,
-        "workers": list(cascade.workers),
-        "start_s": cascade.start_s,
-        "end_s": cascade.end_s,
-        "parts": [{"item": part.item, "first": part.first, "count": part.count} for part in cascade.parts],
-    }
+    steps = [PlanRecord.of(step, step.cascades, step.plan_s).line() for step in plan.steps]
+    return {"strategy": plan.strategy, "steps": steps}

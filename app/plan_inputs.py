@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.feed.batching import TargetBatch
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, Item, PlanError
 from app.settings import ConfigError, parse, plain
 from data.buckets import BucketTable, planned_batch

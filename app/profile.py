@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.feed.batching import TargetBatch
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Module
 from app.config import RunConfig, from_here
 from app.settings import ConfigError

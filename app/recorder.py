@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.plan_record import PlanRecord
+from actors.records.span_record import SpanRecord
+from actors.step import StepAssignment
 from app.live_samples import LiveSamples
 from app.rundir import OLDER_TIMELINE, TIMELINE
 from app.tails import cut_torn_line
@@ -46,28 +51,29 @@ class Recorder:
             except OSError as error:  # a full disk: what it did not take is not committed either
                 log.warning("a file of %s could not be closed: %s", self._run_dir, error)
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self._guard()
         self._metrics.step(metrics)
         for span in timeline:
-            self._timeline.write(json.dumps(span) + "\n")
+            self._timeline.write(json.dumps(span.line()) + "\n")
         self._timeline.flush()
         if self._timeline.tell() > _TIMELINE_BYTES:
             self._timeline.close()
             os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
             self._timeline = _appending(self._run_dir / TIMELINE)
-        self._write_plan(metrics["step"], plan)
+        self._write_plan(metrics.step, plan)
 
-    def _write_plan(self, step: int, plan: Any) -> None:
+    def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """The newest plans stay, and one of every so many older ones: a run takes millions of steps."""
         folder = self._run_dir / "plans"
-        (folder / f"step-{step}.json").write_text(json.dumps(plan_json(plan)), encoding="utf-8")
+        record = PlanRecord.of(plan.step, plan.cascades, plan.plan_s)
+        (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
         if (old := step - _PLANS) % _PLANS:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: RunEvent) -> None:
         self._guard()
-        self._events.write(json.dumps(event, default=str) + "\n")
+        self._events.write(json.dumps(event.line(), default=str) + "\n")
         self._events.flush()
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
@@ -81,32 +87,6 @@ class Recorder:
 
 
 def _appending(path: Path) -> IO[str]:
-    """Open a JSON-lines file behind its last whole line: a killed writer may have left half of one."""
+    """Open a JSON-lines file after its last whole line: a killed writer may have left half of one."""
     cut_torn_line(path)
     return path.open("a", encoding="utf-8")
-
-
-def plan_json(assignment: Any) -> dict[str, Any]:
-    """The executed plan of a step in the format of `heddle plan --json`, early encodes of later steps included."""
-    step = assignment.step
-    cascades = [
-        {
-            "id": c.id,
-            "item": c.item,
-            "module": c.module,
-            "step": c.step,
-            "batch": c.batch,
-            "degree": c.degree,
-            "workers": list(c.workers),
-            "start_s": c.start_s,
-            "end_s": c.end_s,
-        }
-        for c in assignment.cascades
-    ]
-    return {
-        "makespan_s": step.makespan_s,
-        "lower_bound_s": step.lower_bound_s,
-        "plan_s": assignment.plan_s,
-        "idle_ratio": step.idle_ratio,
-        "cascades": cascades,
-    }

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
 from app import report_facts as facts
 from app.config import RunConfig
-from app.events import describe
 from app.metrics import clock
 from app.report_style import CSS
 from app.report_svg import Bar, EventMark, Lane, Series, line_chart, timeline
-from app.rundir import Record, RunDir
+from app.rundir import RunDir
 from app.settings import ConfigError
-from app.timeline import StepWindow, final_windows, lane, planned
+from app.timeline import StepWindow, final_windows, lane
 from ops.folders import resolve
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def write_report(run: RunDir, out: Path | None = None) -> Path:
     return path
 
 
-def page(run: RunDir, metrics: Sequence[Record]) -> str:
+def page(run: RunDir, metrics: Sequence[StepMetrics]) -> str:
     """The whole document."""
     config, events = run.config(), run.events()
     executed = final_windows(run.spans())
@@ -76,17 +78,21 @@ def _settings(run: RunDir) -> str:
     return f"<details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
 
 
-def _when(metrics: Sequence[Record]) -> str:
-    last = metrics[-1]["time"]
-    started = metrics[0]["time"] - (metrics[0].get("step_s") or 0.0)
+def _when(metrics: Sequence[StepMetrics]) -> str:
+    last, started = metrics[-1].time, _start(metrics[0])
     finished = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
     return f"{len(metrics)} steps, {clock(last - started)} from the first step to the last, which ended {finished}"
 
 
-def _totals(metrics: Sequence[Record], spans: Sequence[Record]) -> str:
+def _start(first: StepMetrics) -> float:
+    """Unix seconds when the first step began."""
+    return first.time - (first.step_s if math.isfinite(first.step_s) else 0.0)
+
+
+def _totals(metrics: Sequence[StepMetrics], spans: Sequence[SpanRecord]) -> str:
     tail = metrics[-max(len(metrics) // 10, 1) :]
     seconds = sum(value for value in facts.column(metrics, "step_s") if math.isfinite(value))
-    workers = sorted({int(line["workers"]) for line in metrics if line.get("workers")})
+    workers = sorted({line.workers for line in metrics if line.workers})
     rows = [
         (_short(facts.median(facts.column(tail, "loss"))), "loss, last tenth"),
         (f"{_short(facts.median(facts.column(metrics, 'step_s')))} s", "per step, median"),
@@ -97,13 +103,13 @@ def _totals(metrics: Sequence[Record], spans: Sequence[Record]) -> str:
         (_percent(_sum(metrics, "data_wait_s") / seconds if seconds else math.nan), "waiting for data"),
         (f"{workers[0]}-{workers[-1]}" if len(workers) > 1 else str(workers[0] if workers else "-"), "workers"),
         (str(len(facts.generations(metrics))), "generations"),
-        (str(sum(bool(line.get("recomputed")) for line in metrics)), "steps recomputed"),
+        (str(sum(line.recomputed for line in metrics)), "steps recomputed"),
     ]
     cards = [f"<div class='figure'><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in rows]
     return f"<div class='figures'>{''.join(cards)}</div>"
 
 
-def _sum(metrics: Sequence[Record], name: str) -> float:
+def _sum(metrics: Sequence[StepMetrics], name: str) -> float:
     return sum(value for value in facts.column(metrics, name) if math.isfinite(value))
 
 
@@ -117,18 +123,18 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}%" if math.isfinite(value) else "-"
 
 
-def _steps(metrics: Sequence[Record]) -> list[float]:
-    return [float(line["step"]) for line in metrics]
+def _steps(metrics: Sequence[StepMetrics]) -> list[float]:
+    return [float(line.step) for line in metrics]
 
 
-def _generation_marks(metrics: Sequence[Record]) -> list[EventMark]:
+def _generation_marks(metrics: Sequence[StepMetrics]) -> list[EventMark]:
     return [
         EventMark(x=first, title=f"generation {generation} from step {first}, {workers} workers")
         for generation, first, _, workers in facts.generations(metrics)[1:]
     ]
 
 
-def _loss(metrics: Sequence[Record], events: Sequence[Record]) -> str:
+def _loss(metrics: Sequence[StepMetrics], events: Sequence[RunEvent]) -> str:
     xs, losses = _steps(metrics), facts.column(metrics, "loss")
     chart = line_chart(
         [
@@ -137,7 +143,7 @@ def _loss(metrics: Sequence[Record], events: Sequence[Record]) -> str:
         ],
         marks=_generation_marks(metrics),
     )
-    buckets = sorted({name for line in metrics for name in (line.get("loss_by_bucket") or {})})
+    buckets = sorted({name for line in metrics for name in line.loss_by_bucket})
     note = "<p class='soft'>Grey: each step. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
     if not buckets:
         return chart + note
@@ -154,9 +160,9 @@ def _loss(metrics: Sequence[Record], events: Sequence[Record]) -> str:
     return chart + note + table
 
 
-def _bucket_loss(metrics: Sequence[Record], name: str) -> float:
-    values = [(line.get("loss_by_bucket") or {}).get(name) for line in metrics]
-    numbers = [value for value in values if isinstance(value, int | float)]
+def _bucket_loss(metrics: Sequence[StepMetrics], name: str) -> float:
+    values = [line.loss_by_bucket.get(name, math.nan) for line in metrics]
+    numbers = [value for value in values if math.isfinite(value)]
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
@@ -205,14 +211,14 @@ def _embed(path: Path) -> str:
     return f"<img alt='{escape(path.stem)}' src='data:image/{path.suffix[1:]};base64,{data}'>"
 
 
-def _slow(metrics: Sequence[Record], executed: Sequence[StepWindow], events: Sequence[Record]) -> str:
+def _slow(metrics: Sequence[StepMetrics], executed: Sequence[StepWindow], events: Sequence[RunEvent]) -> str:
     sentences = facts.slow_steps(metrics, executed, events)
     if not sentences:
         return "<p class='soft'>No step took more than 1.3 times the median.</p>"
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _timelines(executed: Sequence[StepWindow], metrics: Sequence[Record]) -> str:
+def _timelines(executed: Sequence[StepWindow], metrics: Sequence[StepMetrics]) -> str:
     if not executed:
         return ""
     chosen = _telling(executed, metrics)
@@ -226,7 +232,7 @@ def _timelines(executed: Sequence[StepWindow], metrics: Sequence[Record]) -> str
     return "".join(parts)
 
 
-def _telling(executed: Sequence[StepWindow], metrics: Sequence[Record]) -> list[tuple[str, StepWindow]]:
+def _telling(executed: Sequence[StepWindow], metrics: Sequence[StepMetrics]) -> list[tuple[str, StepWindow]]:
     """The median step, the slowest and the last one. The first steps, which warm up, only if there are no others."""
     settled = executed[min(3, len(executed) // 4) :]
     by_time = sorted(settled, key=lambda window: window.end - window.start)
@@ -238,16 +244,16 @@ def _telling(executed: Sequence[StepWindow], metrics: Sequence[Record]) -> list[
 def step_timeline(window: StepWindow) -> str:
     """Measured and planned lanes of each worker."""
     lanes = []
-    workers = sorted({span["worker"] for span in window.spans}, key=lane)
+    workers = sorted({span.worker for span in window.spans}, key=lane)
     for worker in workers[:MAX_LANES]:
-        mine = sorted((span for span in window.spans if span["worker"] == worker), key=lambda span: span["start"])
+        mine = sorted((span for span in window.spans if span.worker == worker), key=lambda span: span.start)
         lanes.append(
             Lane(
-                name=f"worker {worker}" if str(worker).isdigit() else str(worker)[-14:],
+                name=f"worker {worker}" if worker.isdigit() else worker[-14:],
                 bars=[_measured_bar(span, window) for span in mine],
             )
         )
-        foreseen = [(span, times) for span in mine if (times := planned(span))]
+        foreseen = [(span, times) for span in mine if (times := span.planned)]
         lanes.append(
             Lane(
                 name="planned",
@@ -257,7 +263,7 @@ def step_timeline(window: StepWindow) -> str:
                         start_s=start,
                         end_s=end,
                         css=f"{_css(span)} plan",
-                        title=f"planned: {span['name']}, {end - start:.3f} s",
+                        title=f"planned: {span.name}, {end - start:.3f} s",
                     )
                     for span, (start, end) in foreseen
                 ],
@@ -268,32 +274,31 @@ def step_timeline(window: StepWindow) -> str:
     return timeline(lanes) + more
 
 
-def _css(span: Record) -> str:
-    return span["module"] if span.get("module") in ("text", "vae", "dit", "finish") else "other"
+def _css(span: SpanRecord) -> str:
+    return span.module if span.module in ("text", "vae", "dit", "finish") else "other"
 
 
-def _measured_bar(span: Record, window: StepWindow) -> Bar:
-    seconds = span["end"] - span["start"]
-    lines = [f"{span['name']}: {seconds:.3f} s"]
-    if times := planned(span):
+def _measured_bar(span: SpanRecord, window: StepWindow) -> Bar:
+    lines = [f"{span.name}: {span.seconds:.3f} s"]
+    if times := span.planned:
         lines.append(f"planned {times[1] - times[0]:.3f} s")
-    lines += [f"{phase} {value:.3f} s" for phase, value in (span.get("phases") or {}).items() if value >= 0.0005]
+    lines += [f"{phase} {value:.3f} s" for phase, value in span.phases.items() if value >= 0.0005]
     return Bar(
-        start_s=span["start"] - window.start,
-        end_s=span["end"] - window.start,
+        start_s=span.start - window.start,
+        end_s=span.end - window.start,
         css=_css(span),
         title="\n".join(lines),
-        label=span["name"],
+        label=span.name,
     )
 
 
-def _deviations(spans: Sequence[Record]) -> str:
+def _deviations(spans: Sequence[SpanRecord]) -> str:
     rows = []
     for found in facts.deviations(spans):
         css = "over" if found.excess_s > 0 else "under"
         rows.append(
             f"<tr><td class='words'>{escape(found.name)}</td><td>{found.step}</td>"
-            f"<td>{escape(str(found.worker)[-14:])}</td><td>{found.planned_s:.3f} s</td>"
+            f"<td>{escape(found.worker[-14:])}</td><td>{found.planned_s:.3f} s</td>"
             f"<td>{found.measured_s:.3f} s</td><td class='{css}'>{found.excess_s:+.3f} s</td></tr>"
         )
     if not rows:
@@ -302,7 +307,7 @@ def _deviations(spans: Sequence[Record]) -> str:
     return f"<div class='wide'><table>{head}{''.join(rows)}</table></div>"
 
 
-def _buckets(run: RunDir, spans: Sequence[Record]) -> str:
+def _buckets(run: RunDir, spans: Sequence[SpanRecord]) -> str:
     rows = facts.buckets(spans, _tokens_of(run, spans))
     if not rows:
         return ""
@@ -324,7 +329,7 @@ def _buckets(run: RunDir, spans: Sequence[Record]) -> str:
     return f"<div class='wide'><table>{head}{''.join(body)}</table></div>{note}"
 
 
-def _tokens_of(run: RunDir, spans: Sequence[Record]) -> dict[tuple[int, int, int], int]:
+def _tokens_of(run: RunDir, spans: Sequence[SpanRecord]) -> dict[tuple[int, int, int], int]:
     """Tokens of one sample per bucket; empty when the model's folders are not on this machine."""
     try:
         _, geometry = resolve(RunConfig.load(run.path / "config.yaml").model)
@@ -335,14 +340,14 @@ def _tokens_of(run: RunDir, spans: Sequence[Record]) -> dict[tuple[int, int, int
     return {shape: geometry.tokens(*shape) for shape in shapes}
 
 
-def _balance(metrics: Sequence[Record]) -> str:
+def _balance(metrics: Sequence[StepMetrics]) -> str:
     xs = _steps(metrics)
     parts = [
         "<h3>Seconds per step: measured, planned (orange), waiting for data (green)</h3>",
         line_chart(
             [
                 Series(name="step_s", xs=xs, ys=facts.column(metrics, "step_s"), hover=True),
-                Series(name="planned_s", xs=xs, ys=facts.column(metrics, "planned_s"), css="c2"),
+                Series(name="predicted_s", xs=xs, ys=facts.column(metrics, "predicted_s"), css="c2"),
                 Series(name="data_wait_s", xs=xs, ys=facts.column(metrics, "data_wait_s"), css="c3"),
             ],
             marks=_generation_marks(metrics),
@@ -362,15 +367,15 @@ def _balance(metrics: Sequence[Record]) -> str:
     return "".join(parts)
 
 
-def _elastic(metrics: Sequence[Record], events: Sequence[Record]) -> str:
+def _elastic(metrics: Sequence[StepMetrics], events: Sequence[RunEvent]) -> str:
     rows = "".join(
         f"<tr><td>{generation}</td><td>{first} - {last}</td><td>{workers}</td></tr>"
         for generation, first, last, workers in facts.generations(metrics)
     )
     head = "<tr><th>generation</th><th>steps</th><th>workers</th></tr>"
     table = f"<div class='wide'><table class='narrow'>{head}{rows}</table></div>"
-    told = [(event, text) for event in events if (text := describe(event))]
-    start = metrics[0]["time"] - (metrics[0].get("step_s") or 0.0)
+    told = [(event, text) for event in events if (text := event.describe())]
+    start = _start(metrics[0])
     lines = "".join(
         f"<li><span class='soft'>{_offset(event, start)}</span> {escape(text)}</li>"
         for event, text in told[:MAX_EVENTS]
@@ -379,6 +384,6 @@ def _elastic(metrics: Sequence[Record], events: Sequence[Record]) -> str:
     return table + (f"<h3>Events</h3><ul>{lines}</ul>{more}" if lines else "")
 
 
-def _offset(event: Record, start: float) -> str:
-    seconds = event.get("time", start) - start
+def _offset(event: RunEvent, start: float) -> str:
+    seconds = event.time - start
     return f"{'-' if seconds < 0 else '+'}{clock(abs(seconds))}"

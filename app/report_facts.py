@@ -7,14 +7,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from app.events import describe
-from app.rundir import Record
-from app.timeline import StepWindow, planned
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import PieceRecord, SpanRecord
+from app.timeline import StepWindow
 
 CASCADES = ("text", "vae", "dit")
-DISTURBING = ("dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +21,7 @@ class Deviation:
     """A cascade that took another time than planned, on the worker where it differed most."""
 
     step: int
-    worker: Any
+    worker: str
     name: str
     planned_s: float
     measured_s: float
@@ -54,53 +53,53 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(finite) if finite else math.nan
 
 
-def column(metrics: Sequence[Record], name: str) -> list[float]:
+def column(metrics: Sequence[StepMetrics], name: str) -> list[float]:
     """A figure of every step; NaN where it is missing."""
-    return [value if isinstance(value := line.get(name), int | float) else math.nan for line in metrics]
+    return [math.nan if (value := getattr(line, name)) is None else value for line in metrics]
 
 
-def deviations(spans: Sequence[Record], limit: int = 12) -> list[Deviation]:
+def deviations(spans: Sequence[SpanRecord], limit: int = 12) -> list[Deviation]:
     """The largest differences between planned and measured cascade times, worst first; trifles are left out."""
     worst: dict[tuple[int, str], Deviation] = {}
     for span in spans:
-        times = planned(span)
+        times = span.planned
         if times is None:
             continue
         found = Deviation(
-            step=span["step"],
-            worker=span["worker"],
-            name=span["name"],
+            step=span.step,
+            worker=span.worker,
+            name=span.name,
             planned_s=times[1] - times[0],
-            measured_s=span["end"] - span["start"],
+            measured_s=span.seconds,
             phase=_longest_phase(span),
         )
-        key = (int(span["step"]), str(span["cascade"]))
+        key = (span.step, span.cascade)
         if key not in worst or abs(found.excess_s) > abs(worst[key].excess_s):
             worst[key] = found
     telling = [d for d in worst.values() if abs(d.excess_s) > max(0.02 * d.planned_s, 1e-4)]
     return sorted(telling, key=lambda d: -abs(d.excess_s))[:limit]
 
 
-def _longest_phase(span: Record) -> str:
-    phases = {name: seconds for name, seconds in (span.get("phases") or {}).items() if seconds > 0}
+def _longest_phase(span: SpanRecord) -> str:
+    phases = {name: seconds for name, seconds in span.phases.items() if seconds > 0}
     if not phases:
         return ""
     name = max(phases, key=lambda name: phases[name])
     return f"{name} {phases[name]:.2f} s"
 
 
-def buckets(spans: Sequence[Record], tokens_of: dict[tuple[int, int, int], int]) -> list[BucketRow]:
+def buckets(spans: Sequence[SpanRecord], tokens_of: dict[tuple[int, int, int], int]) -> list[BucketRow]:
     """Samples, batch size, tokens and seconds of each bucket, heaviest first. A bag counts its samples once."""
     seconds: dict[tuple[int, int, int], dict[str, float]] = defaultdict(lambda: dict.fromkeys(CASCADES, 0.0))
     cascades: dict[tuple[int, int, int], dict[tuple[int, str], int]] = defaultdict(dict)
     items: dict[tuple[int, int, int], set[str]] = defaultdict(set)
     for span in spans:
-        if span.get("module") not in CASCADES:
+        if span.module not in CASCADES:
             continue
         for bucket, item, batch, part in pieces(span):
-            seconds[bucket][span["module"]] += part * (span["end"] - span["start"])
-            if span["module"] == "dit":
-                cascades[bucket][(span["step"], f"{span.get('cascade')}/{item}")] = batch
+            seconds[bucket][span.module] += part * span.seconds
+            if span.module == "dit":
+                cascades[bucket][(span.step, f"{span.cascade}/{item}")] = batch
                 items[bucket].add(item)
     total = sum(sum(parts.values()) for parts in seconds.values()) or 1.0
     rows = []
@@ -124,22 +123,22 @@ def buckets(spans: Sequence[Record], tokens_of: dict[tuple[int, int, int], int])
     return sorted(rows, key=lambda row: -row.worker_seconds)
 
 
-def pieces(span: Record) -> list[tuple[tuple[int, int, int], str, int, float]]:
+def pieces(span: SpanRecord) -> list[tuple[tuple[int, int, int], str, int, float]]:
     """(bucket, item, samples, share of the seconds) of what one cascade holds; seconds go by pixels. A record without
     pieces is of one bucket."""
-    one = {"item": span.get("item"), "bucket": span.get("bucket"), "batch": span.get("batch") or 0}
-    held = [piece for piece in span.get("pieces") or [one] if piece["bucket"] is not None]
-    pixels = [max(1, piece["batch"]) * math.prod(piece["bucket"]) for piece in held]
+    held = span.pieces
+    if not held and span.bucket is not None:
+        held = (PieceRecord(item=span.item, bucket=span.bucket, batch=span.batch),)
+    pixels = [max(1, piece.batch) * math.prod(piece.bucket) for piece in held]
     return [
-        (tuple(piece["bucket"]), str(piece["item"]), piece["batch"], size / sum(pixels))
-        for piece, size in zip(held, pixels, strict=True)
+        (piece.bucket, piece.item, piece.batch, size / sum(pixels)) for piece, size in zip(held, pixels, strict=True)
     ]
 
 
 def slow_steps(
-    metrics: Sequence[Record],
+    metrics: Sequence[StepMetrics],
     executed: Sequence[StepWindow],
-    events: Sequence[Record],
+    events: Sequence[RunEvent],
     factor: float = 1.3,
     limit: int = 8,
 ) -> list[str]:
@@ -147,31 +146,33 @@ def slow_steps(
     usual = median(column(metrics, "step_s"))
     if not math.isfinite(usual):
         return []
-    slow = [line for line in metrics if isinstance(line.get("step_s"), int | float) and line["step_s"] > factor * usual]
-    slow = sorted(slow, key=lambda line: -line["step_s"])[:limit]
+    slow = sorted((line for line in metrics if line.step_s > factor * usual), key=lambda line: -line.step_s)[:limit]
     spans_of = {window.step: window.spans for window in executed}
     usual_wait = median(column(metrics, "data_wait_s"))
-    usual_plan = median(column(metrics, "planned_s"))
+    usual_plan = median(column(metrics, "predicted_s"))
     sentences = []
-    for line in sorted(slow, key=lambda line: line["step"]):
-        causes = _causes(line, spans_of.get(line["step"], ()), events, usual, usual_wait, usual_plan)
+    for line in sorted(slow, key=lambda line: line.step):
+        causes = _causes(line, spans_of.get(line.step, ()), events, usual, usual_wait, usual_plan)
         because = "; ".join(causes) if causes else "no single cascade explains it"
         sentences.append(
-            f"Step {line['step']} took {line['step_s']:.2f} s, {line['step_s'] / usual:.1f}x the median: {because}."
+            f"Step {line.step} took {line.step_s:.2f} s, {line.step_s / usual:.1f}x the median: {because}."
         )
     return sentences
 
 
 def _causes(
-    line: Record, spans: Sequence[Record], events: Sequence[Record], usual: float, usual_wait: float, usual_plan: float
+    line: StepMetrics,
+    spans: Sequence[SpanRecord],
+    events: Sequence[RunEvent],
+    usual: float,
+    usual_wait: float,
+    usual_plan: float,
 ) -> list[str]:
     causes = _event_causes(line, events)
-    wait = line.get("data_wait_s") or 0.0
-    if math.isfinite(usual_wait) and wait - usual_wait > 0.15 * usual:
-        causes.append(f"it waited {wait:.2f} s for data ({usual_wait:.2f} s is usual)")
-    plan_s = line.get("planned_s") or 0.0
-    if math.isfinite(usual_plan) and plan_s > 1.25 * usual_plan:
-        causes.append(f"its items are heavy, {plan_s:.2f} s were planned ({usual_plan:.2f} s is usual)")
+    if math.isfinite(usual_wait) and line.data_wait_s - usual_wait > 0.15 * usual:
+        causes.append(f"it waited {line.data_wait_s:.2f} s for data ({usual_wait:.2f} s is usual)")
+    if math.isfinite(usual_plan) and line.predicted_s > 1.25 * usual_plan:
+        causes.append(f"its items are heavy, {line.predicted_s:.2f} s were planned ({usual_plan:.2f} s is usual)")
     if (late := late_cascade(spans)) and late.excess_s > 0.1 * usual:
         causes.append(
             f"on worker {late.worker}, which finished last, '{late.name}' took {late.measured_s:.2f} s "
@@ -180,46 +181,41 @@ def _causes(
     return causes
 
 
-def _event_causes(line: Record, events: Sequence[Record]) -> list[str]:
+def _event_causes(line: StepMetrics, events: Sequence[RunEvent]) -> list[str]:
     """What happened to the workers during the step."""
-    finished = line.get("time") or 0.0
-    during = [
-        event
-        for event in events
-        if finished - line["step_s"] <= event.get("time", 0.0) <= finished and event["event"] in DISTURBING
-    ]
-    return [describe(event) for event in during[:2]]
+    began = line.time - line.step_s
+    during = [event for event in events if began <= event.time <= line.time and event.disturbs]
+    return [event.describe() for event in during[:2]]
 
 
-def late_cascade(spans: Sequence[Record]) -> Deviation | None:
+def late_cascade(spans: Sequence[SpanRecord]) -> Deviation | None:
     """On the worker whose own work ended last: the cascade furthest over its plan. Waiting for others is not work."""
-    work = [span for span in spans if span.get("module") in CASCADES]
+    work = [span for span in spans if span.module in CASCADES]
     if not work:
         return None
-    last_worker = max(work, key=lambda span: span["end"])["worker"]
-    found = deviations([span for span in work if span["worker"] == last_worker])
+    last_worker = max(work, key=lambda span: span.end).worker
+    found = deviations([span for span in work if span.worker == last_worker])
     over = [deviation for deviation in found if deviation.excess_s > 0]
     return over[0] if over else None
 
 
-def plan_error(spans: Sequence[Record]) -> float:
+def plan_error(spans: Sequence[SpanRecord]) -> float:
     """Median |measured / planned - 1| over cascades; NaN without planned times."""
     errors = []
     for span in spans:
-        if times := planned(span):
-            errors.append(abs((span["end"] - span["start"]) / (times[1] - times[0]) - 1))
+        if times := span.planned:
+            errors.append(abs(span.seconds / (times[1] - times[0]) - 1))
     return median(errors)
 
 
-def generations(metrics: Sequence[Record]) -> list[tuple[int, int, int, int]]:
+def generations(metrics: Sequence[StepMetrics]) -> list[tuple[int, int, int, int]]:
     """(generation, first step, last step, workers) of the run."""
     rows: list[tuple[int, int, int, int]] = []
     for line in metrics:
-        generation, workers = int(line.get("generation") or 0), int(line.get("workers") or 0)
-        if rows and rows[-1][0] == generation:
-            rows[-1] = (generation, rows[-1][1], line["step"], workers)
+        if rows and rows[-1][0] == line.generation:
+            rows[-1] = (line.generation, rows[-1][1], line.step, line.workers)
         else:
-            rows.append((generation, line["step"], line["step"], workers))
+            rows.append((line.generation, line.step, line.step, line.workers))
     return rows
 
 

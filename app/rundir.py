@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from actors.records.events import RunEvent, event_of
+from actors.records.lines import RecordError
+from actors.records.metrics_line import StepMetrics, metrics_of
+from actors.records.plan_record import PlanRecord, plan_of
+from actors.records.span_record import SpanRecord, span_of
 from app.settings import ConfigError
 
 Record = dict[str, Any]
+R = TypeVar("R")
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
 
 
@@ -37,24 +43,24 @@ class RunDir:
         """The resolved config as plain dicts."""
         return yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {}
 
-    def metrics(self) -> list[Record]:
+    def metrics(self) -> list[StepMetrics]:
         """One record per step, in step order."""
-        return sorted(read_jsonl(self.path / "metrics.jsonl"), key=lambda record: record["step"])
+        return sorted(read_records(self.path / "metrics.jsonl", metrics_of), key=lambda record: record.step)
 
-    def events(self) -> list[Record]:
-        return list(read_jsonl(self.path / "events.jsonl"))
+    def events(self) -> list[RunEvent]:
+        return list(read_records(self.path / "events.jsonl", event_of))
 
-    def spans(self) -> list[Record]:
+    def spans(self) -> list[SpanRecord]:
         """Executed spans of the timeline, in the order they were written."""
-        return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_jsonl(self.path / name)]
+        return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_records(self.path / name, span_of)]
 
-    def plans(self) -> dict[int, Record]:
+    def plans(self) -> dict[int, PlanRecord]:
         """Executed plans of the newest steps, and of some older ones."""
         plans = {}
         for path in (self.path / "plans").glob("step-*.json"):
             step = path.stem.removeprefix("step-")
             if step.isdigit():
-                plans[int(step)] = json.loads(path.read_text(encoding="utf-8"))
+                plans[int(step)] = plan_of(json.loads(path.read_text(encoding="utf-8")))
         return dict(sorted(plans.items()))
 
     def samples(self) -> list[Path]:
@@ -69,8 +75,20 @@ def _step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def read_jsonl(path: Path) -> Iterator[Record]:
-    """Objects of a JSON-lines file; a torn last line (the writer died) is left out, a torn line before it raises."""
+def read_records(path: Path, record_of: Callable[[Record], R]) -> Iterator[R]:
+    """Records of a JSON-lines file. Raises ConfigError with the number of a line that is none."""
+    for number, line in numbered_lines(path):
+        try:
+            yield record_of(line)
+        except RecordError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from None
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    """Objects of a JSON-lines file with the number of each line, from 1.
+
+    A torn last line (the writer died) is left out; a torn line before it raises ConfigError.
+    """
     if not path.is_file():
         return
     torn: ConfigError | None = None
@@ -85,4 +103,4 @@ def read_jsonl(path: Path) -> Iterator[Record]:
             except json.JSONDecodeError as error:
                 torn = ConfigError(f"{path} line {number} is not JSON: {error.msg}.")
                 continue
-            yield record
+            yield number, record

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.records.events import RunEvent
+from actors.records.span_record import SpanRecord
 from app.rundir import Record, RunDir
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
@@ -34,52 +36,44 @@ class StepWindow:
     step: int
     start: float  # unix seconds
     end: float
-    spans: tuple[Record, ...]
+    spans: tuple[SpanRecord, ...]
 
 
-def windows(spans: Iterable[Record]) -> list[StepWindow]:
+def windows(spans: Iterable[SpanRecord]) -> list[StepWindow]:
     """Executions in the order they happened. A step that was run again has several."""
-    groups: dict[float, list[Record]] = defaultdict(list)
+    groups: dict[float, list[SpanRecord]] = defaultdict(list)
     for span in spans:
-        groups[span["step_start"]].append(span)
+        groups[span.step_start].append(span)
     found = []
     for start, members in sorted(groups.items()):
-        finished = [span["step"] for span in members if span.get("module") == "finish"]
-        step = finished[0] if finished else min(span["step"] for span in members)
-        found.append(StepWindow(step=step, start=start, end=max(span["end"] for span in members), spans=tuple(members)))
+        finished = [span.step for span in members if span.module == "finish"]
+        step = finished[0] if finished else min(span.step for span in members)
+        found.append(StepWindow(step=step, start=start, end=max(span.end for span in members), spans=tuple(members)))
     return found
 
 
-def final_windows(spans: Iterable[Record]) -> list[StepWindow]:
+def final_windows(spans: Iterable[SpanRecord]) -> list[StepWindow]:
     """The last execution of every step, in step order."""
     return [window for _, window in sorted({window.step: window for window in windows(spans)}.items())]
 
 
-def planned(span: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Planned (start, end) in seconds from the start of the executing step; None for work no plan lists."""
-    start, end = span.get("planned_start_s"), span.get("planned_end_s")
-    if start is None or end is None or end <= start:
-        return None
-    return start, end
-
-
-def trace(spans: Sequence[Record], events: Iterable[Record] = ()) -> Record:
+def trace(spans: Sequence[SpanRecord], events: Iterable[RunEvent] = ()) -> Record:
     """A Chrome trace of executed spans and run events. Times are microseconds from the first span."""
     if not spans:
         return {"traceEvents": [], "displayTimeUnit": "ms"}
-    origin = min(min(span["start"], span["step_start"]) for span in spans)
+    origin = min(min(span.start, span.step_start) for span in spans)
     entries = list(_lane_names(spans))
     for span in spans:
         entries += _span_entries(span, origin)
     entries += _step_entries(spans, origin)
-    entries += [_event_entry(event, origin) for event in events if event.get("time", 0) >= origin]
+    entries += [_event_entry(event, origin) for event in events if event.time >= origin]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
-def _lane_names(spans: Sequence[Record]) -> Iterable[Record]:
+def _lane_names(spans: Sequence[SpanRecord]) -> Iterable[Record]:
     yield _meta(RUN_PID, "process_name", "run")
     yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
-    nodes = {span["worker"]: span.get("node", "") for span in spans}
+    nodes = {span.worker: span.node for span in spans}
     for worker, node in sorted(nodes.items(), key=lambda pair: lane(pair[0])):
         pid = lane(worker)
         yield _meta(pid, "process_name", f"worker {worker}{f' on {node}' if node else ''}")
@@ -88,28 +82,29 @@ def _lane_names(spans: Sequence[Record]) -> Iterable[Record]:
         yield _meta(pid, "thread_name", "planned", tid=PLANNED)
 
 
-def lane(worker: Any) -> int:
+def lane(worker: str) -> int:
     """The trace's process number of a worker id: the digits in it (w3 -> 4), or a checksum of its name."""
-    digits = "".join(c for c in str(worker) if c.isdigit())
-    return int(digits[-8:]) + 1 if digits else zlib.crc32(str(worker).encode()) % 100_000
+    digits = "".join(c for c in worker if c.isdigit())
+    return int(digits[-8:]) + 1 if digits else zlib.crc32(worker.encode()) % 100_000
 
 
 def _meta(pid: int, name: str, value: Any, tid: int = 0, key: str = "name") -> Record:
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {key: value}}
 
 
-def _span_entries(span: Mapping[str, Any], origin: float) -> list[Record]:
-    pid = lane(span["worker"])
-    details = {key: span[key] for key in DETAILS if span.get(key) is not None}
-    measured = _slice(pid, MEASURED, span["name"], span["start"] - origin, span["end"] - span["start"], details)
-    measured["cat"] = span.get("module", "")
-    if span.get("module") in COLOURS:
-        measured["cname"] = COLOURS[span["module"]]
-    times = planned(span)
+def _span_entries(span: SpanRecord, origin: float) -> list[Record]:
+    pid = lane(span.worker)
+    line = span.line()
+    details = {key: value for key in DETAILS if (value := line[key]) is not None and value == value}  # no NaN
+    measured = _slice(pid, MEASURED, span.name, span.start - origin, span.seconds, details)
+    measured["cat"] = span.module
+    if span.module in COLOURS:
+        measured["cname"] = COLOURS[span.module]
+    times = span.planned
     if times is None:
         return [measured]
-    start = span["step_start"] + times[0] - origin
-    return [measured, _slice(pid, PLANNED, span["name"], start, times[1] - times[0], details) | {"cat": "planned"}]
+    start = span.step_start + times[0] - origin
+    return [measured, _slice(pid, PLANNED, span.name, start, times[1] - times[0], details) | {"cat": "planned"}]
 
 
 def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, details: Record) -> Record:
@@ -124,7 +119,7 @@ def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, detail
     }
 
 
-def _step_entries(spans: Sequence[Record], origin: float) -> list[Record]:
+def _step_entries(spans: Sequence[SpanRecord], origin: float) -> list[Record]:
     return [
         _slice(
             RUN_PID, 0, f"step {window.step}", window.start - origin, window.end - window.start, {"step": window.step}
@@ -133,15 +128,16 @@ def _step_entries(spans: Sequence[Record], origin: float) -> list[Record]:
     ]
 
 
-def _event_entry(event: Mapping[str, Any], origin: float) -> Record:
+def _event_entry(event: RunEvent, origin: float) -> Record:
+    line = event.line()
     return {
         "ph": "i",
         "s": "g",
         "pid": RUN_PID,
         "tid": 1,
-        "name": str(event.get("event")),
-        "ts": round((event["time"] - origin) * 1e6, 1),
-        "args": {key: value for key, value in event.items() if key not in ("time", "event")},
+        "name": line["event"],
+        "ts": round((event.time - origin) * 1e6, 1),
+        "args": {key: value for key, value in line.items() if key not in ("time", "event")},
     }
 
 

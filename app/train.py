@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.outcome import Outcome
+from actors.records.events import SettingsChanged
 from app.apart import is_inner, join_lifeline, run_apart
 from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
-from app.errors import FAILURE, INTERRUPTED, PACKAGES, exit_code, is_ours, one_line
+from app.errors import FAILURE, INTERRUPTED, PACKAGES, exit_code, is_ours, one_line, unwrap
 from app.follow import Follower
 from app.live_runs import (
     OUTCOME,
@@ -317,7 +318,7 @@ def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
         guard()
         with Recorder(folder, samples=LiveSamples(config, folder), guard=guard) as recorder:
             if changes := settings.get("changes"):
-                recorder.on_event({"time": time.time(), "event": "changed", "settings": changes})
+                recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
             controller = Controller(runtime_config(config, folder), recorder)
             outcome: Outcome = controller.train()
             left = controller.left
@@ -326,8 +327,19 @@ def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
             raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         log.exception("the controller failed")
         left = controller.left if controller is not None else rescue(runtime_config(config, folder))
-        outcome = Outcome(code=exit_code(error) or FAILURE, reason=_told(error, folder), last_step=-1)
+        outcome = Outcome(code=code_of(error, folder), reason=_told(error, folder), last_step=-1)
     return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
+
+
+def code_of(error: Exception, folder: Path) -> int:
+    """The exit code of a run that this error ended. A run folder that can no longer be written is a failure of its
+    storage, although a path that cannot be opened at a start is a mistake."""
+    cause = unwrap(error)
+    if isinstance(cause, OSError) and cause.filename is not None:
+        path = Path(os.fsdecode(cause.filename)) if isinstance(cause.filename, str | bytes) else None
+        if path is not None and path.is_relative_to(folder):
+            return FAILURE
+    return exit_code(error) or FAILURE
 
 
 def _told(error: Exception, folder: Path) -> str:

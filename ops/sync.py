@@ -126,7 +126,10 @@ class FlatSync:
     an fp32 master copy of the own shard. Do not move or re-cast the module, nor call zero_grad, afterwards.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, module: nn.Module, config: OptimizerConfig, total_steps: int, sum_elements: int | None = None
+    ) -> None:
+        """`sum_elements` of the gradient are summed together; None: as many as suit the device."""
         named = trainable(module)
         self.config = config
         self.total_steps = total_steps
@@ -138,6 +141,7 @@ class FlatSync:
         self._group = Group.solo()
         first = self._parameters[0]
         self._device = first.device
+        self._sum_elements = sum_elements or (_SUM_CUDA if self._device.type == "cuda" else _SUM_CPU)
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._is_master = first.dtype == self._state_dtype  # the own range of the parameters is the master copy
         self._allocate()
@@ -235,8 +239,7 @@ class FlatSync:
                 self._grad_views.append(self._grad[slot.lo : slot.hi].view(slot.shape))
 
     def _new_sum(self, bounds: Sequence[tuple[int, int]]) -> GradientSum:
-        elements = _SUM_CUDA if self._device.type == "cuda" else _SUM_CPU
-        return GradientSum(self._grad, self.layout, self._group, bounds, elements)
+        return GradientSum(self._grad, self.layout, self._group, bounds, self._sum_elements)
 
     def _received_hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         """A parameter has its gradient of a backward pass; that of lower precision still has to be added in fp32."""

@@ -25,7 +25,7 @@ from tests.blackbox.place import Place
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILE = "configs/profiles/hunyuan-13b-720p-h100.json"
-WORKLOADS = {"A-16gpu": "2x8", "B-16gpu": "2x8", "B-32gpu": "4x8", "B-64gpu": "8x8", "C-32gpu": "4x8", "C-64gpu": "8x8"}
+WORKLOADS = {"A-16gpu": "2x8", "B-32gpu": "4x8", "C-64gpu": "8x8"}
 STRATEGIES = ("static", "longest_first", "flexsp", "knapsack")  # the others search until the budget ends
 MEASURED = {"plan_s", "planning_s"}  # seconds that planning took
 ON_FOUR = 1e-7  # relative; sums are taken in another order
@@ -63,7 +63,10 @@ class Commit:
 
     def train(self, place: Place, name: str, workers: int) -> Path:
         """The run's folder."""
-        settings = {"workers.min": workers, "workers.max": workers, "planner.strategy": "longest_first"}
+        strategy = (
+            "static" if workers == 1 else "longest_first"
+        )  # of one worker the order must not follow measured times
+        settings = {"workers.min": workers, "workers.max": workers, "planner.strategy": strategy}
         self.run(place.command(name, settings=settings), place.environment())
         return place.runs / name
 

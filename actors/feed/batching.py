@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from data.config import BatchConfig
 from data.types import Bucket
 from ops.geometry import Geometry

@@ -13,7 +13,7 @@ import ray
 from actors.config import RuntimeConfig
 from actors.feed.batching import TargetBatch
 from actors.feed.feeder import Encoders, Feeder
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.pool.workers import uses_gpu
 from actors.ray_calls import GONE, unwrap
 from actors.step import DataLost, StepData, StepItems, StepSamples

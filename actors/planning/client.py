@@ -11,9 +11,9 @@ import ray
 
 from actors.config import PlannerConfig
 from actors.messages import Span
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, EarlyEncode
-from actors.planning.planner import Planner
+from actors.planning.actor import Planner
 from actors.ray_calls import GONE, unwrap
 from actors.step import StepAssignment
 from data.engines.placement import beside_me

@@ -24,6 +24,17 @@ from actors.pool.membership_types import (
 )
 from actors.pool.monitor import MonitorReport, OperatorRequests
 from actors.pool.workers import Pool, uses_gpu
+from actors.records.events import (
+    MonitorRestarted,
+    PoolResized,
+    RunEvent,
+    StackDumped,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerReady,
+    WorkerSilent,
+    WorkerStalled,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +46,7 @@ class Lookout:
     """Looks once per call and never waits for a worker. `tell` is told what people want to read."""
 
     def __init__(
-        self, config: WorkersConfig, pool: Pool, monitor: Any, tell: Callable[..., None], start_s: float = 600.0
+        self, config: WorkersConfig, pool: Pool, monitor: Any, tell: Callable[[RunEvent], None], start_s: float = 600.0
     ) -> None:
         """`start_s` is how long a worker may load its modules."""
         self._start_s = start_s
@@ -86,7 +97,7 @@ class Lookout:
             return None
         if self._life and report.life != self._life:
             self._monitor.restore.remote(self._generation, self._wishes)
-            self._tell("monitor_restarted")
+            self._tell(MonitorRestarted())
         else:
             self._generation, self._wishes = max(self._generation, report.generation), report.wishes
         self._life, self.stop = report.life, self._wishes.stop
@@ -97,7 +108,7 @@ class Lookout:
         events: list[Event] = []
         for info in news.ready:
             self.try_again()
-            self._tell("ready", worker=info.worker, node=info.node, pid=info.pid, host=info.host)
+            self._tell(WorkerReady(worker=info.worker, node=info.node, pid=info.pid, host=info.host))
             number = worker_number(info.worker)
             events += [Joined(worker=number, node=info.node), Ready(worker=number)]
         return events + [self._failed_start(name, why) for name, why in news.lost]
@@ -107,7 +118,7 @@ class Lookout:
         if self._failed_starts >= _FAILED_STARTS:
             self.hopeless = f"{self._failed_starts} workers in a row failed to start: {why}"
         log.warning("worker %s did not start: %s", name, why)
-        self._tell("lost", worker=name, why=why)
+        self._tell(WorkerLost(worker=name, why=why))
         return Refused(count=1)
 
     def _hanging_starts(self, report: MonitorReport) -> list[Event]:
@@ -128,19 +139,19 @@ class Lookout:
         found = self._watch.look(report, [name for name in self._pool.names if name not in pending])
         events: list[Event] = []
         for name in found.silent:
-            self._tell("suspect", worker=name)
+            self._tell(WorkerSilent(worker=name))
             reason = f"silent for {self._config.suspect_s:g} s"
             events.append(Suspect(worker=worker_number(name), reason=reason))
         events += [Alive(worker=worker_number(name)) for name in found.heard]
         for name in found.leaving:
-            self._tell("leaving", worker=name)
+            self._tell(WorkerLeaving(worker=name))
             events.append(Leaving(worker=worker_number(name)))
         if found.stall is not None:
             log.warning("%s", found.stall)
-            self._tell("stall", detail=str(found.stall), worker=found.stall.first_late.worker)
+            self._tell(WorkerStalled(detail=str(found.stall), worker=found.stall.first_late.worker))
             self._monitor.ask_stacks.remote((found.stall.first_late.worker,))
         for name, stack in report.stacks.items():
-            self._tell("stack", worker=name, stack=stack)
+            self._tell(StackDumped(worker=name, stack=stack))
         return events
 
     def _wish(self) -> list[Event]:
@@ -150,7 +161,7 @@ class Lookout:
         if target == self._target:
             return []
         self._target = target
-        self._tell("resize", target=target)
+        self._tell(PoolResized(target=target))
         return [Resize(min=self._config.min, max=target)]
 
     def _room(self) -> int:

@@ -25,7 +25,7 @@ from actors.feed.step_source import StepSource, feeder_of, profile_of
 from actors.messages import FormTask, WorkerSettings
 from actors.names import run_id
 from actors.outcome import Listener, Outcome, StopRun, Superseded, continues, only_in_memory
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout, worker_name, worker_number
@@ -51,6 +51,24 @@ from actors.pool.membership_types import (
 )
 from actors.pool.weights import weights_bytes
 from actors.pool.workers import Pool, start_monitor
+from actors.records.events import (
+    CheckpointWritten,
+    CommitSlow,
+    FeederLost,
+    GenerationEnded,
+    GenerationFormed,
+    RunEvent,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopping,
+    SpeedsLearned,
+    StepsRecovered,
+    WorkerDied,
+    WorkerDrained,
+    WorkerReplaced,
+    WorkersAwaited,
+)
 from actors.run.frozen import disagreement
 from actors.run.skips import Skips, skipped_before
 from actors.run.speeds import Speeds
@@ -109,7 +127,7 @@ class Controller:
             commit=self._commit,
             committed=-1,
             patience_s=config.snapshot.patience_s,
-            slow=lambda step, waited: self._event("keepers_slow", step=step, seconds=round(waited, 1)),
+            slow=lambda step, waited: self._event(CommitSlow(step=step, seconds=round(waited, 1))),
         )
         self.state = RunState(self.run, config, self.model, self.commits, self.source.token, self._sealed, self._event)
         reported = ray.get(self.monitor.begin.remote(), timeout=_START_S)
@@ -166,7 +184,7 @@ class Controller:
         self._next_step = self.commits.committed + 1
         accounting = self.source.open(self._next_step, self.state.data_token())
         where = "new" if origin is None else origin.checkpoint or "keepers"
-        self._event("start", from_step=self._next_step, pid=os.getpid(), data=accounting, origin=where)
+        self._event(RunStarted(from_step=self._next_step, pid=os.getpid(), data=accounting, origin=where))
         self._step_ended_at = time.time()
 
     def _look(self) -> None:
@@ -179,7 +197,7 @@ class Controller:
         for event in self.lookout.look():
             self._observe(event)
         if self.lookout.stop and not self._stop_by:
-            self._event("stopping", why=self.lookout.stop)
+            self._event(RunStopping(why=self.lookout.stop))
             self._stop_by = now + self.config.workers.collective_timeout_s
         if self._stop_by:
             self._stop_when_quiet(now)
@@ -274,7 +292,7 @@ class Controller:
         for name in lost.dead:
             self._remove(name)
             where = self.lookout.doing(name)
-            self._event("dead", worker=name, why=where.strip())
+            self._event(WorkerDied(worker=name, why=where.strip()))
             self._observe(Dead(worker=worker_number(name), reason=f"died{where}"))
         if lost.pixels_lost:
             self._reopen_data("decoded batches were lost")
@@ -283,7 +301,7 @@ class Controller:
 
     def _reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
-        self._event("feeder_lost", why=why)
+        self._event(FeederLost(why=why))
         self.source.open(self.commits.committed + 1, self.state.data_token())
 
     def _now(self) -> float:
@@ -308,11 +326,11 @@ class Controller:
             case End():
                 self._end(decision)
             case Drain():
-                self._event("drain", worker=worker_name(decision.worker), why=decision.reason)
+                self._event(WorkerDrained(worker=worker_name(decision.worker), why=decision.reason))
                 self._await_formed()  # it may hold state that the others still fetch
                 self._remove(worker_name(decision.worker))
             case Replace():
-                self._event("replace", worker=worker_name(decision.worker), why=decision.reason)
+                self._event(WorkerReplaced(worker=worker_name(decision.worker), why=decision.reason))
                 self._remove(worker_name(decision.worker), frozen=True)
             case Request():
                 missing = self.view.requested - len(self.pool.pending)
@@ -320,13 +338,13 @@ class Controller:
                     self.pool.start(missing)
             case Wait():
                 log.warning("%s", decision)
-                self._event("wait", detail=str(decision))
+                self._event(WorkersAwaited(detail=str(decision)))
             case Fail():
                 self._fail(decision)
 
     def _end(self, decision: End) -> None:
         """The generation is over. After a failure its survivors must leave the groups; then they report ready."""
-        self._event("end", generation=decision.generation, why=decision.reason, clean=decision.clean)
+        self._event(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
         self.state.survivors = []
         self.lookout.try_again()
         if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
@@ -401,13 +419,14 @@ class Controller:
         self._next_step = self.commits.committed + 1
         self._step_ended_at = started
         self._event(
-            "generation",
-            generation=decision.generation,
-            workers=[s.name for s in world],
-            cluster=list(cluster.nodes),
-            why=decision.reason,
-            from_step=self._next_step,
-            seconds=round(time.time() - started, 3),
+            GenerationFormed(
+                generation=decision.generation,
+                workers=tuple(s.name for s in world),
+                cluster=cluster.nodes,
+                why=decision.reason,
+                from_step=self._next_step,
+                seconds=round(time.time() - started, 3),
+            )
         )
 
     def _await_formed(self) -> None:
@@ -432,14 +451,14 @@ class Controller:
 
     def _fail(self, decision: Fail) -> None:
         """The run cannot go on."""
-        self._event("fail", why=decision.reason, code=decision.code)
+        self._event(RunFailed(why=decision.reason, code=decision.code))
         raise StopRun(Outcome(code=decision.code, reason=decision.reason, last_step=self.commits.committed))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _collected(self, done: CollectedStep) -> None:
         if self._broken_at is not None:
-            self._event("recovered", step=done.running.step, seconds=round(done.collected_at - self._broken_at, 3))
+            self._event(StepsRecovered(step=done.running.step, seconds=round(done.collected_at - self._broken_at, 3)))
             self._broken_at = None
         if self._proven < done.running.generation:
             self._proven = done.running.generation
@@ -459,7 +478,7 @@ class Controller:
         self._speeds.observe(done.reports, dict(zip(names, runner.cluster.speed, strict=False)))
         speed = self._speeds.factors(names)
         if speed != runner.cluster.speed:
-            self._event("speeds", speed=dict(zip(names, speed, strict=False)))
+            self._event(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))
             runner.cluster = replace(runner.cluster, speed=speed)
 
     def _commit(self, done: CollectedStep) -> None:
@@ -472,7 +491,7 @@ class Controller:
             step=running.step,
             generation=running.generation,
             plan=running.assignment.step,
-            plan_s=running.plan_s,
+            planning_s=running.plan_s,
             step_s=done.collected_at - started,
             data_wait_s=waited,
             finished_at=done.collected_at,
@@ -499,7 +518,7 @@ class Controller:
     # -- checkpoints and small parts -----------------------------------------------------------------------------------
 
     def _sealed(self, folder: Path, step: int) -> None:
-        self._event("checkpoint", step=step, folder=folder.name)
+        self._event(CheckpointWritten(step=step, folder=folder.name))
         self.listener.on_checkpoint(folder, step)
 
     def _keep_last(self) -> None:
@@ -538,22 +557,15 @@ class Controller:
                     f"{self.run_dir}/events.jsonl). Make room in {self.run_dir} and continue with --resume.",
                 )
             )
-        self._event("finish", step=self.commits.committed, ledger=self.source.ledger())
+        self._event(RunFinished(step=self.commits.committed, ledger=self.source.ledger()))
 
-    def _event(self, event: str, **detail: Any) -> None:
+    def _event(self, event: RunEvent) -> None:
         try:
-            self.listener.on_event(
-                {
-                    "time": time.time(),
-                    "event": event,
-                    "generation": self.view.generation if hasattr(self, "view") else 0,
-                    **detail,
-                }
-            )
+            self.listener.on_event(event.stamped(self.view.generation if hasattr(self, "view") else 0))
         except Exception:
             if not self._ending:
                 raise
-            log.warning("event %s was not written: %s", event, detail)  # on a full disk the state still comes first
+            log.warning("not written: %s", event)  # on a full disk the state still comes first
 
     def _close(self) -> None:
         """End the run's workers and helpers. Keepers and monitor are ended by `_let_go`: after an error that Ray Train

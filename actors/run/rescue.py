@@ -11,6 +11,7 @@ import ray
 from actors.config import RuntimeConfig
 from actors.names import find_monitor, run_id
 from actors.outcome import only_in_memory
+from actors.records.events import RunEvent
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.step import DataLost
@@ -47,5 +48,5 @@ def _sealed(folder: Path, step: int) -> None:
     log.info("%s was written from the keepers", folder)
 
 
-def _tell(event: str, **detail: Any) -> None:
-    log.warning("%s: %s", event, detail)
+def _tell(event: RunEvent) -> None:
+    log.warning("%s: %s", event.event, event.line())

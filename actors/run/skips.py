@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from actors.outcome import Outcome, StopRun
+from actors.records.events import RunEvent, StepSkipped, event_of
 from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ class Skips:
     `tell` gets what belongs into events.jsonl, `known` are steps that earlier controllers of the run have skipped.
     """
 
-    def __init__(self, limit: int, tell: Callable[..., None], known: Iterable[int] = ()) -> None:
+    def __init__(self, limit: int, tell: Callable[[RunEvent], None], known: Iterable[int] = ()) -> None:
         self._limit, self._tell, self._steps = limit, tell, set(known)
 
     def check(self, done: CollectedStep, committed: int) -> None:
@@ -31,8 +32,8 @@ class Skips:
             self._steps.discard(step)
             return
         self._steps = {s for s in (*self._steps, step) if step - WINDOW < s <= step}
-        count, samples = len(self._steps), sorted({s for r in done.reports for s in r.bad_samples})
-        self._tell("skipped", step=step, loss=first.loss, grad_norm=first.grad_norm, samples=samples)
+        count, samples = len(self._steps), tuple(sorted({s for r in done.reports for s in r.bad_samples}))
+        self._tell(StepSkipped(step=step, loss=first.loss, grad_norm=first.grad_norm, samples=samples))
         log.warning(
             "step %d is skipped: loss %s, gradient norm %s (%d of at most %d in %d steps)",
             step,
@@ -55,14 +56,14 @@ def skipped_before(run_dir: Path) -> list[int]:
     """Steps that the run has skipped so far, from its events.jsonl; none without one."""
     try:
         with (run_dir / "events.jsonl").open(encoding="utf-8", errors="replace") as file:
-            return [step for line in file if '"skipped"' in line and (step := _skipped(line)) is not None]
+            return [step for line in file if f'"{StepSkipped.event}"' in line and (step := _skipped(line)) is not None]
     except FileNotFoundError:
         return []
 
 
 def _skipped(line: str) -> int | None:
     try:
-        event = json.loads(line)
-    except json.JSONDecodeError:  # a killed writer left half of it
+        event = event_of(json.loads(line))
+    except ValueError:  # a killed writer left half of it
         return None
-    return int(event["step"]) if event.get("event") == "skipped" else None
+    return event.step if isinstance(event, StepSkipped) else None

@@ -11,12 +11,13 @@ wir         largest / smallest DiT seconds per worker                  KnapForme
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from actors.messages import Piece, Span, StepReport
 from actors.plan.types import StepPlan
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import PieceRecord, SpanRecord
 from ops.geometry import Geometry
 
 
@@ -27,7 +28,7 @@ class StepFacts:
     step: int
     generation: int
     plan: StepPlan
-    plan_s: float
+    planning_s: float
     step_s: float  # from the end of the previous step to the end of this one
     data_wait_s: float  # the workers had no step because the next one's clips were not decoded yet
     finished_at: float  # unix seconds
@@ -37,7 +38,7 @@ class StepFacts:
     num_calls: int
 
 
-def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geometry) -> dict[str, Any]:
+def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geometry) -> StepMetrics:
     """One line of metrics.jsonl."""
     first = reports[0]
     spans = {r.worker: r.spans for r in reports}
@@ -50,36 +51,36 @@ def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geom
     dit = [sum(s.end - s.start for s in of if s.module == "dit") for of in spans.values()]
     step_s = max(facts.step_s, 1e-9)
     finish = [s for of in spans.values() for s in of if s.module == "finish"]
-    return {
-        "step": facts.step,
-        "time": facts.finished_at,
-        "loss": first.loss,
-        "grad_norm": first.grad_norm,
-        "lr": first.lr,
-        "workers": len(reports),
-        "generation": facts.generation,
-        "step_s": round(facts.step_s, 6),
-        "data_wait_s": round(facts.data_wait_s, 6),
-        "idle_ratio": round(max(0.0, 1 - sum(busy) / (len(reports) * step_s)), 4),
-        "cv_step": round((max(tokens) - min(tokens)) / max(tokens), 4) if max(tokens) else 0.0,
-        "cv_compute": round(statistics.pstdev(compute) / statistics.fmean(compute), 4) if any(compute) else 0.0,
-        "wir": round(max(dit) / min(dit), 4) if min(dit) > 0 else None,
-        "tokens_per_s": round(facts.num_tokens / step_s, 1),
-        "videos_per_s": round(facts.num_samples / step_s, 3),
-        "planned_s": round(facts.plan.makespan_s, 6),
-        "plan_s": round(facts.plan_s, 6),
-        "sync_s": round(max((s.end - s.start for s in finish), default=0.0), 6),
-        "snapshot_s": round(max((r.snapshot_s for r in reports), default=0.0), 6),
-        "handoff_bytes": sum(s.handoff_bytes for of in spans.values() for s in of),
-        "handoff_s": round(handoff_seconds([s for of in spans.values() for s in of]), 6),
-        "peak_memory_gib": round(max(r.peak_memory_gib for r in reports), 3),
-        "rss_gib": round(max(r.rss_gib for r in reports), 3),
-        "dispatch_s": round(facts.dispatch_s, 6),
-        "calls": facts.num_calls,
-        "applied": first.applied,
-        "good_weight": round(first.weight, 6),
-        "loss_by_bucket": loss_by_bucket(reports),
-    }
+    return StepMetrics(
+        step=facts.step,
+        time=facts.finished_at,
+        loss=first.loss,
+        grad_norm=first.grad_norm,
+        lr=first.lr,
+        workers=len(reports),
+        generation=facts.generation,
+        step_s=round(facts.step_s, 6),
+        data_wait_s=round(facts.data_wait_s, 6),
+        idle_ratio=round(max(0.0, 1 - sum(busy) / (len(reports) * step_s)), 4),
+        cv_step=round((max(tokens) - min(tokens)) / max(tokens), 4) if max(tokens) else 0.0,
+        cv_compute=round(statistics.pstdev(compute) / statistics.fmean(compute), 4) if any(compute) else 0.0,
+        wir=round(max(dit) / min(dit), 4) if min(dit) > 0 else None,
+        tokens_per_s=round(facts.num_tokens / step_s, 1),
+        videos_per_s=round(facts.num_samples / step_s, 3),
+        predicted_s=round(facts.plan.makespan_s, 6),
+        planning_s=round(facts.planning_s, 6),
+        sync_s=round(max((s.end - s.start for s in finish), default=0.0), 6),
+        snapshot_s=round(max((r.snapshot_s for r in reports), default=0.0), 6),
+        handoff_bytes=sum(s.handoff_bytes for of in spans.values() for s in of),
+        handoff_s=round(handoff_seconds([s for of in spans.values() for s in of]), 6),
+        peak_memory_gib=round(max(r.peak_memory_gib for r in reports), 3),
+        rss_gib=round(max(r.rss_gib for r in reports), 3),
+        dispatch_s=round(facts.dispatch_s, 6),
+        calls=facts.num_calls,
+        applied=first.applied,
+        good_weight=round(first.weight, 6),
+        loss_by_bucket=loss_by_bucket(reports),
+    )
 
 
 def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
@@ -108,31 +109,31 @@ def handoff_seconds(spans: Sequence[Span]) -> float:
     return sum(quickest.values())
 
 
-def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start: float) -> list[Mapping[str, Any]]:
+def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start: float) -> list[SpanRecord]:
     """Lines of timeline.jsonl for one worker."""
     return [
-        {
-            "step": s.step,
-            "worker": report.worker,
-            "node": node,
-            "name": s.name,
-            "module": s.module,
-            "cascade": s.cascade,
-            "item": s.item,
-            "bucket": list(s.bucket) if s.bucket else None,
-            "pieces": [{"item": p.item, "bucket": list(p.bucket), "batch": p.batch} for p in s.pieces],
-            "batch": s.batch,
-            "degree": s.degree,
-            "start": s.start,
-            "end": s.end,
-            "planned_start_s": s.planned_start_s,
-            "planned_end_s": s.planned_end_s,
-            "step_start": step_start,
-            "generation": facts.generation,
-            "phases": {k: round(v, 6) for k, v in s.phases.items()},
-            "handoff_bytes": s.handoff_bytes,
-            "handoff_s": round(s.handoff_s, 6),
-        }
+        SpanRecord(
+            step=s.step,
+            worker=report.worker,
+            node=node,
+            name=s.name,
+            module=s.module,
+            cascade=s.cascade,
+            item=s.item,
+            bucket=s.bucket,
+            pieces=tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in s.pieces),
+            batch=s.batch,
+            degree=s.degree,
+            start=s.start,
+            end=s.end,
+            planned_start_s=s.planned_start_s,
+            planned_end_s=s.planned_end_s,
+            step_start=step_start,
+            generation=facts.generation,
+            phases={k: round(v, 6) for k, v in s.phases.items()},
+            handoff_bytes=s.handoff_bytes,
+            handoff_s=round(s.handoff_s, 6),
+        )
         for s in report.spans
     ]
 

@@ -20,6 +20,20 @@ from actors.config import RuntimeConfig
 from actors.messages import Origin, Snapshot
 from actors.outcome import EXIT_RESUMABLE, Outcome, StopRun
 from actors.ray_calls import GONE
+from actors.records.events import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    CheckpointPassedOver,
+    KeeperLost,
+    KeeperSlow,
+    KeepersRepaired,
+    KeepersSilent,
+    MemoryShort,
+    RunEvent,
+    SnapshotsFailed,
+    SnapshotsForecast,
+    StepsLost,
+)
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
@@ -56,7 +70,7 @@ class RunState:
         commits: CommitLog,
         token: Callable[[int], Mapping[str, Any]],
         sealed: Callable[[Path, int], None],
-        tell: Callable[..., None],
+        tell: Callable[[RunEvent], None],
     ) -> None:
         """`token(step)` is the data position before it, or raises DataLost; `sealed(folder, step)` is told of whole
         checkpoints."""
@@ -65,8 +79,8 @@ class RunState:
         self.keepers = Keepers(
             run,
             config.snapshot,
-            lost=lambda name: tell("keeper_lost", keeper=name),
-            slow=lambda name, waited: tell("keeper_slow", keeper=name, seconds=round(waited, 1)),
+            lost=lambda name: tell(KeeperLost(keeper=name)),
+            slow=lambda name, waited: tell(KeeperSlow(keeper=name, seconds=round(waited, 1))),
             needs=lambda: self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1),
         )
         last = config.train.steps - 1
@@ -108,7 +122,7 @@ class RunState:
             f"{names} may hold the newest state and has not answered for {patience:g} s (snapshot.patience_s). Nothing "
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
         )
-        self._tell("keeper_silent", silent=list(self._silent), seconds=patience)
+        self._tell(KeepersSilent(silent=tuple(self._silent), seconds=patience))
         raise StopRun(Outcome(code=EXIT_RESUMABLE, reason=reason, last_step=self._commits.committed))
 
     def choose(self, generation: int, world: Sequence[Seat]) -> Origin | None:
@@ -126,7 +140,7 @@ class RunState:
         self._silent = ()
         if (lost := self._commits.committed - step) > 0:
             where = origin.checkpoint if origin is not None else "the start"
-            self._tell("fallback", to_step=step, lost_steps=lost)
+            self._tell(StepsLost(to_step=step, lost_steps=lost))
             log.warning("no snapshot is whole; %d steps are computed again from %s", lost, where)
         self._commits.keep_until(step)
         self.keepers.rollback(step, generation)
@@ -153,7 +167,7 @@ class RunState:
             self._verdicts[stamp] = why = checkpoint.damage(folder)
             if why:
                 log.warning("%s is passed over: %s", folder, why)
-                self._tell("checkpoint_damaged", folder=folder.name, why=why)
+                self._tell(CheckpointDamaged(folder=folder.name, why=why))
         return bool(self._verdicts[stamp])
 
     def _tell_torn(self) -> None:
@@ -161,7 +175,7 @@ class RunState:
         on_disk = self.on_disk()
         for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), on_disk[0] if on_disk else -1):
             log.warning("%s is passed over: it is not complete", folder)
-            self._tell("checkpoint_passed_over", folder=folder.name, why="it is not complete")
+            self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -212,7 +226,7 @@ class RunState:
         why = self._commits.failure
         if self._repairs > 1:  # one is everyday
             log.warning("the keepers are repaired for the %d. time since the last commit: %s", self._repairs, why)
-            self._tell("keepers_repaired", repairs=self._repairs, why=why)
+            self._tell(KeepersRepaired(repairs=self._repairs, why=why))
         self.keepers.repair([seat.node for seat in world], self._give_up_s())
         asked = {seat.handle.set_keepers.remote(self.keepers.of(rank)): seat for rank, seat in enumerate(world)}
         held: list[Snapshot] = []
@@ -237,7 +251,7 @@ class RunState:
 
     def _give_up_snapshots(self) -> None:
         why = self._commits.failure
-        self._tell("snapshots_failed", repairs=self._repairs, why=why)
+        self._tell(SnapshotsFailed(repairs=self._repairs, why=why))
         reason = (
             f"the keepers did not take the state of step {self._commits.committed + 1} in {self._repairs} attempts: "
             f"{why}. What the workers hold is written as a checkpoint. Add memory or nodes, lower snapshot.copies, or "
@@ -306,7 +320,7 @@ class RunState:
             return self.data_token()
 
     def _not_written(self, step: int, why: str) -> None:
-        self._tell("checkpoint_failed", step=step, why=why)
+        self._tell(CheckpointFailed(step=step, why=why))
 
     def _bytes_kept(self, total: int, keepers: int) -> int:
         """What each of so many keepers holds of a state of `total` elements."""
@@ -319,7 +333,7 @@ class RunState:
         if not (total and keepers):
             return
         held = self._bytes_kept(total, keepers)
-        self._tell("snapshots", keepers=keepers, mib_per_keeper=round(held / 2**20, 1))
+        self._tell(SnapshotsForecast(keepers=keepers, mib_per_keeper=round(held / 2**20, 1)))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:
                 log.warning(
@@ -329,7 +343,7 @@ class RunState:
                     host,
                     room / 2**30,
                 )
-                self._tell("memory_short", host=host, mib_needed=held >> 20, mib_room=room >> 20)
+                self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20))
 
 
 def exports_of(world: Sequence[Seat], step: int) -> list[Snapshot]:

@@ -51,11 +51,11 @@ def _ours(lab: Lab, kills: int) -> list[float]:
     for kill in range(kills):
         run.wait_for_workers(3)
         run.wait_for_more_steps(_KILL_AFTER)
-        generation, killed = run.metrics[-1]["generation"], time.time()
+        generation, killed = run.metrics[-1].generation, time.time()
         run.signal_worker(kill % 3)
         run.wait_for_recoveries(kill + 1)
         run.wait_for_more_steps(1)
-        seconds.append(next(m["time"] for m in run.metrics if m["generation"] > generation) - killed)
+        seconds.append(next(m.time for m in run.metrics if m.generation > generation) - killed)
     run.stop()
     return seconds
 
@@ -88,8 +88,8 @@ def _snapshots(lab: Lab, steps: int = 60) -> dict[str, float]:
             )
         )
         run.join(600)
-        copies[enabled] += [m["step_s"] for m in run.metrics[10:]]
-        phase += [m["snapshot_s"] for m in run.metrics[10:] if enabled]
+        copies[enabled] += [m.step_s for m in run.metrics[10:]]
+        phase += [m.snapshot_s for m in run.metrics[10:] if enabled]
     return {
         "snapshot_s": statistics.median(phase),
         "step_with_s": statistics.median(copies[True]),

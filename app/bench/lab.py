@@ -22,6 +22,10 @@ from typing import Any
 
 import yaml
 
+from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, WorkerReady
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
+from actors.step import StepAssignment
 from app.config import RunConfig
 
 TINY = {
@@ -140,8 +144,8 @@ class LabRun:
         self.config = config
         self.run_dir = Path(config.run.dir) / config.run.name
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.metrics: list[Mapping[str, Any]] = []
-        self.events: list[Mapping[str, Any]] = []
+        self.metrics: list[StepMetrics] = []
+        self.events: list[RunEvent] = []
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.controller: Any = None
@@ -159,7 +163,7 @@ class LabRun:
         if self._thread.is_alive():
             raise Timeout(
                 f"run {self.run_dir.name} is at step {len(self.metrics)} after {timeout_s:g} s; "
-                f"last events: {[e['event'] for e in self.events[-8:]]}"
+                f"last events: {[e.event for e in self.events[-8:]]}"
             )
         if self.error is not None:
             raise self.error
@@ -186,13 +190,13 @@ class LabRun:
 
     def wait_for_step(self, step: int, timeout_s: float = 240.0) -> None:
         """Returns when the step is committed. Raises Timeout."""
-        self._poll(lambda: bool(self.metrics) and self.metrics[-1]["step"] >= step, f"step {step}", timeout_s)
+        self._poll(lambda: bool(self.metrics) and self.metrics[-1].step >= step, f"step {step}", timeout_s)
 
     def _poll(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline or not self._thread.is_alive():
-                last = [(e["event"], e.get("why")) for e in self.events[-8:]]
+                last = [(e.event, getattr(e, "why", None)) for e in self.events[-8:]]
                 state = "runs" if self._thread.is_alive() else f"has ended ({self.outcome})"
                 raise Timeout(
                     f"waited for {what}; {len(self.metrics)} steps are committed, the run {state}, "
@@ -201,44 +205,42 @@ class LabRun:
             time.sleep(0.02)
 
     def wait_for_workers(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for(
-            lambda: bool(self.metrics) and self.metrics[-1]["workers"] == count, f"{count} workers", timeout_s
-        )
+        self.wait_for(lambda: bool(self.metrics) and self.metrics[-1].workers == count, f"{count} workers", timeout_s)
 
     def wait_for_more_steps(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for_step((self.metrics[-1]["step"] if self.metrics else -1) + count, timeout_s)
+        self.wait_for_step((self.metrics[-1].step if self.metrics else -1) + count, timeout_s)
 
     def wait_for_recoveries(self, count: int, timeout_s: float = 240.0) -> None:
         self.wait_for(lambda: len(self.seconds_to_recover()) >= count, f"recovery {count}", timeout_s)
 
     def losses(self) -> list[float]:
-        return [m["loss"] for m in self.metrics]
+        return [m.loss for m in self.metrics]
 
     def torn_steps(self) -> list[tuple[int, float]]:
         """Committed steps in which samples are missing, and the weight of the good ones. Every clip here decodes."""
-        return [(m["step"], m["good_weight"]) for m in self.metrics if m["good_weight"] != 1]
+        return [(m.step, m.good_weight) for m in self.metrics if m.good_weight != 1]
 
     def steps(self) -> list[int]:
-        return [m["step"] for m in self.metrics]
+        return [m.step for m in self.metrics]
 
     def seconds_to_recover(self) -> list[float]:
-        return [e["seconds"] for e in self.events if e["event"] == "recovered"]
+        return [e.seconds for e in self.events if isinstance(e, StepsRecovered)]
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def active(self) -> list[tuple[str, int]]:
         """(name, pid) of the workers of the running generation."""
-        pids = {e["worker"]: e["pid"] for e in self.events if e["event"] == "ready"}
-        generations = [e for e in self.events if e["event"] == "generation"]
-        names: list[str] = generations[-1]["workers"] if generations else []
+        pids = {e.worker: e.pid for e in self.events if isinstance(e, WorkerReady)}
+        generations = [e for e in self.events if isinstance(e, GenerationFormed)]
+        names = generations[-1].workers if generations else ()
         return [(name, pids[name]) for name in names]
 
     def generations(self) -> int:
-        return sum(e["event"] == "generation" for e in self.events)
+        return sum(isinstance(e, GenerationFormed) for e in self.events)
 
     def nodes_of_active(self) -> list[str]:
         """Node ids of the workers of the running generation."""
-        nodes = {e["worker"]: e["node"] for e in self.events if e["event"] == "ready"}
+        nodes = {e.worker: e.node for e in self.events if isinstance(e, WorkerReady)}
         return [nodes[name] for name, _ in self.active()]
 
     def pause(self) -> None:
@@ -301,7 +303,7 @@ class LabRun:
         except BaseException as error:
             self.error = error
 
-    def on_step(self, metrics: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]], plan: Any) -> None:
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self.metrics.append(metrics)
         if (since := self._waiting_since) is not None:
             now = time.monotonic()
@@ -313,7 +315,7 @@ class LabRun:
             self._hold.wait()
             self._held.clear()
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: RunEvent) -> None:
         self.events.append(event)
 
     def on_checkpoint(self, folder: Path, step: int) -> None:

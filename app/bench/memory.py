@@ -56,7 +56,7 @@ def table(found: Sequence[MemoryUse]) -> str:
 
 def _look(run: LabRun, step: int) -> MemoryUse:
     """Wait for the step without slowing the run down, then read."""
-    while not run.metrics or run.metrics[-1]["step"] < step:
+    while not run.metrics or run.metrics[-1].step < step:
         if run.error is not None:
             raise run.error
         if run.outcome is not None:
@@ -64,7 +64,7 @@ def _look(run: LabRun, step: int) -> MemoryUse:
         time.sleep(0.1)
     pids = [pid for _, pid in run.active()]
     return MemoryUse(
-        step=run.metrics[-1]["step"],
+        step=run.metrics[-1].step,
         workers=tuple(_resident_mib(pid, "RssAnon") for pid in pids),
         controller=_resident_mib(os.getpid(), "RssAnon"),
         mapped=tuple(_resident_mib(pid, "RssShmem") for pid in (*pids, os.getpid())),

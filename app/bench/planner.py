@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.plan.check import check
-from actors.plan.knapsack import Balance, balance, occupancy_rule, parse_topology, workload
-from actors.plan.planner import PlanOptions, make_plan
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse_topology, workload
+from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Item, Plan
+from actors.planning.make_plan import PlanOptions, make_plan
 from ops.geometry import Geometry
 from ops.models.hunyuan.config import HunyuanConfig
 

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from actors.plan.planner import PlanOptions
-from actors.plan.problem import Problem
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.problem import Problem
 from actors.plan.types import Cluster, Item
+from actors.planning.make_plan import PlanOptions
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TICK_S = 0.01  # durations are rounded down to it, so the bound holds

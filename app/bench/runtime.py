@@ -143,7 +143,7 @@ def run(
 def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     """Part (a)."""
     from actors.feed.step_source import actor_factory
-    from actors.plan.profile import Profile
+    from actors.plan.costs.profile import Profile
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
     items = _workload(steps)
@@ -166,8 +166,8 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
         raise RuntimeError(f"the timed run ended early: {outcome.reason}")
     for node in nodes:
         _remove(lab, node)
-    measured = [m["step_s"] for m in run.metrics[1:]]
-    planned = [m["planned_s"] for m in run.metrics[1:]]
+    measured = [m.step_s for m in run.metrics[1:]]
+    planned = [m.predicted_s for m in run.metrics[1:]]
     return {
         "workers": workers,
         "steps": len(measured),
@@ -175,9 +175,9 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
         "planned_s": statistics.median(planned),
         "ratio_median": statistics.median(a / b for a, b in zip(measured, planned)),
         "ratio_total": sum(measured) / sum(planned),
-        "dispatch_ms_per_call": statistics.median(1e3 * m["dispatch_s"] / m["calls"] for m in run.metrics),
-        "calls_per_step": statistics.median(m["calls"] for m in run.metrics),
-        "sync_ms": 1e3 * statistics.median(m["sync_s"] for m in run.metrics[1:]),
+        "dispatch_ms_per_call": statistics.median(1e3 * m.dispatch_s / m.calls for m in run.metrics),
+        "calls_per_step": statistics.median(m.calls for m in run.metrics),
+        "sync_ms": 1e3 * statistics.median(m.sync_s for m in run.metrics[1:]),
     }
 
 
@@ -228,8 +228,8 @@ def _real(lab: Lab, steps: int) -> dict[str, Any]:
             if outcome.code:
                 raise RuntimeError(f"{strategy} ended early: {outcome.reason}")
             warm = run.metrics[5:]
-            seconds[strategy] += [m["step_s"] for m in warm]
-            idle[strategy] += [m["idle_ratio"] for m in warm]
+            seconds[strategy] += [m.step_s for m in warm]
+            idle[strategy] += [m.idle_ratio for m in warm]
     _remove(lab, node)
     return {
         name: {

@@ -23,6 +23,7 @@ from typing import Annotated
 
 import typer
 
+from actors.records.events import StepsLost
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.memory import object_store_mib
 
@@ -91,14 +92,14 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
     storm.go_on()
     storm.stop()
     taken = storm.outcome.last_step + 1
-    again = sum(e["lost_steps"] for e in storm.events if e["event"] == "fallback")
+    again = sum(e.lost_steps for e in storm.events if isinstance(e, StepsLost))
     if sorted(set(storm.steps())) != list(range(taken)) or len(storm.steps()) != taken + again:
         raise RuntimeError(f"steps are missing or stand twice: {storm.steps()}")
     calm = lab.start(lab.config(f"calm{seed}", train={"steps": taken}, workers={"max": 1}))
     if calm.join(1800).code:
         raise RuntimeError(f"the undisturbed run ended early: {calm.outcome.reason}")
     expected = calm.losses()
-    difference = max(abs(expected[m["step"]] - m["loss"]) / abs(expected[m["step"]]) for m in storm.metrics)
+    difference = max(abs(expected[m.step] - m.loss) / abs(expected[m.step]) for m in storm.metrics)
     recoveries = storm.seconds_to_recover()
     tenth, quarter = max(1, taken // 10), max(1, len(stores) // 4)
     return SoakResult(
@@ -111,8 +112,8 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
         recoveries=len(recoveries),
         recovery_median_s=statistics.median(recoveries) if recoveries else 0.0,
         recovery_worst_s=max(recoveries, default=0.0),
-        rss_first_gib=max(m["rss_gib"] for m in storm.metrics[:tenth]),
-        rss_last_gib=storm.metrics[-1]["rss_gib"],
+        rss_first_gib=max(m.rss_gib for m in storm.metrics[:tenth]),
+        rss_last_gib=storm.metrics[-1].rss_gib,
         store_first_mib=max(stores[:quarter]),
         store_last_mib=max(stores[-quarter:]),
         seconds=time.time() - started,
@@ -121,8 +122,8 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
 
 def _first_deviation(run: LabRun, expected: list[float]) -> str:
     for m in run.metrics:
-        if abs(expected[m["step"]] - m["loss"]) > FP32 * abs(expected[m["step"]]):
-            return f"step {m['step']}, generation {m['generation']}, good weight {m['good_weight']:g}"
+        if abs(expected[m.step] - m.loss) > FP32 * abs(expected[m.step]):
+            return f"step {m.step}, generation {m.generation}, good weight {m.good_weight:g}"
     return "none"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from actors.plan.planner import PlanOptions, make_plan, rolling_cut
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Cascade, Cluster, Item
+from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
 from ops.folders import resolve
 from tests.actors.exactness import MODEL, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
 

@@ -13,6 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from actors.records.events import (
+    FeederLost,
+    KeeperLost,
+    MonitorRestarted,
+    StepsLost,
+    WorkerDied,
+    WorkerDrained,
+    WorkerReady,
+    WorkerReplaced,
+)
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.soak import soak
 from tests.actors import chaos
@@ -50,7 +60,7 @@ def assert_same_training(run: LabRun, expected: Sequence[float]) -> None:
 
 def assert_same_losses(run: LabRun, expected: Sequence[float]) -> None:
     """Of every step among those that the undisturbed run took, however often it came."""
-    taken = [(m["step"], m["loss"]) for m in run.metrics if m["step"] < len(expected)]
+    taken = [(m.step, m.loss) for m in run.metrics if m.step < len(expected)]
     assert taken and [loss for _, loss in taken] == pytest.approx([expected[step] for step, _ in taken], rel=FP32)
 
 
@@ -72,7 +82,7 @@ def test_the_pool_follows_its_target_up_and_down(lab: Lab, undisturbed: list[flo
         run.wait_for_more_steps(2)
     run.stop()
     assert_same_training(run, undisturbed)
-    assert not [e for e in run.events if e["event"] in ("dead", "fallback")]
+    assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
     assert (run.run_dir / "checkpoints" / f"step-{run.steps()[-1]}" / "COMPLETE").exists()
 
 
@@ -99,7 +109,7 @@ def test_sigkill_in_every_phase_of_a_step_loses_no_step(lab: Lab, undisturbed: l
     run.wait_for_more_steps(2)
     run.stop()
     assert_same_training(run, undisturbed)
-    started = [e["worker"] for e in run.events if e["event"] == "ready"]
+    started = [e.worker for e in run.events if isinstance(e, WorkerReady)]
     assert len(started) >= 3 + len(PHASES), "each of the dead is replaced"
 
 
@@ -124,18 +134,18 @@ def test_deaths_freezes_and_lost_helpers_in_one_run(lab: Lab, undisturbed: list[
     run.wait_for_more_steps(3)
     run.stop()
     assert_same_training(run, undisturbed)
-    assert {"dead", "replace", "keeper_lost", "feeder_lost", "monitor_restarted"} <= {e["event"] for e in run.events}
+    assert {WorkerDied, WorkerReplaced, KeeperLost, FeederLost, MonitorRestarted} <= {type(e) for e in run.events}
 
 
 def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, undisturbed: list[float]) -> None:
     run = lab.start(lab.config("notice", model=MODEL, train={"steps": OPEN_END}, workers={"min": 1, "max": 2}))
     run.wait_for_workers(2)
     name = run.signal_worker(0, signal.SIGTERM)
-    run.wait_for(lambda: any(e["event"] == "drain" and e["worker"] == name for e in run.events), f"{name} to leave")
+    run.wait_for(lambda: any(isinstance(e, WorkerDrained) and e.worker == name for e in run.events), f"{name} to leave")
     run.wait_for_more_steps(3)
     run.stop()
     assert_same_training(run, undisturbed)
-    assert not [e for e in run.events if e["event"] in ("dead", "fallback")]
+    assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
 
 
 @pytest.mark.faults
@@ -175,7 +185,7 @@ def test_the_death_of_the_only_node_with_workers_loses_no_step(lab: Lab, undistu
     run.stop()
     lab.add_node(workers=2)
     assert_same_training(run, undisturbed)
-    assert not [e for e in run.events if e["event"] == "fallback"]
+    assert not [e for e in run.events if isinstance(e, StepsLost)]
 
 
 def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undisturbed: list[float]) -> None:
@@ -192,14 +202,14 @@ def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undis
     run.wait_for(lambda: run.steps()[-1] % 4 == 1, "steps that only the keepers hold")
     run.kill_actor("keepers")
     run.signal_worker(0)
-    run.wait_for(lambda: any(e["event"] == "fallback" for e in run.events), "the return to a checkpoint")
-    fallback = next(e for e in run.events if e["event"] == "fallback")
-    assert fallback["to_step"] % 4 == 3 and fallback["lost_steps"] >= 1
+    run.wait_for(lambda: any(isinstance(e, StepsLost) for e in run.events), "the return to a checkpoint")
+    fallback = next(e for e in run.events if isinstance(e, StepsLost))
+    assert fallback.to_step % 4 == 3 and fallback.lost_steps >= 1
     run.wait_for_recoveries(1)
-    run.wait_for_step(fallback["to_step"] + fallback["lost_steps"] + 2)
+    run.wait_for_step(fallback.to_step + fallback.lost_steps + 2)
     run.stop()
     steps = run.steps()
-    again = steps.index(fallback["to_step"] + 1, steps.index(fallback["to_step"] + 1) + 1)
+    again = steps.index(fallback.to_step + 1, steps.index(fallback.to_step + 1) + 1)
     assert steps[again:] == list(range(steps[again], steps[-1] + 1)), "from the checkpoint on every step comes again"
     assert_same_losses(run, undisturbed)
 
@@ -219,7 +229,7 @@ def test_with_no_state_left_anywhere_training_begins_again_from_the_first_weight
     run.wait_for_more_steps(3)
     run.stop()
     steps = run.steps()
-    assert [e["to_step"] for e in run.events if e["event"] == "fallback"] == [-1]
+    assert [e.to_step for e in run.events if isinstance(e, StepsLost)] == [-1]
     assert steps.count(0) == 2 and steps.count(1) == 2
     assert_same_losses(run, undisturbed)
 

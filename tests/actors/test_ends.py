@@ -15,6 +15,7 @@ import ray
 from actors.feed.step_source import feeder_of
 from actors.names import run_id
 from actors.outcome import Outcome, StopRun, Superseded, continues, only_in_memory
+from actors.records.events import RunFinished
 from actors.run.controller import Controller
 from actors.state.checkpoint_files import load
 from app.bench.lab import OPEN_END, Lab, LabRun
@@ -54,7 +55,7 @@ def test_a_full_disk_under_the_listener_ends_with_the_step_before_on_disk(lab: L
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def until_five(metrics: Any, timeline: Any, plan: Any) -> None:
-        if metrics["step"] == 5:
+        if metrics.step == 5:
             run.on_event = full  # type: ignore[method-assign]
             full()
         write(metrics, timeline, plan)
@@ -142,7 +143,7 @@ def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_
     made = controller(state)
     made._finish_checkpoint()
     assert state.keep_last.called
-    assert made.listener.on_event.call_args.args[0]["event"] == "finish"
+    assert isinstance(made.listener.on_event.call_args.args[0], RunFinished)
 
 
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run() -> None:

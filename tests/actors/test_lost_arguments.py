@@ -19,6 +19,7 @@ import ray
 import torch
 
 from actors.messages import CascadeTask, PublishedResult
+from actors.records.events import GenerationEnded
 from actors.run import controller
 from actors.run.dispatch import Call
 from actors.run.steps import StepRunner
@@ -156,7 +157,7 @@ def run_of(lab: Lab, name: str, steps: int, workers: int, **sections: Any) -> La
     )
     assert run.join(400).code == 0, run.outcome
     assert run.steps() == list(range(steps))
-    assert [m["good_weight"] for m in run.metrics] == [1.0] * steps
+    assert [m.good_weight for m in run.metrics] == [1.0] * steps
     return run
 
 
@@ -167,7 +168,7 @@ def losing(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> Losses:
 
 
 def broken(run: LabRun) -> list[str]:
-    return [e["why"] for e in run.events if e["event"] == "end" and not e["clean"]]
+    return [e.why for e in run.events if isinstance(e, GenerationEnded) and not e.clean]
 
 
 def test_no_step_is_committed_without_a_sample_whichever_argument_or_call_is_lost(

@@ -10,10 +10,10 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from actors.plan.check import check
-from actors.plan.planner import PlanOptions, make_plan, rolling_cut
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPlan
+from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
 from actors.step import Seat, StepAssignment, StepSamples

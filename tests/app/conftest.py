@@ -104,8 +104,8 @@ def run_folder(tmp_path: Path) -> Path:
                 "cv_compute": 0.2,
                 "wir": 1.05,
                 "tokens_per_s": 4000.0,
-                "planned_s": 1.05,
-                "plan_s": 0.02,
+                "predicted_s": 1.05,
+                "planning_s": 0.02,
                 "loss_by_bucket": {"17x64x96": 0.9, "1x64x96": 0.7},
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +16,7 @@ from actors.outcome import Outcome
 from app.config import RunConfig
 from app.live_runs import came_to_anything, read_outcome
 from app.lock import FolderLock, lock_path
-from app.train import OUTCOME, controller_loop
+from app.train import OUTCOME, code_of, controller_loop
 from data.errors import DataIOError
 
 LEFT = "7 steps are only in memory"
@@ -126,3 +127,13 @@ def test_of_rays_words_on_tokens_only_the_warning_is_shown(caplog: pytest.LogCap
     finally:
         ray_tokens.logger.removeFilter(is_news_of_tokens)
     assert [record.getMessage()[:36] for record in caplog.records] == ["Token authentication is disabled for"]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_folder_that_can_no_longer_be_written_is_a_failure_and_a_wrong_path_a_mistake(
+    inside: bool, tmp_path: Path
+) -> None:
+    path = (tmp_path / "run" / "events" / "out.tfevents") if inside else tmp_path / "weights"
+    for name in (str(path), os.fsencode(path)):
+        refused = PermissionError(errno.EPERM, "Operation not permitted", name)
+        assert code_of(refused, tmp_path / "run") == (1 if inside else 2)

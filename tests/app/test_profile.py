@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from app.config import RunConfig
 from app.profile import pick_device, run_profile, shapes_of
 from app.settings import ConfigError

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from actors.plan.types import StepPlan
+from actors.records.metrics_line import metrics_of
+from actors.records.span_record import span_of
 from actors.step import StepAssignment
 from app import recorder
 from app.recorder import Recorder
@@ -22,7 +24,7 @@ def plan() -> Any:
 def record(folder: Path, steps: int) -> RunDir:
     with Recorder(folder) as writer:
         for step in range(steps):
-            writer.on_step({"step": step, "loss": 1.0}, [{"step": step, "name": "x" * 80}], plan())
+            writer.on_step(metrics_of({"step": step, "loss": 1.0}), [span_of({"step": step, "name": "x" * 80})], plan())
     return RunDir(folder)
 
 
@@ -32,8 +34,8 @@ def test_old_plans_are_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_timeline_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_TIMELINE_BYTES", 1000)
+    monkeypatch.setattr(recorder, "_TIMELINE_BYTES", 4000)
     run = record(tmp_path, 40)
-    steps = [span["step"] for span in run.spans()]
+    steps = [span.step for span in run.spans()]
     assert steps == list(range(steps[0], 40)) and 9 < len(steps) < 30
     assert len(run.metrics()) == 40

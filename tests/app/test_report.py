@@ -12,6 +12,8 @@ import av
 import numpy as np
 import pytest
 
+from actors.records.metrics_line import StepMetrics, metrics_of
+from actors.records.span_record import SpanRecord, span_of
 from app import report_facts as facts
 from app.report import write_report
 from app.report_svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
@@ -97,8 +99,8 @@ def test_clips_are_captioned_with_the_prompts_they_were_made_from(run_folder: Pa
 
 
 def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:
-    def span(worker: str, module: str, seconds: float) -> dict:
-        return {
+    def span(worker: str, module: str, seconds: float) -> SpanRecord:
+        line = {
             "step": 0,
             "worker": worker,
             "module": module,
@@ -110,6 +112,7 @@ def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:
             "start": 0.0,
             "end": seconds,
         }
+        return span_of(line)
 
     rows = facts.buckets([span("w0", "dit", 2.0), span("w1", "dit", 3.0), span("w0", "vae", 1.0)], {(17, 64, 96): 120})
     assert len(rows) == 1
@@ -124,9 +127,12 @@ def test_the_largest_deviation_comes_first(run_folder: Path) -> None:
 
 
 def test_a_slow_step_is_blamed_on_data_or_on_heavy_items_when_they_are_the_cause() -> None:
-    usual = [{"step": s, "time": 10.0 * s, "step_s": 1.0, "data_wait_s": 0.0, "planned_s": 0.9} for s in range(10)]
-    waited = {"step": 10, "time": 110.0, "step_s": 3.0, "data_wait_s": 2.0, "planned_s": 0.9}
-    heavy = {"step": 11, "time": 120.0, "step_s": 3.0, "data_wait_s": 0.0, "planned_s": 2.9}
+    def line(step: int, step_s: float, data_wait_s: float, predicted_s: float) -> StepMetrics:
+        figures = {"step_s": step_s, "data_wait_s": data_wait_s, "predicted_s": predicted_s}
+        return metrics_of({"step": step, "time": 10.0 * step + 10 * (step > 9), **figures})
+
+    usual = [line(step, 1.0, 0.0, 0.9) for step in range(10)]
+    waited, heavy = line(10, 3.0, 2.0, 0.9), line(11, 3.0, 0.0, 2.9)
     sentences = facts.slow_steps([*usual, waited, heavy], [], [])
     assert sentences == [
         "Step 10 took 3.00 s, 3.0x the median: it waited 2.00 s for data (0.00 s is usual).",

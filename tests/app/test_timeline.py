@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.records.span_record import SpanRecord, span_of
 from app.rundir import RunDir
 from app.timeline import MEASURED, PLANNED, RUN_PID, final_windows, lane, trace, windows, write_timeline
 
@@ -19,8 +20,8 @@ def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_fo
     run = RunDir.open(run_folder)
     entries = trace(run.spans(), run.events())["traceEvents"]
     for worker in ("w0", "w1", "w2"):
-        mine = [span for span in run.spans() if span["worker"] == worker]
-        cascades = [span for span in mine if span["module"] != "finish"]
+        mine = [span for span in run.spans() if span.worker == worker]
+        cascades = [span for span in mine if span.module != "finish"]
         assert len(slices(entries, lane(worker), MEASURED)) == len(mine)
         assert len(slices(entries, lane(worker), PLANNED)) == len(cascades)
 
@@ -28,11 +29,11 @@ def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_fo
 def test_measured_and_planned_slices_keep_their_times(run_folder: Path) -> None:
     spans = RunDir.open(run_folder).spans()
     entries = trace(spans)["traceEvents"]
-    late = next(span for span in spans if span["step"] == 12 and span["worker"] == "w1" and span["module"] == "dit")
-    origin = min(span["start"] for span in spans)
-    measured = next(e for e in slices(entries, lane("w1"), MEASURED) if e["name"] == late["name"])
-    foreseen = next(e for e in slices(entries, lane("w1"), PLANNED) if e["name"] == late["name"])
-    assert measured["ts"] == pytest.approx((late["start"] - origin) * 1e6, abs=1)
+    late = next(span for span in spans if span.step == 12 and span.worker == "w1" and span.module == "dit")
+    origin = min(span.start for span in spans)
+    measured = next(e for e in slices(entries, lane("w1"), MEASURED) if e["name"] == late.name)
+    foreseen = next(e for e in slices(entries, lane("w1"), PLANNED) if e["name"] == late.name)
+    assert measured["ts"] == pytest.approx((late.start - origin) * 1e6, abs=1)
     assert measured["dur"] == pytest.approx(2.2e6, abs=10)
     assert foreseen["dur"] == pytest.approx(0.7e6, abs=10)
 
@@ -44,8 +45,8 @@ def test_steps_and_events_have_their_own_lane(run_folder: Path) -> None:
     assert "dead" in [entry["name"] for entry in entries if entry["ph"] == "i"]
 
 
-def span(step: int, start: float, module: str = "dit", ran_in: float = 0.0) -> dict:
-    return {
+def span(step: int, start: float, module: str = "dit", ran_in: float = 0.0) -> SpanRecord:
+    line = {
         "step": step,
         "worker": "w0",
         "module": module,
@@ -55,6 +56,7 @@ def span(step: int, start: float, module: str = "dit", ran_in: float = 0.0) -> d
         "end": start + 1,
         "step_start": ran_in,
     }
+    return span_of(line)
 
 
 def test_an_encode_for_the_next_step_belongs_to_the_step_it_ran_in() -> None:

@@ -136,8 +136,8 @@ def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole:
         "cv_compute",
         "wir",
         "tokens_per_s",
-        "planned_s",
-        "plan_s",
+        "predicted_s",
+        "planning_s",
     }
     assert all(wanted <= set(line) for line in whole)
     for name in ("config.yaml", "events.jsonl", "timeline.jsonl", "outcome.json"):

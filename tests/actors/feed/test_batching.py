@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.feed.batching import TargetBatch
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 from data.config import BatchConfig
 from data.types import Bucket
 from ops.config import TextConfig, VAEConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
 
 PROFILE = Path(__file__).resolve().parents[3] / "configs" / "profiles" / "hunyuan-13b-720p-h100.json"
 
@@ -18,4 +18,4 @@ def h100() -> Profile:
 @pytest.fixture(autouse=True)
 def without_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches end by their counted work only, so a busy machine plans as an idle one does."""
-    monkeypatch.setattr("actors.plan.cascade.PATIENCE", 1000.0)
+    monkeypatch.setattr("actors.plan.strategies.search.steps.PATIENCE", 1000.0)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.cascade import cascade_plan
-from actors.plan.check import check
-from actors.plan.planner import PlanOptions, make_plan
-from actors.plan.problem import Problem
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import Problem
+from actors.plan.strategies.search.steps import cascade_plan
 from actors.plan.types import Cascade, Cluster
+from actors.planning.make_plan import PlanOptions, make_plan
 from app.plan_inputs import read_workload
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
@@ -47,7 +47,7 @@ def test_a_search_that_found_little_is_replaced_by_knapsack(h100: Profile, monke
         return found
 
     packed = make_plan(steps, h100, cluster, PlanOptions(strategy="knapsack"))
-    monkeypatch.setattr("actors.plan.planner.cascade_plan", one_by_one)
+    monkeypatch.setattr("actors.planning.make_plan.cascade_plan", one_by_one)
     for replans in (False, True):
         plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.2, replans=replans))
         assert plan.steps[0].makespan_s == pytest.approx(packed.steps[0].makespan_s)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from actors.plan.check import check
-from actors.plan.planner import PlanOptions, make_plan
-from actors.plan.profile_json import parse_profile
+from actors.plan.costs.profile_json import parse_profile
+from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Item
+from actors.planning.make_plan import PlanOptions, make_plan
 
 
 @pytest.mark.parametrize("strategy", ["flexsp", "flexsp_greedy"])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from actors.messages import Span
-from actors.plan.profile import Handoff, Profile
-from actors.planning.planner import fetches
+from actors.plan.costs.profile import Handoff, Profile
+from actors.planning.actor import fetches
 from ops.models.wan.config import WanConfig
 
 GIB = 2**30

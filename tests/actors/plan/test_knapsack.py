@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.plan.knapsack import balance, occupancy_rule, parse_topology, workload
+from actors.plan.schedule.balance import balance, occupancy_rule, parse_topology, workload
 from actors.plan.types import PlanError
 
 

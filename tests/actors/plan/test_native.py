@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan import batch, native
-from actors.plan.cascade import StepContext, StepJobs, step_jobs
-from actors.plan.check import check
-from actors.plan.planner import PlanOptions, make_plan
-from actors.plan.problem import Problem
-from actors.plan.profile import Profile
-from actors.plan.realise import realise
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import Problem
+from actors.plan.strategies.search import native
+from actors.plan.strategies.search import space as batch
+from actors.plan.strategies.search.realise import realise
+from actors.plan.strategies.search.steps import StepContext, StepJobs, step_jobs
 from actors.plan.types import Cluster, Item
+from actors.planning.make_plan import PlanOptions, make_plan
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 SHAPES = [(6, 5), (6, 13), (5, 25), (3, 41), (2, 57), (1, 81), (1, 97), (1, 113), (1, 129)]

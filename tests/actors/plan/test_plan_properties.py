@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan.batch import useful_modes
-from actors.plan.check import bag_order_is_deadlock_free, check
-from actors.plan.planner import STRATEGIES, PlanOptions, make_plan, rolling_cut
-from actors.plan.problem import Problem
-from actors.plan.profile import Profile
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import bag_order_is_deadlock_free, check
+from actors.plan.schedule.problem import Problem
+from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, StepPlan
+from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan, rolling_cut
 from ops.models.wan.config import WanConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
@@ -153,7 +153,7 @@ def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
 def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(step: list, size: int, nodes: int) -> None:
     workload, cluster = named([step]), Cluster(nodes=(size,) * nodes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.plan.exact.EXACT_S", 0.5)
+        patch.setattr("actors.plan.strategies.exact.EXACT_S", 0.5)
         start, cascade, exact = (
             make_plan(workload, FLOPS, cluster, PlanOptions(strategy=name, budget_s=budget)).steps[0].makespan_s
             for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan import costs
-from actors.plan.costs import Load
-from actors.plan.planner import PlanOptions, make_plan
-from actors.plan.profile import Profile
-from actors.plan.topology import CrossNode, Topology
+from actors.plan.costs import forms as costs
+from actors.plan.costs.forms import Load
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.types import Cluster, Item, PlanError
+from actors.planning.make_plan import PlanOptions, make_plan
 from ops.models.wan.config import WanConfig
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan import native
-from actors.plan.check import check
-from actors.plan.planner import PlanOptions, make_plan
-from actors.plan.profile import Profile
-from actors.plan.simulate import simulate
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
+from actors.plan.schedule.evaluator import simulate
+from actors.plan.strategies.search import native
 from actors.plan.types import Cluster, Item, Plan, PlanError
+from actors.planning.make_plan import PlanOptions, make_plan
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
 TWO_NODES = Cluster(nodes=(8, 8))

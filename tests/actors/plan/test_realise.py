@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan.listing import Lister
-from actors.plan.problem import PlannedJob, PlanOptions, Problem
-from actors.plan.profile import Profile
-from actors.plan.realise import draw_bag, realise
-from actors.plan.search import SearchResult
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem
+from actors.plan.strategies.search.anneal import SearchResult
+from actors.plan.strategies.search.realise import draw_bag, realise
 from actors.plan.types import Cluster, Item
 
 CLUSTER = Cluster(nodes=(8, 8), rails="AABBCCDD")

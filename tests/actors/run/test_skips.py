@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from actors.outcome import StopRun
+from actors.records.events import StepSkipped
 from actors.run.skips import WINDOW, Skips, skipped_before
 
 
@@ -19,15 +20,15 @@ def step(number: int, applied: bool, *bad: str) -> Any:
 
 
 def quiet(limit: int, known: tuple[int, ...] = ()) -> Skips:
-    return Skips(limit, lambda event, **detail: None, known)
+    return Skips(limit, lambda event: None, known)
 
 
 def test_skipped_steps_are_told_up_to_the_limit_and_then_end_the_run() -> None:
-    told: list[dict[str, Any]] = []
-    skips = Skips(2, lambda event, **detail: told.append({"event": event, **detail}))
+    told: list[Any] = []
+    skips = Skips(2, told.append)
     for number in range(5):
         skips.check(step(number, applied=number not in (1, 3)), committed=number - 1)
-    assert [(e["event"], e["step"]) for e in told] == [("skipped", 1), ("skipped", 3)]
+    assert [(type(e), e.step) for e in told] == [(StepSkipped, 1), (StepSkipped, 3)]
     with pytest.raises(StopRun) as stopped:
         skips.check(step(9, False, "shard-1/clip-7", "shard-0/clip-2"), committed=8)
     outcome = stopped.value.outcome

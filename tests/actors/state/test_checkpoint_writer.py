@@ -14,6 +14,7 @@ import ray
 
 from actors.config import CheckpointConfig, SnapshotConfig
 from actors.messages import Origin, Snapshot
+from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state.commit_log import CommitLog
@@ -137,13 +138,13 @@ def test_the_last_state_never_passes_through_the_controller(tmp_path: Path, monk
     assert tasks.begun[0][2:] == (["export"], [keeper]) and not keeper.get.remote.called
 
 
-def state_of(run_dir: Path) -> tuple[RunState, list[dict[str, Any]]]:
+def state_of(run_dir: Path) -> tuple[RunState, list[Any]]:
     state, told = RunState.__new__(RunState), []  # type: ignore[var-annotated]
     state._run_dir, state._verdicts, state._first, state.survivors = run_dir, {}, None, []
     state._config = Mock(snapshot=SnapshotConfig())
     state.keepers = Mock(silent=(), inventories=lambda patience_s, enough: {})
     state._commits = CommitLog(commit=Mock(), committed=-1)
-    state._tell = lambda event, **detail: told.append({"event": event, **detail})
+    state._tell = told.append
     state.standing = Mock(committed=-1)
     return state, told
 
@@ -156,11 +157,11 @@ def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_sa
     state, told = state_of(tmp_path)
     origin = state.first()
     assert origin is not None and origin.checkpoint == str(older)
-    assert {(e["event"], e["folder"]) for e in told} == {
-        ("checkpoint_damaged", "step-19"),
-        ("checkpoint_passed_over", "step-29"),
+    assert {(type(e), e.folder) for e in told} == {
+        (CheckpointDamaged, "step-19"),
+        (CheckpointPassedOver, "step-29"),
     }
-    assert any(path.name in e["why"] for e in told)
+    assert any(path.name in e.why for e in told)
     assert state.on_disk() == (9, older), "keepers are not let go for a damaged one"
     assert write(tmp_path, 19) == damaged and state.on_disk() == (19, damaged), "written again, it counts again"
 

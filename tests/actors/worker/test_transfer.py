@@ -130,5 +130,5 @@ def test_a_run_whose_results_are_published_later_trains_the_same(lab: Lab) -> No
     later, plain = run_of("later", LaterWorker, "auto"), run_of("plain", Worker, "cpu")
     assert later.losses() == pytest.approx(plain.losses(), rel=1e-5)
     for run in (later, plain):
-        moved = [m for m in run.metrics if m["handoff_bytes"]]
-        assert moved and all(m["handoff_s"] > 0 for m in moved)
+        moved = [m for m in run.metrics if m.handoff_bytes]
+        assert moved and all(m.handoff_s > 0 for m in moved)

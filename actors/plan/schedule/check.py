@@ -1,0 +1,171 @@
+"""The legality check: every plan passes it before it runs. Tolerant of rounding only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.schedule.evaluator import ItemKey, cascade_seconds, done_results, handoff_seconds, index_items
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
+
+TOLERANCE_S = 1e-6
+
+
+def check(
+    plan: Plan, steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, done: Sequence[EarlyEncode] = ()
+) -> None:
+    """Raise PlanError unless the plan runs every sample of every item once, legally, in the profile's durations."""
+    topology = Topology(cluster, profile.cross_node)
+    items = index_items(steps, plan.steps[0].step if plan.steps else 0)
+    cascades = [cascade for step in plan.steps for cascade in step.cascades]
+    for cascade in cascades:
+        _check_cascade(cascade, items, profile, topology)
+    _check_coverage(cascades, items, profile, done)
+    _check_exclusive(cascades)
+    _check_predecessors(cascades, items, profile, done)
+    _check_barriers(cascades)
+    if not bag_order_is_deadlock_free(cascades):
+        raise PlanError("two overlapping bags meet in a different order on two of their workers: they would deadlock.")
+
+
+def bag_order_is_deadlock_free(cascades: Sequence[Cascade]) -> bool:
+    """Whether one common order exists in which every worker sees its cascades: the union of worker orders has no cycle.
+
+    Workers run their cascades by start time, ties by position in the plan.
+    """
+    position = {(cascade.step, cascade.id): number for number, cascade in enumerate(cascades)}
+    queues: dict[int, list[Cascade]] = {}
+    for cascade in cascades:
+        for worker in cascade.workers:
+            queues.setdefault(worker, []).append(cascade)
+    after: dict[tuple[int, str], set[tuple[int, str]]] = {(cascade.step, cascade.id): set() for cascade in cascades}
+    for queue in queues.values():
+        queue.sort(key=lambda cascade: (cascade.start_s, position[cascade.step, cascade.id]))
+        for first, second in pairwise(queue):
+            after[first.step, first.id].add((second.step, second.id))
+    waiting = {(cascade.step, cascade.id): 0 for cascade in cascades}
+    for successors in after.values():
+        for successor in successors:
+            waiting[successor] += 1
+    ready = [name for name, count in waiting.items() if count == 0]
+    seen = 0
+    while ready:
+        name = ready.pop()
+        seen += 1
+        for successor in after[name]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                ready.append(successor)
+    return seen == len(cascades)
+
+
+def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profile, topology: Topology) -> None:
+    name = f"cascade {cascade.id}"
+    if len(set(cascade.workers)) != len(cascade.workers) or len(cascade.workers) != cascade.degree:
+        raise PlanError(f"{name} has degree {cascade.degree} but workers {list(cascade.workers)}.")
+    if any(not 0 <= worker < topology.num_workers for worker in cascade.workers):
+        raise PlanError(f"{name} uses a worker outside 0..{topology.num_workers - 1}: {list(cascade.workers)}.")
+    if not cascade.parts:
+        raise PlanError(f"{name} has no samples.")
+    for part in cascade.parts:
+        item = items.get((cascade.step, part.item))
+        if item is None or part.count < 1 or part.first < 0 or part.first + part.count > item.batch:
+            raise PlanError(
+                f"{name} runs samples {part.first}..{part.first + part.count - 1} of item {part.item!r}, "
+                f"which do not exist."
+            )
+        if (
+            cascade.degree
+            not in profile.legal_degrees(
+                cascade.module, part.count, item.frames, item.height, item.width, item.text_tokens
+            )
+            and len(cascade.parts) == 1
+        ):
+            raise PlanError(
+                f"{name}: degree {cascade.degree} is not legal for {cascade.module} of batch {part.count}, "
+                f"{item.frames}f {item.height}x{item.width}."
+            )
+    expected = cascade_seconds(cascade, items, profile, topology)
+    if abs(cascade.seconds - expected) > TOLERANCE_S * max(1.0, expected):
+        raise PlanError(f"{name} lasts {cascade.seconds:.6f} s, the profile says {expected:.6f} s.")
+
+
+def _check_coverage(
+    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[EarlyEncode]
+) -> None:
+    runs: dict[tuple[ItemKey, str], list[int]] = {}
+    for cascade in cascades:
+        for part in cascade.parts:
+            key = (cascade.step, part.item)
+            counts = runs.setdefault((key, cascade.module), [0] * items[key].batch)
+            for sample in range(part.first, part.first + part.count):
+                counts[sample] += 1
+    skipped = {(key, result.module) for key, result in done_results(done, items)}
+    for key, item in items.items():
+        for module in ("text", "vae", "dit"):
+            exists = module in item.cached or (key, module) in skipped
+            wanted = 0 if exists or not profile.has(module) else 1
+            counts = runs.get((key, module), [0] * item.batch)
+            if any(count != wanted for count in counts):
+                raise PlanError(
+                    f"item {item.id!r}: {module} runs {counts} times per sample, it must run {wanted} times."
+                )
+
+
+def _check_exclusive(cascades: Sequence[Cascade]) -> None:
+    per_worker: dict[int, list[Cascade]] = {}
+    for cascade in cascades:
+        for worker in cascade.workers:
+            per_worker.setdefault(worker, []).append(cascade)
+    for worker, queue in per_worker.items():
+        queue.sort(key=lambda cascade: (cascade.start_s, cascade.end_s))
+        for first, second in pairwise(queue):
+            if second.start_s < first.end_s - TOLERANCE_S:
+                raise PlanError(f"worker {worker} runs {first.id} and {second.id} at the same time.")
+
+
+def _check_predecessors(
+    cascades: Sequence[Cascade], items: dict[ItemKey, Item], profile: Profile, done: Sequence[EarlyEncode]
+) -> None:
+    produced: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...], str]]] = {}
+    for key, result in done_results(done, items):
+        for sample in range(items[key].batch):
+            produced.setdefault((key, sample), []).append((0.0, result.workers, "an earlier encode"))
+    for cascade in cascades:
+        if cascade.module != "dit":
+            for part in cascade.parts:
+                for sample in range(part.first, part.first + part.count):
+                    found = produced.setdefault(((cascade.step, part.item), sample), [])
+                    found.append((cascade.end_s, cascade.workers, cascade.id))
+    for cascade in cascades:
+        if cascade.module != "dit":
+            continue
+        bag = set(cascade.workers)
+        for part in cascade.parts:
+            key = (cascade.step, part.item)
+            for sample in range(part.first, part.first + part.count):
+                for end, workers, name in produced.get((key, sample), ()):
+                    end += handoff_seconds(bag, workers, items[key], part.count, profile)
+                    if cascade.start_s < end - TOLERANCE_S:
+                        raise PlanError(
+                            f"{cascade.id} starts at {cascade.start_s:.3f} s, before {name} has "
+                            f"delivered at {end:.3f} s."
+                        )
+
+
+def _check_barriers(cascades: Sequence[Cascade]) -> None:
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for cascade in cascades:
+        if cascade.module == "dit":
+            first[cascade.step] = min(first.get(cascade.step, cascade.start_s), cascade.start_s)
+            last[cascade.step] = max(last.get(cascade.step, cascade.end_s), cascade.end_s)
+    numbers = sorted(first)
+    for earlier, later in pairwise(numbers):
+        if first[later] < last[earlier] - TOLERANCE_S:
+            raise PlanError(
+                f"step {later} starts its dit at {first[later]:.3f} s, before step {earlier} ends at "
+                f"{last[earlier]:.3f} s: the weights are not updated yet."
+            )

@@ -1,0 +1,79 @@
+"""Figures of a plan: makespan, idle share, WIR, CV_step, compute CV, peak memory; and the assembly of a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.plan.schedule.bounds import step_bound
+from actors.plan.schedule.problem import Problem
+from actors.plan.types import MODULES, Cascade, Module, Plan, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """Balance of one executed step over its workers."""
+
+    busy_s: tuple[float, ...]  # per worker, within the step's window
+    wir: float  # largest over smallest busy time (KnapFormer); infinite when a worker has none
+    cv_step: float  # (max - min) / max of busy time (AdaptiveLoad)
+    cv_compute: float  # standard deviation over mean of busy time
+    idle_ratio: float
+
+
+def windows(cascades: Sequence[Cascade], steps: Sequence[int]) -> list[tuple[float, float]]:
+    """(start, end) of each step: from the end of the previous step's last dit to the end of its own last dit."""
+    result = []
+    start = 0.0
+    for step in steps:
+        own = [c for c in cascades if c.step == step]
+        end = max((c.end_s for c in own if c.module == "dit"), default=max((c.end_s for c in own), default=start))
+        end = max(end, start)
+        result.append((start, end))
+        start = end
+    return result
+
+
+def figures(cascades: Sequence[Cascade], window: tuple[float, float], num_workers: int) -> StepFigures:
+    """Busy times of every worker inside a window, and their spread."""
+    low, high = window
+    busy = [0.0] * num_workers
+    for cascade in cascades:
+        share = min(cascade.end_s, high) - max(cascade.start_s, low)
+        if share > 0:
+            for worker in cascade.workers:
+                busy[worker] += share
+    mean = sum(busy) / num_workers
+    top, bottom = max(busy), min(busy)
+    spread = (sum((b - mean) ** 2 for b in busy) / num_workers) ** 0.5
+    length = high - low
+    return StepFigures(
+        busy_s=tuple(busy),
+        wir=top / bottom if bottom > 0 else (1.0 if top == 0 else float("inf")),
+        cv_step=(top - bottom) / top if top > 0 else 0.0,
+        cv_compute=spread / mean if mean > 0 else 0.0,
+        idle_ratio=max(0.0, 1.0 - mean / length) if length > 0 else 0.0,
+    )
+
+
+def assemble(problem: Problem, cascades: Sequence[Cascade], plan_s: Sequence[float], strategy: str = "") -> Plan:
+    """A Plan: cascades under the step of their items in start order, with the figures of each step."""
+    numbers = range(problem.first_step, problem.first_step + len(problem.steps))
+    spans = windows(cascades, numbers)
+    steps = []
+    for number, window, seconds in zip(numbers, spans, plan_s):
+        own = sorted((c for c in cascades if c.step == number), key=lambda c: (c.start_s, c.module != "dit", c.id))
+        # Encodes of later steps may run before their step, so only the first step is bound to contain its own.
+        modules: tuple[Module, ...] = MODULES if number == problem.first_step else ("dit",)
+        balance = figures(cascades, window, problem.topology.num_workers)
+        steps.append(
+            StepPlan(
+                step=number,
+                cascades=tuple(own),
+                makespan_s=window[1] - window[0],
+                lower_bound_s=step_bound(problem, number, modules),
+                plan_s=seconds,
+                idle_ratio=balance.idle_ratio,
+            )
+        )
+    return Plan(strategy=strategy or problem.options.strategy, steps=tuple(steps))

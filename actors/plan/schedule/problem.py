@@ -1,0 +1,280 @@
+"""A planning problem as flat lists of jobs: what every strategy schedules.
+
+A job is one cascade to be: a module on a range of samples of an item, with its legal degrees. Strategies decide degree,
+order and workers; `to_cascades` turns their decision into cascades and `simulate` times them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.schedule.evaluator import ItemKey, done_results, index_items, simulate
+from actors.plan.types import MODULES, Cascade, Cluster, EarlyEncode, Item, Module, Part, PlanError
+
+ENCODERS: tuple[Module, ...] = ("text", "vae")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What a caller may choose. `budget_s` is per step; see `planner.make_plan` for what it means."""
+
+    strategy: str = "cascade"
+    budget_s: float = 0.2
+    degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: all the profile allows
+    topology: str = ""  # knapsack only; empty: chosen by itself
+    static_degree: int = 0  # static only; 0: the best fixed degree for this workload
+    split: bool = True  # a batch may run as several cascades
+    lookahead: int = 1  # steps whose encodes may fill gaps of this one
+    update_waits: bool = False  # all workers join an update that ends each step: encodes in gaps end before it
+    replans: bool = False  # only the first step will be executed: the budget is spent on it alone
+
+    def __post_init__(self) -> None:
+        if not self.budget_s >= 0:
+            raise PlanError(f"planner.budget_s is {self.budget_s}; it must be a number of seconds of at least 0.")
+        if self.lookahead < 0:
+            raise PlanError(f"planner.lookahead is {self.lookahead}; it must be at least 0.")
+
+
+@dataclass(slots=True)
+class PlannedJob:
+    """One cascade to be. `modes` are (degree, seconds), ascending; `preds` indices of the encodes it consumes."""
+
+    module: Module
+    step: int
+    item: ItemKey
+    first: int
+    count: int
+    modes: tuple[tuple[int, float], ...]
+    preds: list[int] = field(default_factory=list)
+
+    def seconds(self, degree: int) -> float:
+        return dict(self.modes)[degree]
+
+    @property
+    def area(self) -> float:
+        """The fewest GPU-seconds it can take."""
+        return min(k * s for k, s in self.modes)
+
+    @property
+    def quickest(self) -> float:
+        return min(s for _, s in self.modes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision about one job."""
+
+    job: int
+    workers: tuple[int, ...]
+
+
+class Problem:
+    """Items, profile, cluster and options of one planning call, with prices looked up once."""
+
+    def __init__(
+        self,
+        steps: Sequence[Sequence[Item]],
+        profile: Profile,
+        cluster: Cluster,
+        options: PlanOptions,
+        *,
+        first_step: int = 0,
+        done: Sequence[EarlyEncode] = (),
+    ) -> None:
+        self.steps = steps
+        self.profile = profile
+        self.cluster = cluster
+        self.options = options
+        self.first_step = first_step
+        self.done = done
+        self.topology = Topology(cluster, profile.cross_node)
+        self.items = index_items(steps, first_step)
+        self.finished = {(key, result.module): result for key, result in done_results(done, self.items)}
+        self._modules = {module for module in MODULES if profile.has(module)}
+        self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
+        self.cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}  # kept by bounds.py
+        self._refuse_illegal_degrees()
+
+    def modes(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
+        """Legal (degree, seconds) that this cluster can hold; seconds without any cross-node factor."""
+        key = (module, count, item.frames, item.height, item.width, item.text_tokens)
+        known = self._modes.get(key)
+        if known is None:
+            limit = self.cluster.num_workers
+            allowed = self.options.degrees if module == "dit" else ()
+            known = tuple((k, s) for k, s in self.profile.modes(*key) if k <= limit and (not allowed or k in allowed))
+            self._modes[key] = known
+        return known
+
+    def needs(self, key: ItemKey, module: Module) -> bool:
+        """Whether a cascade of this module must run for the item."""
+        return module in self._modules and module not in self.items[key].cached and (key, module) not in self.finished
+
+    def pieces(self, key: ItemKey, module: Module, pattern: Sequence[int]) -> list[PlannedJob]:
+        """Jobs of one module of an item, `pattern` being the samples of each cascade. PlanError if one has no mode."""
+        item = self.items[key]
+        jobs, first = [], 0
+        for count in pattern:
+            modes = self.modes(module, item, count)
+            if not modes:
+                raise PlanError(self.why_not(key, module, count))
+            jobs.append(PlannedJob(module, key[0], key, first, count, modes))
+            first += count
+        return jobs
+
+    def on(self, cluster: Cluster) -> Problem:
+        """The same items on another cluster, such as some nodes of this one."""
+        part = copy.copy(self)
+        part.cluster = cluster
+        part.topology = Topology(cluster, self.profile.cross_node)
+        part._modes, part.cheapest = {}, {}
+        return part
+
+    def jobs(
+        self, patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None = None, steps: Sequence[int] | None = None
+    ) -> list[PlannedJob]:
+        """All jobs of the given steps, encodes before the dit of their item, predecessors filled in."""
+        jobs: list[PlannedJob] = []
+        for key in self.items:
+            if steps is not None and key[0] not in steps:
+                continue
+            encodes: list[int] = []
+            for module in ENCODERS:
+                if self.needs(key, module):
+                    pattern = self.pattern(key, module, patterns)
+                    pieces = self.pieces(key, module, pattern)
+                    encodes += range(len(jobs), len(jobs) + len(pieces))
+                    jobs += pieces
+            if self.needs(key, "dit"):
+                for job in self.pieces(key, "dit", self.pattern(key, "dit", patterns)):
+                    job.preds = [
+                        e
+                        for e in encodes
+                        if jobs[e].first < job.first + job.count and job.first < jobs[e].first + jobs[e].count
+                    ]
+                    jobs.append(job)
+        return jobs
+
+    def pattern(
+        self, key: ItemKey, module: Module, patterns: dict[tuple[ItemKey, Module], tuple[int, ...]] | None
+    ) -> tuple[int, ...]:
+        """How the item's batch is cut: as asked, else whole, else the largest pieces that some degree can hold."""
+        if patterns and (key, module) in patterns:
+            return patterns[key, module]
+        item = self.items[key]
+        if self.modes(module, item, item.batch) or not self.options.split:
+            return (item.batch,)
+        for size in range(item.batch - 1, 0, -1):
+            rest = item.batch % size
+            if self.modes(module, item, size) and (not rest or self.modes(module, item, rest)):
+                return (size,) * (item.batch // size) + ((rest,) if rest else ())
+        return (item.batch,)
+
+    def patterns_of(self, key: ItemKey, module: Module) -> list[tuple[int, ...]]:
+        """All cuts of the batch into near-equal pieces that the profile can price, the whole batch first."""
+        item = self.items[key]
+        default = self.pattern(key, module, None)
+        found = [default]
+        if self.options.split:
+            for pieces in range(2, min(item.batch, 16) + 1):
+                low, extra = divmod(item.batch, pieces)
+                pattern = (low + 1,) * extra + (low,) * (pieces - extra)
+                if pattern != default and all(self.modes(module, item, count) for count in set(pattern)):
+                    found.append(pattern)
+        return found
+
+    def to_cascades(self, jobs: Sequence[PlannedJob], placed: Sequence[Placement]) -> list[Cascade]:
+        """Timed cascades of a decision, in its order."""
+        serial: dict[tuple[ItemKey, Module, int], int] = {}
+        numbers: dict[tuple[ItemKey, Module], int] = {}
+        for job in jobs:
+            serial[job.item, job.module, job.first] = numbers.setdefault((job.item, job.module), 0)
+            numbers[job.item, job.module] += 1
+        order = []
+        for decision in placed:
+            job = jobs[decision.job]
+            name = f"{job.item[1]}/{job.module}/{serial[job.item, job.module, job.first]}"
+            order.append(
+                Cascade(
+                    id=name,
+                    module=job.module,
+                    step=job.step,
+                    degree=len(decision.workers),
+                    parts=(Part(item=job.item[1], first=job.first, count=job.count),),
+                    workers=decision.workers,
+                    start_s=0.0,
+                    end_s=0.0,
+                )
+            )
+        return simulate(
+            order,
+            self.steps,
+            self.profile,
+            self.cluster,
+            first_step=self.first_step,
+            done=self.done,
+            topology=self.topology,
+        )
+
+    def why_not(self, key: ItemKey, module: Module, count: int) -> str:
+        """One sentence: why no degree can run it, and the smallest change that would help."""
+        item = self.items[key]
+        what = (
+            f"step {key[0]}, item {key[1]!r} ({item.frames}f {item.height}x{item.width}, batch {count}): no legal "
+            f"degree for {module}"
+        )
+        priced = self.profile.modes(module, count, item.frames, item.height, item.width, item.text_tokens)
+        if priced:
+            smallest = priced[0][0]
+            if self.cluster.num_workers < smallest:
+                return (
+                    f"{what} on {self.cluster.num_workers} workers: the smallest is {smallest}. "
+                    f"Add {smallest - self.cluster.num_workers} workers."
+                )
+            legal = [k for k, _ in priced if k <= self.cluster.num_workers]
+            return f"{what} among the allowed {list(self.options.degrees)}. Allow degree {legal[0]} in planner.degrees."
+        for smaller in range(count - 1, 0, -1):
+            if self.profile.modes(module, smaller, item.frames, item.height, item.width, item.text_tokens):
+                return f"{what}. Use batch {smaller} for this bucket."
+        return f"{what}. {self._memory_remedy(module, item)}"
+
+    def _memory_remedy(self, module: Module, item: Item) -> str:
+        profile = self.profile
+        shape = (1, item.frames, item.height, item.width)
+        for degree in range(1, 4 * self.cluster.num_workers + 1):
+            if (
+                degree not in profile.degrees.get(module, ())
+                and profile.num_heads is not None
+                and profile.num_heads % degree
+            ):
+                continue
+            if profile.price(module, *shape, degree, item.text_tokens) is not None and profile.fits(
+                module, *shape, degree, item.text_tokens
+            ):
+                return f"It fits at degree {degree}: allow it in the profile's degrees."
+        known = sorted(
+            {
+                key[2]
+                for key in profile.measured
+                if key[0] == module and key[3:5] == (item.height, item.width) and key[1] == item.batch
+            }
+        )
+        if profile.extrapolate:
+            peak = profile.memory_gib(module, *shape, max(profile.degrees.get(module, (1,))), item.text_tokens)
+            need = f" (it needs {peak:.0f} GiB)" if peak else ""
+            return f"The device's {profile.gpu_memory_gib} GiB cannot hold one sample{need}: use fewer frames."
+        if known:
+            nearest = min(known, key=lambda frames: abs(frames - item.frames))
+            return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'
+        return 'The profile lists no such shape: measure it, or set "extrapolate": true.'
+
+    def _refuse_illegal_degrees(self) -> None:
+        heads = self.profile.num_heads
+        for degree in self.options.degrees:
+            if degree < 1 or (heads is not None and heads % degree):
+                legal = [k for k in range(1, (heads or 8) + 1) if (heads or 8) % k == 0]
+                raise PlanError(f"degree {degree} does not divide the {heads} attention heads. Use some of {legal}.")

@@ -1,0 +1,62 @@
+"""Arachne's genetic search (Algorithm 1), for comparison.
+
+A chromosome is a degree per cascade, its fitness the makespan of a critical-path list schedule on a homogeneous pool;
+placement comes afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+from actors.plan.schedule.allot import list_by_tail, tails
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import PlannedJob, Problem
+
+POPULATION = 40
+GENERATIONS = 50
+MUTATION = 0.1
+ELITE = 4
+SCHEDULE_S = 2.5e-5  # calibration: one job of one list schedule
+
+
+def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> Lister:
+    """Best schedule after GENERATIONS or the budget's worth of them, placed on nodes."""
+    source = random.Random(seed)
+    choices = [[k for k, _ in job.modes] for job in jobs]
+    population = [[source.choice(options) for options in choices] for _ in range(POPULATION)]
+    generations = max(1, min(GENERATIONS, int(budget_s / (POPULATION * len(jobs) * SCHEDULE_S))))
+    deadline = time.perf_counter() + 4 * budget_s
+    best = min(population, key=lambda genes: _pool_makespan(problem, jobs, genes))
+    for _ in range(generations):
+        if time.perf_counter() > deadline:
+            break
+        ranked = sorted(population, key=lambda genes: _pool_makespan(problem, jobs, genes))
+        if _pool_makespan(problem, jobs, ranked[0]) < _pool_makespan(problem, jobs, best):
+            best = ranked[0]
+        population = ranked[:ELITE]
+        while len(population) < POPULATION:
+            mother, father = source.sample(ranked[: POPULATION // 2], 2)
+            child = [source.choice(pair) for pair in zip(mother, father)]
+            population.append(
+                [
+                    source.choice(options) if source.random() < MUTATION else gene
+                    for gene, options in zip(child, choices)
+                ]
+            )
+    return list_by_tail(problem, jobs, best)[1]
+
+
+def _pool_makespan(problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> float:
+    """Critical-path list schedule on one pool of equal workers, blind to nodes."""
+    tail = tails(jobs, degrees)
+    free = [0.0] * problem.topology.num_workers
+    end = [0.0] * len(jobs)
+    for index in sorted(range(len(jobs)), key=lambda i: (-tail[i], i)):
+        degree = degrees[index]
+        start = max([free[degree - 1]] + [end[p] for p in jobs[index].preds])
+        end[index] = start + jobs[index].seconds(degree)
+        free[:degree] = [end[index]] * degree
+        free.sort()
+    return max(end, default=0.0)

@@ -1,0 +1,175 @@
+"""The knapsack strategy: samples to bags, every bag runs its encodes and then its samples as one packed sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from actors.plan.costs import forms as cost_models
+from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
+from actors.plan.schedule.evaluator import ItemKey, simulate
+from actors.plan.schedule.problem import ENCODERS, Problem
+from actors.plan.types import Cascade, Module, Part, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is assigned as a whole: a sample, or a batch whose pieces the profile cannot price."""
+
+    key: ItemKey
+    first: int
+    count: int
+
+
+def knapsack_step(problem: Problem, step: int) -> list[Cascade]:
+    """Cascades of one step on the options' topology, or on the best one found."""
+    units = _units(problem, step)
+    if not units:
+        return []
+    workers = problem.topology.num_workers
+    sizes, found, replicas = _choose(problem, units, workers)
+    order: list[Cascade] = []
+    offset = 0
+    for replica in range(replicas):
+        bags = _bags(problem, sizes, offset)
+        offset += sum(sizes)
+        for bag, members in enumerate(bags):
+            mine = [unit for unit, where in zip(units, found) if where == replica * len(sizes) + bag]
+            order += _bag_cascades(problem, mine, members, f"r{replica}b{bag}" if replicas > 1 else f"b{bag}")
+    return simulate(
+        order,
+        problem.steps,
+        problem.profile,
+        problem.cluster,
+        first_step=problem.first_step,
+        done=problem.done,
+        topology=problem.topology,
+    )
+
+
+def _choose(problem: Problem, units: Sequence[Unit], workers: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """(bag sizes of a replica, bag of every unit over all replicas, replicas)."""
+    spec = problem.options.topology
+    if spec:
+        sizes = parse_topology(spec, workers, problem.profile.num_heads)
+        replicas = workers // sum(sizes)
+        return sizes, _balance(problem, units, sizes * replicas).bag_of, replicas
+    legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
+    work = [min(k * s for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units]
+    best: tuple[float, tuple[int, ...], Balance] | None = None
+    for sizes in candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
+        try:
+            found = _balance(problem, units, sizes)
+        except PlanError:
+            continue
+        if best is None or max(found.load) < best[0]:
+            best = (max(found.load), sizes, found)
+    if best is None:
+        raise PlanError(f"knapsack: no topology of {workers} workers runs every sample. Use strategy cascade.")
+    return best[1], best[2].bag_of, 1
+
+
+def _units(problem: Problem, step: int) -> list[Unit]:
+    units = []
+    for key, item in problem.items.items():
+        if key[0] != step:
+            continue
+        single = problem.options.split and all(
+            problem.modes(module, item, 1) for module in (*ENCODERS, "dit") if problem.needs(key, module)
+        )
+        if not single and problem.needs(key, "dit") and not problem.modes("dit", item, item.batch):
+            raise PlanError(problem.why_not(key, "dit", item.batch))
+        units += [Unit(key, i, 1) for i in range(item.batch)] if single else [Unit(key, 0, item.batch)]
+    return units
+
+
+def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> Balance:
+    kinds = sorted(set(sizes))
+    costs = np.full((len(units), len(kinds)), np.inf)
+    tokens = np.zeros(len(units))
+    for row, unit in enumerate(units):
+        item = problem.items[unit.key]
+        tokens[row] = unit.count * (
+            item.text_tokens + cost_models.token_count(problem.profile.geometry, item.frames, item.height, item.width)
+        )
+        for column, size in enumerate(kinds):
+            seconds = _unit_seconds(problem, unit, size)
+            if seconds is not None:
+                costs[row, column] = seconds
+    memory, limit = problem.profile.memory, problem.profile.gpu_memory_gib
+    cap = (limit - memory[0]) / memory[1] if memory is not None and limit is not None else None
+    return assign(costs, sizes, tokens, cap)
+
+
+def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:
+    """Encodes at their best degree within the bag, then the dit on the whole bag."""
+    item = problem.items[unit.key]
+    factor = problem.topology.best_span if size > max(problem.cluster.nodes) else 1.0
+    total = 0.0
+    for module in (*ENCODERS, "dit"):
+        if not problem.needs(unit.key, module):
+            continue
+        modes = problem.modes(module, item, unit.count)
+        if module == "dit":
+            total += dict(modes).get(size, float("inf")) * factor
+        else:
+            # Several encodes share the bag, so their area counts.
+            total += min((k * s / size for k, s in modes if k <= size), default=float("inf"))
+    return total if total < float("inf") else None
+
+
+def _bags(problem: Problem, sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:
+    """Workers of every bag: larger bags first, so that they stay within nodes."""
+    bags: dict[int, tuple[int, ...]] = {}
+    for bag in sorted(range(len(sizes)), key=lambda b: (-sizes[b], b)):
+        bags[bag] = tuple(range(offset, offset + sizes[bag]))
+        offset += sizes[bag]
+    return [bags[bag] for bag in range(len(sizes))]
+
+
+def _bag_cascades(problem: Problem, units: Sequence[Unit], members: tuple[int, ...], name: str) -> list[Cascade]:
+    """Encodes dealt to the bag's workers, then the dit: packed when parts can be priced one by one."""
+    order: list[Cascade] = []
+    free = dict.fromkeys(members, 0.0)
+    for module in ENCODERS:
+        for unit in units:
+            if problem.needs(unit.key, module):
+                item = problem.items[unit.key]
+                modes = [(s, k) for k, s in problem.modes(module, item, unit.count) if k <= len(members)]
+                if not modes:
+                    raise PlanError(problem.why_not(unit.key, module, unit.count))
+                cheapest = min(modes, key=lambda mode: (mode[0] * mode[1], mode[1]))
+                seconds, degree = cheapest if len(units) > 1 else min(modes)
+                chosen = tuple(sorted(sorted(members, key=lambda w: (free[w], w))[:degree]))
+                end = max(free[w] for w in chosen) + seconds
+                free.update(dict.fromkeys(chosen, end))
+                order.append(_cascade(module, [unit], chosen, len(order), name))
+    wanted = [unit for unit in units if problem.needs(unit.key, "dit")]
+    packed = [wanted] if problem.profile.extrapolate else [[unit] for unit in wanted]
+    for group in packed:
+        if group:
+            order.append(_cascade("dit", group, members, len(order), name))
+    return order
+
+
+def _cascade(module: Module, units: Sequence[Unit], workers: tuple[int, ...], number: int, bag: str) -> Cascade:
+    parts: list[Part] = []
+    for unit in units:
+        last = parts[-1] if parts else None
+        if last is not None and last.item == unit.key[1] and last.first + last.count == unit.first:
+            parts[-1] = replace(last, count=last.count + unit.count)
+        else:
+            parts.append(Part(item=unit.key[1], first=unit.first, count=unit.count))
+    name = "+".join(dict.fromkeys(part.item for part in parts))
+    return Cascade(
+        id=f"{name}/{module}/{bag}.{number}",
+        module=module,
+        step=units[0].key[0],
+        parts=tuple(parts),
+        degree=len(workers),
+        workers=workers,
+        start_s=0.0,
+        end_s=0.0,
+    )

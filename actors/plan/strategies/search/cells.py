@@ -1,0 +1,181 @@
+"""Large clusters: strips of nodes are balanced, cells of a few nodes start from them and are searched, slowest first.
+
+With many items per node a good cell plan is close to its area bound, so the balance between cells decides; swaps of
+items between the slowest and the quickest cell finish the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.problem import Placement, PlannedJob, Problem
+from actors.plan.strategies.search.space import chains
+from actors.plan.strategies.search.strips import Strip, Strips
+from actors.plan.types import Cluster
+
+CELL_WORKERS = 16  # small enough for a strong search, large enough for bags over two nodes
+MANY_JOBS = 48  # below this one search over the whole cluster is stronger
+BALANCE_S = 0.1  # for the strips, whatever the budget
+TRY_S = 0.008  # planning time of one cell at a time
+SHARE = 0.8  # of the budget; the rest is for making a plan of the cells
+
+PlanCell = Callable[[Problem, Sequence[PlannedJob], float], tuple[float, list[Placement]]]
+
+
+@dataclass(slots=True)
+class Cell:
+    """Some nodes with the chains they run."""
+
+    problem: Problem
+    first_worker: int
+    chains: list[int]
+    makespan: float = 0.0
+    placed: list[Placement] | None = None  # job indices of the whole problem, workers of the cell
+    searched: bool = False
+
+
+def worth_cells(problem: Problem, jobs: Sequence[PlannedJob]) -> bool:
+    """Whether the cluster is large against its jobs' degrees and has several chains for every cell."""
+    nodes = problem.cluster.nodes
+    workers = problem.topology.num_workers
+    return (
+        len(jobs) > MANY_JOBS
+        and len(nodes) > 1
+        and len(set(nodes)) == 1
+        and problem.topology.uniform
+        and workers >= 2 * CELL_WORKERS
+        and len(chains(jobs)) * CELL_WORKERS >= 4 * workers
+        and max(min(k for k, _ in job.modes) for job in jobs) <= max(nodes)
+    )
+
+
+def plan_cells(problem: Problem, jobs: Sequence[PlannedJob], plan_cell: PlanCell, budget_s: float) -> list[Placement]:
+    """Placements of all jobs. `plan_cell(problem, jobs, budget)` plans one cell; budget 0 is its constructive plan."""
+    deadline = time.perf_counter() + SHARE * budget_s
+    groups = chains(jobs)
+    areas = np.array([sum(jobs[i].area for i in group) for group in groups])
+    cells = _cells(problem)
+    balancer = Strips(jobs, groups, len(problem.cluster.nodes), problem.cluster.nodes[0])
+    strips = balancer.balanced(time.perf_counter() + max(0.25 * budget_s, BALANCE_S))
+    for cell, own in zip(cells, _dealt(strips, [len(cell.problem.cluster.nodes) for cell in cells])):
+        cell.chains = [chain for strip in own for chain in strip.chains]
+        _lay(cell, jobs, own)
+    try_s = TRY_S
+    while time.perf_counter() < deadline:
+        _even_out(cells, jobs, groups, areas, plan_cell, try_s, deadline)
+        try_s = min(3 * try_s, max(TRY_S, 0.1 * budget_s))
+        for cell in cells:
+            cell.searched = False
+    return [
+        Placement(p.job, tuple(w + cell.first_worker for w in p.workers)) for cell in cells for p in cell.placed or []
+    ]
+
+
+def _dealt(strips: Sequence[Strip], counts: Sequence[int]) -> list[list[Strip]]:
+    """Strips to cells: the slowest beside the quickest, so that a cell's search has something to even out."""
+    left = sorted(strips, key=lambda strip: (strip.seconds, strip.chains))
+    return [[left.pop(-1 if number % 2 == 0 else 0) for number in range(count)] for count in counts]
+
+
+def _lay(cell: Cell, jobs: Sequence[PlannedJob], strips: Sequence[Strip]) -> None:
+    """Give a cell the plan of its strips, one on each node."""
+    lister = Lister(cell.problem, jobs)
+    for node, strip in enumerate(strips):
+        for job, degree in strip.order:
+            lister.put(job, degree, (node,))
+    cell.placed, cell.makespan = lister.placed, max(lister.end, default=0.0)
+
+
+def _even_out(
+    cells: list[Cell],
+    jobs: Sequence[PlannedJob],
+    groups: Sequence[Sequence[int]],
+    areas: np.ndarray,
+    plan_cell: PlanCell,
+    try_s: float,
+    deadline: float,
+) -> None:
+    """Relieve the slowest cell, by search and by swaps, until nothing helps it or the time is over."""
+    failures = 0
+    while failures < 24 and time.perf_counter() < deadline:
+        worst = max(range(len(cells)), key=lambda c: cells[c].makespan)
+        if try_s and not cells[worst].searched:
+            _plan(cells[worst], jobs, groups, plan_cell, try_s)
+            continue
+        ranked = sorted((c for c in range(len(cells)) if c != worst), key=lambda c: cells[c].makespan)
+        partner = cells[ranked[failures % max(1, min(8, len(ranked)))]]
+        swapped = _swap(cells[worst], partner, jobs, groups, areas, plan_cell, failures // 8, try_s)
+        failures = 0 if swapped else failures + 1
+
+
+def _cells(problem: Problem) -> list[Cell]:
+    size = problem.cluster.nodes[0]
+    per_cell = max(1, CELL_WORKERS // size)
+    cells, node = [], 0
+    while node < len(problem.cluster.nodes):
+        nodes = problem.cluster.nodes[node : node + per_cell]
+        cells.append(Cell(problem.on(Cluster(nodes=nodes, rails=problem.cluster.rails)), node * size, []))
+        node += per_cell
+    return cells
+
+
+def _plan(
+    cell: Cell, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], plan_cell: PlanCell, budget_s: float
+) -> None:
+    """Plan a cell; keeps its earlier plan where that was better."""
+    cell.searched = budget_s > 0
+    indices = [i for chain in cell.chains for i in groups[chain]]
+    place = {old: new for new, old in enumerate(indices)}
+    own = [
+        PlannedJob(
+            jobs[i].module,
+            jobs[i].step,
+            jobs[i].item,
+            jobs[i].first,
+            jobs[i].count,
+            tuple(m for m in jobs[i].modes if m[0] <= cell.problem.topology.num_workers),
+            [place[p] for p in jobs[i].preds],
+        )
+        for i in indices
+    ]
+    makespan, placed = plan_cell(cell.problem, own, budget_s) if own else (0.0, [])
+    if cell.placed is None or makespan < cell.makespan:
+        cell.makespan, cell.placed = makespan, [Placement(indices[p.job], p.workers) for p in placed]
+
+
+def _swap(
+    slow: Cell,
+    fast: Cell,
+    jobs: Sequence[PlannedJob],
+    groups: Sequence[Sequence[int]],
+    areas: np.ndarray,
+    plan_cell: PlanCell,
+    attempt: int,
+    try_s: float,
+) -> bool:
+    """Exchange the pair of chains whose area difference comes nearest to evening out both cells, if it helps."""
+    want = (slow.makespan - fast.makespan) / 2 * slow.problem.topology.num_workers
+    pairs = sorted(
+        (abs(areas[a] - (areas[b] if b is not None else 0.0) - want), a, -1 if b is None else b)
+        for a in slow.chains
+        for b in [*fast.chains, None]
+        if areas[a] > (areas[b] if b is not None else 0.0)
+    )
+    if len(pairs) <= attempt:
+        return False
+    _, give, take = pairs[attempt]
+    taken = [take] if take >= 0 else []
+    one = Cell(slow.problem, slow.first_worker, [c for c in slow.chains if c != give] + taken)
+    two = Cell(fast.problem, fast.first_worker, [c for c in fast.chains if c not in taken] + [give])
+    for cell in (one, two):
+        _plan(cell, jobs, groups, plan_cell, try_s)
+        if cell.makespan >= slow.makespan - 1e-9:
+            return False
+    for old, new in ((slow, one), (fast, two)):
+        old.chains, old.makespan, old.placed, old.searched = new.chains, new.makespan, new.placed, new.searched
+    return True

@@ -1,0 +1,226 @@
+"""The population search's inner loop in C: some 10 times as many candidates per second as the vectorised one.
+
+`annealer.c` is compiled once per machine with the C compiler that Triton needs too, and kept in the user's cache. Where
+there is none, or a problem is larger than its fixed arrays, `cascade` searches with `search.anneal` instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from actors.plan.strategies.search.anneal import SearchResult
+from actors.plan.strategies.search.space import NEVER, Space
+
+log = logging.getLogger(__name__)
+
+JOBS, NODES, SIZE = 96, 32, 64  # of the arrays in annealer.c
+FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=off")  # no contraction: the same plan on every machine
+COMPILE_S = 60.0
+# Calibration on one busy core, seconds: placing one job, for every node and worker of a node it looks at.
+JOB_S, NODE_S = 6.2e-8, 6e-9
+LENGTH = 30  # evaluations of a restart, times the square of the jobs
+PATIENCE = 4  # restarts per job without a better plan, besides twice as many as the best needed
+HEATS = (0.03, 0.008)  # starting temperature, share of the makespan: of a step alone, with encodes of later ones
+ENOUGH = 4  # restarts that a budget should allow, by shorter ones if it must
+# Threads of a search, always as many: the plan must not depend on the machine. Small budgets are over before they pay.
+THREADS, WORTH_THREADS_S = 2, 0.1
+SECOND_SEED = 0x5EED
+
+
+class _Space(ctypes.Structure):
+    _fields_ = [
+        (name, kind)
+        for kind, names in (
+            (ctypes.c_int, "jobs nodes size modes chains reversible ahead"),
+            (
+                ctypes.c_void_p,
+                "num_modes degree span seconds pred_from preds succ_from succs chain_from chain release "
+                "worth slack free counts waits encode",
+            ),
+            (ctypes.c_double, "barrier workers"),
+        )
+        for name in names.split()
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled search, or None where it cannot be compiled. The first call on a machine takes a second."""
+    source = Path(__file__).with_name("annealer.c")
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not source.is_file():
+        log.info("no C compiler: plans are searched with numpy, about 10 times slower")
+        return None
+    text = source.read_bytes()
+    name = f"annealer-{hashlib.sha256(text + ' '.join(FLAGS).encode()).hexdigest()[:16]}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heddle"
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (cache / name).is_file():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                built = Path(folder) / name
+                subprocess.run(
+                    [compiler, *FLAGS, "-o", str(built), str(source), "-lm"],
+                    check=True,
+                    capture_output=True,
+                    timeout=COMPILE_S,
+                )
+                built.replace(cache / name)  # whole or not at all: other processes may look for it
+        found = ctypes.CDLL(str(cache / name))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("the C search cannot be built (%s): plans are searched with numpy, about 10 times slower", error)
+        return None
+    found.anneal.restype = ctypes.c_long
+    return found
+
+
+def fits(space: Space) -> bool:
+    """Whether the C search can take this problem."""
+    nodes, size = space.nodes.shape
+    return space.num_jobs <= JOBS and nodes <= NODES and size <= SIZE and library() is not None
+
+
+def evaluations_for(space: Space, budget_s: float) -> int:
+    """How many candidates a budget buys. A constant calibration, deliberately not a measurement."""
+    nodes = space.nodes.shape[0]
+    return max(1, int(budget_s / (space.num_jobs * (JOB_S + NODE_S * nodes))))
+
+
+def anneal(
+    space: Space,
+    starts: Sequence[tuple[np.ndarray, np.ndarray]],
+    budget_s: float,
+    seed: int,
+    bound: float,
+    seconds: float,
+) -> SearchResult | None:
+    """Restarts from the starting candidates (keys [J], modes [J]) and from random ones, until the budget's evaluations
+    are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that.
+
+    A budget of some size is spent twice at the same time, by threads with other seeds and lengths of a restart.
+    """
+    compiled = library()
+    assert compiled is not None, "fits() was not asked"
+    given, arrays, before = _given(space)
+    num_jobs, nodes = space.num_jobs, space.nodes.shape[0]
+    keys = np.ascontiguousarray([start[0] for start in starts], dtype=float)
+    modes = np.ascontiguousarray([start[1] for start in starts], dtype=np.int32)
+    evaluations = evaluations_for(space, budget_s)
+    longest = max(50, min(LENGTH * num_jobs**2, evaluations // ENOUGH))
+
+    def search(number: int) -> _SearchOutput:
+        one = _SearchOutput(np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4))
+        one.evaluations = compiled.anneal(
+            ctypes.byref(given),
+            _pointer(keys),
+            _pointer(modes),
+            len(starts),
+            ctypes.c_long(evaluations),
+            ctypes.c_long(longest),
+            PATIENCE * num_jobs,
+            ctypes.c_double(HEATS[given.ahead]),
+            ctypes.c_double(bound),
+            ctypes.c_double(seconds),
+            ctypes.c_uint64(seed + SECOND_SEED * number),
+            _pointer(one.result),
+            _pointer(one.order),
+            _pointer(one.figures),
+        )
+        return one
+
+    if budget_s < WORTH_THREADS_S:
+        searches = [search(0)]
+    else:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="plan search") as threads:
+            searches = list(threads.map(search, range(THREADS)))
+    del arrays  # until here the compiled code reads them
+    found = [one for one in searches if one.figures[0] > 0]
+    if not found:
+        return None
+    best = min(found, key=lambda one: float(one.figures[1 if given.ahead else 0]))
+    makespan, result = float(best.figures[0]), best.result
+    placing = [int(j) for j in best.order]
+    if best.figures[2]:  # found from its end: in forward order of start, encodes first
+        placing = sorted(range(num_jobs), key=lambda j: (result[j, 0], bool(before[j]), j))
+    kept = [j for j in placing if space.counts[j] or not space.worth[j] or result[j, 0] < makespan - 1e-9]
+    return SearchResult(
+        makespan,
+        float(best.figures[1]),
+        kept,
+        [int(k) for k in result[:, 2]],
+        [tuple(int(n) for n in np.flatnonzero(row)) for row in result[:, 3 : 3 + nodes]],
+        result[:, 0].tolist(),
+        sum(one.evaluations for one in searches),
+    )
+
+
+@dataclass(slots=True)
+class _SearchOutput:
+    """What one run of the compiled search left: see `anneal` in annealer.c."""
+
+    result: np.ndarray
+    order: np.ndarray
+    figures: np.ndarray
+    evaluations: int = 0
+
+
+def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]]:
+    """(the problem as the compiled code reads it, the arrays that it points to, predecessors of every job)."""
+    num_jobs, width = space.seconds.shape
+    nodes, size = space.nodes.shape
+    before = [[int(p) for p in row if p < num_jobs] for row in space.preds]
+    after = [[job for job, preds in enumerate(before) if pred in preds] for pred in range(num_jobs)]
+    chains = [[int(j) for j in row[:length]] for row, length in zip(space.chain_jobs, space.chain_length)]
+    idle = bool((space.nodes[space.nodes < NEVER] == 0).all()) and space.barrier == 0 and not space.release.any()
+    ahead = bool(space.worth.any())
+    alone = [bool((space.span[j, : space.num_modes[j]] == 1).any()) for j in range(num_jobs)]
+    arrays = {
+        "num_modes": space.num_modes.astype(np.int32),
+        "degree": space.degree.astype(np.int32),
+        "span": np.maximum(space.span, 1).astype(np.int32),
+        "seconds": np.ascontiguousarray(space.seconds),
+        "release": space.release.astype(float),
+        "worth": space.worth.astype(float),
+        "slack": space.slack.astype(float),
+        "free": np.ascontiguousarray(space.nodes),
+        "counts": space.counts.astype(np.int32),
+        "waits": space.waits.astype(np.int32),
+        "encode": (~space.waits & np.array(alone)).astype(np.int32),
+    }
+    for offsets, values, rows in (
+        ("pred_from", "preds", before),
+        ("succ_from", "succs", after),
+        ("chain_from", "chain", chains),
+    ):
+        arrays[offsets] = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
+        arrays[values] = np.array([j for row in rows for j in row] or [0], dtype=np.int32)
+    given = _Space(
+        jobs=num_jobs,
+        nodes=nodes,
+        size=size,
+        modes=width,
+        chains=len(chains),
+        ahead=ahead,
+        reversible=idle and not ahead and bool(space.counts.any()),
+        barrier=space.barrier,
+        workers=float((space.nodes < NEVER).sum()),
+        **{name: array.ctypes.data for name, array in arrays.items()},
+    )
+    return given, arrays, before
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -1,0 +1,155 @@
+"""Frozen dataclasses as objects of JSON and back. Each file of a run has one record type, which writes and reads it.
+
+    line = line_of(record)                    # one key per field, in the order of the fields
+    record = record_of(StepMetrics, line)     # also from a file of another version
+
+Reading is tolerant where versions differ: an unknown key is ignored, a missing one gets the field's default, or the
+empty value of its type (NaN, 0, "", ()). A value of another type is refused by its key. Writing has no such mercy: a
+constructor takes neither an unknown field nor one too few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+R = TypeVar("R")
+Convert = Callable[[Any, str], Any]  # (value, name of its key) -> value of the field's type
+
+
+class RecordError(ValueError):
+    """A line holds something else than a record of its file. Names the key, its value and what is expected."""
+
+
+def line_of(record: Any) -> dict[str, Any]:
+    """The fields of a record in their order; records inside it become objects, tuples become lists when written."""
+    return {f.name: _plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return line_of(value)
+    if isinstance(value, tuple):
+        return [_plain(child) for child in value]
+    return value
+
+
+def record_of(cls: type[R], line: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> R:
+    """A record from an object of JSON. `renamed` maps keys of older versions to fields. Raises RecordError."""
+    if renamed:
+        line = {renamed.get(key, key): value for key, value in line.items()}
+    values = {}
+    for name, convert, empty in _fields(cls):  # type: ignore[arg-type]
+        if name in line:
+            values[name] = convert(line[name], name)
+        elif empty is not None:
+            values[name] = empty()
+    return cls(**values)
+
+
+@cache
+def _fields(cls: Any) -> tuple[tuple[str, Convert, Callable[[], Any] | None], ...]:
+    """Name, reader and empty value of each field; no empty value where the field has a default."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        found.append((f.name, _reader(hints[f.name]), _empty(hints[f.name]) if required else None))
+    return tuple(found)
+
+
+def _empty(kind: Any) -> Callable[[], Any]:
+    """What a required field holds when a file of an older version lacks its key."""
+    if kind is float:
+        return lambda: math.nan
+    if get_origin(kind) in (Union, types.UnionType):
+        return lambda: None
+    if dataclasses.is_dataclass(kind):
+        return lambda: record_of(kind, {})  # type: ignore[arg-type]
+    made: type[Any] = get_origin(kind) or kind
+    return dict if issubclass(made, Mapping) else made
+
+
+def _reader(kind: Any) -> Convert:
+    simple: dict[Any, Convert] = {float: _float, int: _int, str: _str, bool: _bool, Any: _any}
+    if kind in simple:
+        return simple[kind]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        (inner,) = [_reader(arg) for arg in args if arg is not type(None)]
+        return lambda value, key: None if value is None else inner(value, key)
+    if origin is tuple:
+        return _tuple(args)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(_reader(args[1]))
+    assert dataclasses.is_dataclass(kind), f"a record cannot hold {kind}"
+    return lambda value, key: record_of(kind, _object(value, key))  # type: ignore[arg-type]
+
+
+def _wrong(key: str, value: Any, expected: str) -> RecordError:
+    return RecordError(f"{key} is {value!r}; expected {expected}.")
+
+
+def _float(value: Any, key: str) -> float:
+    """JSON has no NaN: it is written as null."""
+    if value is None:
+        return math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise _wrong(key, value, "a number")
+
+
+def _int(value: Any, key: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise _wrong(key, value, "a whole number")
+
+
+def _str(value: Any, key: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise _wrong(key, value, "text")
+
+
+def _bool(value: Any, key: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _wrong(key, value, "true or false")
+
+
+def _any(value: Any, key: str) -> Any:
+    return value
+
+
+def _object(value: Any, key: str) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise _wrong(key, value, "an object")
+
+
+def _mapping(inner: Convert) -> Convert:
+    def read(value: Any, key: str) -> dict[str, Any]:
+        held = {} if value is None else _object(value, key)
+        return {name: inner(child, f"{key}.{name}") for name, child in held.items()}
+
+    return read
+
+
+def _tuple(args: tuple[Any, ...]) -> Convert:
+    size = None if args[-1] is Ellipsis else len(args)
+    inner = _reader(args[0])
+    assert size is None or len(set(args)) == 1, f"a record cannot hold tuple{args}"
+
+    def read(value: Any, key: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or size not in (None, len(value)):
+            raise _wrong(key, value, "a list" if size is None else f"a list of {size}")
+        return tuple([inner(child, key) for child in value])
+
+    return read

@@ -1,0 +1,71 @@
+"""One line of metrics.jsonl: what a committed step cost and gave. Every field of a line is a field here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.records.lines import line_of, record_of
+
+# Key of versions 0.1 and early 0.2 -> field.
+RENAMED = {"planned_s": "predicted_s", "plan_s": "planning_s"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Figures of one step, made by `actors.run.step_metrics`. Ratios are explained there.
+
+    A number that a file lacks, or that is not finite, is NaN after reading; a count that it lacks is 0.
+    """
+
+    step: int
+    time: float  # unix seconds when the step was finished
+    loss: float
+    grad_norm: float
+    lr: float
+    workers: int
+    generation: int
+    step_s: float  # from the end of the previous step to the end of this one
+    data_wait_s: float  # the workers had no step because the clips of the next one were not decoded yet
+    idle_ratio: float
+    cv_step: float
+    cv_compute: float
+    wir: float | None  # None: a worker had no DiT cascade
+    tokens_per_s: float
+    videos_per_s: float
+    predicted_s: float  # the plan's makespan
+    planning_s: float  # finding the plan took so long
+    sync_s: float  # the longest gradient sum and update of a worker
+    snapshot_s: float  # the longest copying of a shard for the keepers
+    handoff_bytes: int
+    handoff_s: float
+    peak_memory_gib: float  # of a GPU, the highest of all workers
+    rss_gib: float  # of a worker's process, the highest of all
+    dispatch_s: float  # the controller's time to submit the step's calls
+    calls: int
+    applied: bool  # False: the gradient was not finite and nothing was changed
+    good_weight: float  # share of the step's samples that could be decoded
+    loss_by_bucket: Mapping[str, float]  # "17x64x96" -> mean loss of its samples
+    recomputed: bool = False  # an earlier execution of this step had been written before
+
+    def line(self) -> dict[str, Any]:
+        """Its object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
+        line = {name: _finite(value) for name, value in line_of(self).items()}
+        if not self.recomputed:
+            del line["recomputed"]
+        return line
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(child) for key, child in value.items()}
+    return value
+
+
+def metrics_of(line: Mapping[str, Any]) -> StepMetrics:
+    """An object of metrics.jsonl, of this or an earlier version. Raises RecordError for a value of the wrong type."""
+    return record_of(StepMetrics, line, RENAMED)

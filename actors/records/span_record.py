@@ -1,0 +1,64 @@
+"""One line of timeline.jsonl: a stretch of work on one worker, as it was measured and as it was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.records.lines import line_of, record_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRecord:
+    """The samples of one item inside a cascade; a packed cascade has several."""
+
+    item: str
+    bucket: tuple[int, int, int]
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanRecord:
+    """A span with its worker. `start` and `end` are unix seconds; planned times are seconds from `step_start`."""
+
+    step: int  # of its samples, which may be later than the step during which it ran
+    worker: str
+    node: str
+    name: str
+    module: str  # text | vae | dit | finish
+    cascade: str
+    item: str
+    bucket: tuple[int, int, int] | None  # None: of several, or no cascade
+    pieces: tuple[PieceRecord, ...]  # empty in files of version 0.1, whose cascades are of one bucket
+    batch: int
+    degree: int
+    start: float
+    end: float
+    planned_start_s: float
+    planned_end_s: float
+    step_start: float  # when the step began during which it ran
+    generation: int
+    phases: Mapping[str, float]  # seconds inside: handoff, forward, backward, reduce, ...
+    handoff_bytes: int
+    handoff_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def planned(self) -> tuple[float, float] | None:
+        """Planned (start, end) in seconds from the start of the executing step; None for work that no plan lists."""
+        if not self.planned_end_s > self.planned_start_s:  # also for NaN, which a missing key is
+            return None
+        return self.planned_start_s, self.planned_end_s
+
+    def line(self) -> dict[str, Any]:
+        """Its object in timeline.jsonl."""
+        return line_of(self)
+
+
+def span_of(line: Mapping[str, Any]) -> SpanRecord:
+    """An object of timeline.jsonl, of this or an earlier version. Raises RecordError for a value of the wrong type."""
+    return record_of(SpanRecord, line)

@@ -1,0 +1,147 @@
+"""Every kind of event has a name of its own, is read back from its line, and is told or knowingly left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.records.events import (
+    KINDS,
+    GenerationEnded,
+    GenerationFormed,
+    KeeperLost,
+    RunEvent,
+    SettingsChanged,
+    StackDumped,
+    StepSkipped,
+    StepsLost,
+    UnknownEvent,
+    WorkerDied,
+    event_of,
+)
+from actors.records.lines import RecordError
+
+OLD = Path(__file__).parent / "old"
+UNTOLD = {GenerationEnded, StackDumped}  # the next generation tells it; a stack is read in the file
+WORDS = {  # a value for every field that an event has
+    "worker": "w1",
+    "host": "h",
+    "node": "n",
+    "pid": 4,
+    "workers": ("w0",),
+    "cluster": (1,),
+    "clean": False,
+    "stack": "File ...",
+    "step": 4,
+    "seconds": 1.5,
+    "why": "it died",
+    "detail": "waiting for w1",
+    "to_step": 3,
+    "lost_steps": 2,
+    "loss": 1.5,
+    "grad_norm": 2.0,
+    "samples": ("shard-0/clip-2",),
+    "from_step": 0,
+    "origin": "new",
+    "data": {"indexed": 3},
+    "ledger": {"delivered": 3},
+    "settings": ("train.steps 20 -> 40",),
+    "target": 3,
+    "code": 75,
+    "mib_per_keeper": 1.5,
+    "keepers": 2,
+    "keeper": "run/keeper/a",
+    "silent": ("run/keeper/a",),
+    "repairs": 3,
+    "mib_needed": 9,
+    "mib_room": 1,
+    "folder": "step-9",
+    "speed": {"w0": 1.0},
+}
+
+
+def example(kind: type[RunEvent]) -> Any:
+    own = {f.name for f in dataclasses.fields(kind)} - {"time", "generation"}
+    return kind(time=1.5, generation=2, **{name: WORDS[name] for name in own})  # type: ignore[arg-type]
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (OLD / name).read_text().splitlines()]
+
+
+def test_every_kind_has_a_name_of_its_own() -> None:
+    kinds = set(RunEvent.__subclasses__()) - {UnknownEvent}
+    assert set(KINDS.values()) == kinds and len(kinds) >= 26
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_event_is_read_back_from_its_line_and_told_or_knowingly_not(kind: type[RunEvent]) -> None:
+    event = example(kind)
+    line = json.loads(json.dumps(event.line()))
+    assert list(line)[:3] == ["time", "event", "generation"]
+    assert event_of(line) == event
+    assert bool(event.describe()) == (kind not in UNTOLD)
+
+
+def test_a_misspelt_or_missing_detail_is_an_error_where_the_event_is_made() -> None:
+    with pytest.raises(TypeError, match="wy"):
+        WorkerDied(worker="w1", wy="lost")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="why"):
+        WorkerDied(worker="w1")  # type: ignore[call-arg]
+
+
+def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
+    assert {name for name, kind in KINDS.items() if kind.disturbs} == {
+        "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost"
+    }  # fmt: skip
+
+
+def test_a_line_has_time_name_generation_and_then_the_details_in_order() -> None:
+    formed = GenerationFormed(
+        time=1.5, generation=3, workers=("w0", "w2"), cluster=(1, 1), why="w1 died", from_step=4, seconds=0.5
+    )
+    assert json.dumps(formed.stamped(2).line() | {"time": 1.5}) == (
+        '{"time": 1.5, "event": "generation", "generation": 3, "workers": ["w0", "w2"], "cluster": [1, 1], '
+        '"why": "w1 died", "from_step": 4, "seconds": 0.5}'
+    )
+    assert SettingsChanged(time=2.0, settings=("a",)).line() == {"time": 2.0, "event": "changed", "settings": ["a"]}
+    assert StepsLost(to_step=3, lost_steps=2).stamped(7).line()["generation"] == 7
+
+
+@pytest.mark.parametrize("version", ["0.1", "0.2"])
+def test_events_of_earlier_versions_are_read_and_told(version: str) -> None:
+    for line in lines(f"events-{version}.jsonl"):
+        event = event_of(line)
+        assert not isinstance(event, UnknownEvent) and event.time == line["time"]
+        assert event.describe() or type(event) in UNTOLD
+
+
+def test_what_an_earlier_version_did_not_write_is_empty() -> None:
+    events = [event_of(line) for line in lines("events-0.1.jsonl")]
+    assert WorkerDied(time=1795391317.9952602, generation=1, worker="w0", why="") in events
+    assert next(e for e in events if isinstance(e, KeeperLost)).keeper == ""
+    assert next(e for e in events if isinstance(e, StepSkipped)).describe() == (
+        "step 5 skipped: loss nan, gradient norm inf"
+    )
+
+
+def test_an_event_of_a_later_version_is_kept_and_not_told() -> None:
+    line = {"time": 1.0, "event": "eclipse", "generation": 2, "shadow": [1]}
+    event = event_of(line)
+    assert event.line() == line and event.describe() == ""
+    assert event_of({"time": 1.0, "event": "dead", "worker": "w1", "shadow": 2}).describe() == "worker w1 died"
+
+
+def test_a_value_of_another_type_is_refused_by_its_key() -> None:
+    with pytest.raises(RecordError, match="step is 'four'; expected a whole number"):
+        event_of({"time": 1.0, "event": "checkpoint", "step": "four"})
+    with pytest.raises(RecordError, match="workers is 'w0'; expected a list"):
+        event_of({"time": 1.0, "event": "generation", "workers": "w0"})
+
+
+def test_a_fallback_names_the_steps_that_run_again() -> None:
+    assert StepsLost(to_step=3, lost_steps=2).describe().endswith("steps 4 to 5 run again")

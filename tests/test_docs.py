@@ -1,0 +1,48 @@
+"""The documents name files, functions and classes that exist, and words that the code uses."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("docs/map.md", "docs/words.md", "CONTRIBUTING.md")
+MOST_STATIONS = 10
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_folders_that_a_document_names_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:app|actors|data|ops|tests|configs|docs)/[\w./-]*)`", text)
+    missing = [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
+    assert not missing, f"{document} names {missing}"
+
+
+def test_every_station_of_a_walk_is_in_its_file() -> None:
+    for file, told in stations():
+        defined = definitions(ROOT / file)
+        named = re.findall(r"`(\w+)`", told)
+        assert not (unknown := [word for word in named if word not in defined]), f"{file} has no {unknown}"
+
+
+def test_a_walk_is_short() -> None:
+    walks = (ROOT / "docs" / "map.md").read_text(encoding="utf-8").split("## Four walks")[1].split("\n## ")[0]
+    lengths = [len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) for walk in walks.split("\n### ")[1:]]
+    assert len(lengths) == 4 and max(lengths) <= MOST_STATIONS
+
+
+def stations() -> list[tuple[str, str]]:
+    """(file, what the map says of it)."""
+    found = re.findall(r"^\d+\. `([\w/]+\.py)`: (.*)$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE)
+    assert len(found) > 20
+    return found
+
+
+def definitions(path: Path) -> set[str]:
+    """Names of all functions and classes of a file, methods included, and names that it imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    defined = {n.name for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
+    return defined | {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
