@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from data.config import DataConfig
-from ops.config import FlowConfig, ModelConfig, OptimizerConfig
+from ops.config import FlowConfig, OptimizerConfig
+from ops.models.config import ModelConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
 _LEAST_START_S = 600.0  # for a device or file system that is slow to answer

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import Module
 from data.config import CacheConfig
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 
 # When a worker starts its part of the step's gradient sum: before this cascade, during its backward, behind it, or not
 # in this cascade. From then on it adds no gradient and joins no bag in this step.

@@ -22,8 +22,8 @@ from app.data_account import print_account
 from app.data_synth import make_missing
 from app.plan import PlanInputs, options_of, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
-from ops.config import ModelConfig
-from ops.folders import resolve
+from ops.models.config import ModelConfig
+from ops.models.folders import resolve
 from ops.models.load import num_trained
 from ops.shards import bytes_per_weight
 

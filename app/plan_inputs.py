@@ -17,8 +17,8 @@ from actors.plan.types import Cluster, Item, PlanError
 from app.settings import ConfigError, parse, plain
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from app.config import RunConfig

@@ -23,7 +23,7 @@ from app.report_svg import Bar, EventMark, Lane, Series, line_chart, timeline
 from app.rundir import RunDir
 from app.settings import ConfigError
 from app.timeline import StepWindow, final_windows, lane
-from ops.folders import resolve
+from ops.models.folders import resolve
 
 log = logging.getLogger(__name__)
 

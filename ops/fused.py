@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ops.kernels import gate_op, norm_op, qk_op
 from ops.kernels.norm_op import Index
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 NO_INDEX: Index = (None, None, None, None, None)
 

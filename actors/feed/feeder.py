@@ -29,9 +29,9 @@ from data.dataset.dataset import Dataset
 from data.decode import caption_or_empty
 from data.engines.make import make_engine
 from data.types import DataItem
-from ops.config import ModelConfig
-from ops.folders import component, tokenizer_of
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.models.folders import component, tokenizer_of
 
 log = logging.getLogger(__name__)
 

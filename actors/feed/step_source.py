@@ -18,9 +18,9 @@ from actors.pool.workers import uses_gpu
 from actors.ray_calls import GONE, unwrap
 from actors.step import DataLost, StepData, StepItems, StepSamples
 from data.engines.placement import beside_me
-from ops.config import ModelConfig
-from ops.config import geometry as geometry_of
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.models.config import geometry as geometry_of
 from ops.models.text import text_dtype
 
 log = logging.getLogger(__name__)

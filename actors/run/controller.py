@@ -78,7 +78,7 @@ from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Seat
 from actors.worker.worker import Worker
-from ops.folders import resolve
+from ops.models.folders import resolve
 
 log = logging.getLogger(__name__)
 

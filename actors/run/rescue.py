@@ -15,7 +15,7 @@ from actors.records.events import RunEvent
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.step import DataLost
-from ops.folders import resolve
+from ops.models.folders import resolve
 
 log = logging.getLogger(__name__)
 

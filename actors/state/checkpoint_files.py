@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 from ops.shards import ShardState, bytes_per_weight, cut, missing
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from actors.state.keeper_fleet import Keepers
 from actors.state.snapshots import origin_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Seat
 from data.errors import DataError, DataIOError
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -50,12 +50,12 @@ from actors.worker.transfer import HostCopies, PinnedCopy
 from data.cache import Cache, CacheWriter, Kind
 from data.engines.blocks import as_batch
 from ops.comm import CancelToken, Groups
-from ops.config import ModelConfig
-from ops.folders import resolve
+from ops.models.config import ModelConfig
+from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
+from ops.models.weights import frozen_digests
 from ops.shards import ShardState, cut, shard_bounds
 from ops.sync import initial_shard, trainable
-from ops.weights import frozen_digests
 
 log = logging.getLogger(__name__)
 

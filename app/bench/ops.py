@@ -28,7 +28,7 @@ from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
 from app.bench.ops_variants import Op, RowLayout, Variant, inputs_of, layouts, ops
 from app.bench.timing import Closure, ceilings, measure, peak_bytes
 from ops.kernels import backend
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ops.kernels import launch, tuning
 from ops.kernels.rows import load_row, multiply, one_plus, store_row, sum_row, to_fp32
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 COLUMNS = 128  # AdaptiveLoad's d_tile: one feature per thread
 ROWS = 256  # its n_tile

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ops.kernels import backend, norm_kernels, qk_kernels, tuning
 from ops.kernels.library import is_per_token, no_table_grads, table_grads
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 ROWS_MIN = 32  # a persistent program with fewer rows does not pay for its slot in the second stage
 INTERPRETER_PROGRAMS = 3  # stands in for the multiprocessors of a GPU when the interpreter runs on CPU tensors

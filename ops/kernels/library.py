@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ops.kernels.reference import compute_dtype
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 BLOCK_ELEMENTS = 2**18  # 1 MB of fp32: a block and its temporaries stay in the L2 cache
 aten = torch.ops.aten

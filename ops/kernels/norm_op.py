@@ -16,7 +16,7 @@ from ops.kernels import backend
 from ops.kernels.library import is_per_token
 from ops.kernels.reference import compute_dtype
 from ops.kernels.registry import custom_op, refuse_double_backward, register_autograd
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 INDEX_SCHEMA = "Tensor? run, Tensor? cu, Tensor? run2mod, Tensor? mod_off, Tensor? mod_runs"
 Index = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

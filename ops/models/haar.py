@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.config import VAEConfig
+from ops.models.config import VAEConfig
 from ops.models.tiles import Tile, whole
 
 # Expected statistics of a pixel block, the model behind the order and the scale of the channels: neighbours at distance

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 
 A, B = ".lora_A.weight", ".lora_B.weight"

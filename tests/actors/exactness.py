@@ -17,8 +17,9 @@ from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
 from ops.comm import CancelToken, Groups
-from ops.config import FlowConfig, ModelConfig, OptimizerConfig, TextConfig, VAEConfig
-from ops.folders import resolve
+from ops.config import FlowConfig, OptimizerConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync

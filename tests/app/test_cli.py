@@ -14,7 +14,7 @@ import pytest
 from app.cli import main
 from app.errors import exit_code, is_ours
 from app.settings import ConfigError
-from ops.folders import dit_json
+from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 
 ROOT = Path(__file__).parent.parent.parent

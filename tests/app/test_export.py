@@ -24,9 +24,9 @@ from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
 from app.settings import ConfigError
-from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.flow import sigma_schedule
-from ops.folders import dit_json, resolve
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.models.lora import lora_scale, merged

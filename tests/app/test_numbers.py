@@ -62,7 +62,7 @@ def use(config: RunConfig, builds: bool) -> None:
     from app.config import check, notes
     from app.plan import options_of
     from app.plan_inputs import batches_of, items_from_buckets, profile_of
-    from ops.folders import resolve
+    from ops.models.folders import resolve
     from ops.models.load import num_trained
 
     check(config)

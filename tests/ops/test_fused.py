@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops import fused
 from ops.kernels import backend, reference
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 FP64_ERROR = 1e-14
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2, against float64

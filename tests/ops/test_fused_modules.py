@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ops import fused
 from ops.kernels import reference
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 SEGMENTS = Segments.packed([7, 0, 5], [1, 0, 2], num_mods=3)
 ROWS = SEGMENTS.run2mod.long()[SEGMENTS.run.long()]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
-from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.layers import (
+from ops.models.base.layers import (
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
@@ -29,6 +28,7 @@ from ops.models.layers import (
     maybe_checkpoint,
     sinusoidal_embedding,
 )
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.packing import Layout
 from ops.sequence_parallel import check_degree, sequence_parallel_attention
 

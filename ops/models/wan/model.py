@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
-from ops.models.layers import (
+from ops.models.base.layers import (
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,

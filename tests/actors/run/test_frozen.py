@@ -16,11 +16,11 @@ from actors.pool.membership_types import Form
 from actors.run.controller import Controller
 from actors.run.frozen import disagreement
 from actors.worker.worker import Worker
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
+from ops.models.weights import frozen_digests
 from ops.sync import trainable
-from ops.weights import frozen_digests
 from tests.actors.exactness import MODEL, train_config
 
 

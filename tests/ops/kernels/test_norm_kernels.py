@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ops import fused
 from ops.kernels import ablations, backend, reference
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2
 BF16_OUTPUT, BF16_GRADIENT = 2.0e-3, 2.0e-3  # rounding a float to bf16 costs 1.67e-3

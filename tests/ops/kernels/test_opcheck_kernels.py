@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ops.kernels import gate_op, norm_op, qk_op  # noqa: F401  (registers the ops)
-from ops.segments import Segments
+from ops.kernels.segments import Segments
 
 heddle = torch.ops.heddle
 SEGMENTS = Segments.packed([3, 0, 2], [1, 0, 1], num_mods=2)
