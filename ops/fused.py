@@ -5,7 +5,8 @@
     q, k = qk_norm_rope(q, k, wq, wk, cos, sin, head_dim=128)
 
 Tokens are packed [N, D] (any leading dimensions are flattened); `segments` says which row of the [S, D] tables each
-token uses. On CUDA the Triton kernels run, elsewhere library calls; both mean what `ops.kernels.reference` says.
+token uses. On CUDA the Triton kernels run, elsewhere library calls; both mean what `reference.py` in the op's folder
+under ops/kernels/ says.
 
 dtypes: activations bf16, fp16, fp32 or fp64, tables independently. Arithmetic, statistics and table gradients are fp32
 (fp64 for fp64 inputs), with one rounding at each store. Results have the autocast dtype under autocast (except fp64
@@ -18,9 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ops.kernels import gate_op, norm_op, qk_op
-from ops.kernels.norm_op import Index
-from ops.kernels.segments import Segments
+from ops.kernels.base.segments import Index, Segments
+from ops.kernels.gate_residual import op as gate_op
+from ops.kernels.norm_modulate import op as norm_op
+from ops.kernels.qk_rope import op as qk_op
 
 NO_INDEX: Index = (None, None, None, None, None)
 
@@ -301,7 +303,9 @@ def _check_rope(q_ND: Tensor, k_ND: Tensor, cos: Tensor, sin: Tensor, head_dim: 
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[1] != head_dim // 2:
         raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must both be [n, {head_dim // 2}].")
     if cos.requires_grad or sin.requires_grad:
-        raise ValueError("cos and sin get no gradient from the fused op; detach() them, or use ops.kernels.reference.")
+        raise ValueError(
+            "cos and sin get no gradient from the fused op; detach() them, or use ops.kernels.qk_rope.reference."
+        )
     _check_device("cos", cos, q_ND)
     _check_device("sin", sin, q_ND)
     for name, x in (("q", q_ND), ("k", k_ND)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.lengths import Lengths
-from ops.kernels.segments import Segments
+from ops.kernels.base.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)

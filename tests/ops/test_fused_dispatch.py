@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ops import fused
 from ops.comm import Group
-from ops.kernels.segments import Segments
+from ops.kernels.base.segments import Segments
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
