@@ -28,6 +28,7 @@ from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
 from app.settings import ConfigError
+from data.dataset.coverage import account
 from ops.ranges import SECONDS
 
 Steps = Sequence[Sequence[Item]]
@@ -147,7 +148,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     )
     if request.from_data:
         dataset = plan_inputs.open_dataset(config, geometry, profile)
-        print_account(dataset.account(request.steps or None), config.data.min_coverage)
+        print_account(account(dataset, request.steps or None), config.data.min_coverage)
         steps: Steps = [plan_inputs.items_from_data(dataset, step, config, model) for step in range(request.steps or 8)]
     else:
         batches = plan_inputs.batches_of(config, geometry, profile)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ops import fused
-from ops.kernels.base import backend
+from ops.kernels.base import host
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual import reference as gate_reference
 from ops.kernels.norm_modulate import ablations
@@ -190,7 +190,7 @@ def test_random_widths_and_segments(device: str, seed: int) -> None:
 
 
 def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) -> None:
-    backend.log_copy.cache_clear()
+    host.log_copy.cache_clear()
     segments, width = PACKED.to(device), 64
     wide = make(device, torch.float32, segments.num_rows, 3 * width)
     table = make(device, torch.float32, segments.num_mods, 6, width)
