@@ -173,6 +173,7 @@ class FusedAdaLN(nn.Module):
         segments: Segments | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """x [..., D], tables [S, D] -> [..., D]."""
         return ln_modulate(
             x,
             scale,
@@ -199,6 +200,7 @@ class FusedGateAdaLN(FusedAdaLN):
         segments: Segments | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """x, y [..., D], tables [S, D] -> x' and its norm [..., D]."""
         return gate_residual_ln_modulate(
             x,
             y,
@@ -226,6 +228,7 @@ class FusedQKNormRope(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """q, k [..., D], cos, sin [n, head_dim / 2] -> q, k [..., D]."""
         return qk_norm_rope(
             q, k, self.weight_q, self.weight_k, cos, sin, head_dim=self.head_dim, per_head=self.per_head, eps=self.eps
         )

@@ -124,7 +124,7 @@ class Layout:
 
     @cached_property
     def text_rows(self) -> Tensor:
-        """int64: rows of the replicated text that this rank owns in joint attention."""
+        """int64 [m]: rows of the replicated text that this rank owns in joint attention."""
         starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[: self.rank].sum(axis=0)
         return self._on_device(_ranges(starts, self._text_chunks[self.rank]))
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
-# the broadcast of one bucket runs behind the update of the next.
+# the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
 _BUCKET_CUDA = 1 << 26
 # Elements of the gradient whose sum starts together: large enough to fill a link, small enough to start early.

@@ -30,6 +30,7 @@ class LoRALinear(nn.Linear):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
         return F.linear(x, self.weight, self.bias) + self.scale * self.lora_B(self.lora_A(x))
 
 

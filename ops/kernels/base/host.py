@@ -57,6 +57,7 @@ def table(table: Tensor | None) -> Tensor | None:
 
 
 def stride8(x: Tensor | None) -> int:
+    """Distance of rows [N, D] in units of 8 elements; 0 without a tensor."""
     return 0 if x is None else x.stride(0) // 8
 
 
@@ -70,6 +71,7 @@ def options(config: Launch) -> dict[str, Any]:
 
 
 def name(x: Tensor) -> str:
+    """The dtype as launch tables name it."""
     return str(x.dtype).removeprefix("torch.")
 
 

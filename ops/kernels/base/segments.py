@@ -110,7 +110,10 @@ class Segments:
 def as_segments(
     run: Tensor | None, cu: Tensor | None, run2mod: Tensor | None, mod_off: Tensor | None, mod_runs: Tensor | None
 ) -> Segments | None:
-    """The five index arguments of an op; all None when the tables have one row or one row per token."""
+    """The five index arguments of an op; all None when the tables have one row or one row per token.
+
+    int32 [N], [R + 1], [R], [S + 1], [R].
+    """
     if run is None or cu is None or run2mod is None or mod_off is None or mod_runs is None:
         return None
     return Segments(run, cu, run2mod, mod_off, mod_runs)

@@ -31,7 +31,7 @@ def backward(call: GateBackwardCall) -> tuple[Tensor, Tensor]:
 
 
 def norm_forward(call: GateNormCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x' = x + gate * y, its modulated norm, mean and rstd."""
+    """x' = x + gate * y [N, D], its modulated norm [N, D], mean and rstd [N]."""
     xo = _residual(call.x, call.y, call.gate, call.segments, call.residual_dtype)
     index = call.run, call.cu, call.run2mod, call.mod_off, call.mod_runs
     tables = call.weight, call.bias, call.scale, call.shift
@@ -39,7 +39,7 @@ def norm_forward(call: GateNormCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def norm_backward(call: GateNormBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, dy, then the gradients of gate (empty without gate_sum), scale, shift, weight and bias (without sums).
+    """dx, dy [N, D], then the gradients of gate (empty without gate_sum), scale, shift, weight and bias (without sums).
 
     No per-token tables here.
     """

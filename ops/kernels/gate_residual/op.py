@@ -21,6 +21,7 @@ from ops.kernels.norm_modulate.op import cast_wanted
 
 
 def fake_gate_residual(call: GateCall) -> Tensor:
+    """[N, D]"""
     return call.x.new_empty(call.x.shape, dtype=call.residual_dtype)
 
 
@@ -40,6 +41,7 @@ def gate_residual(call: GateCall) -> Tensor:
 
 
 def fake_gate_residual_bwd(call: GateBackwardCall) -> tuple[Tensor, Tensor]:
+    """dy [N, D], dgate [S, D] or [0, D]"""
     y, rows = call.y, call.gate.shape[0] if call.gate_sum else 0
     return y.new_empty(y.shape), y.new_empty(rows, y.shape[1], dtype=compute_dtype(y))
 
@@ -77,6 +79,7 @@ refuse_double_backward(gate_residual_bwd, "gate_residual")
 
 
 def fake_gate_residual_ln_modulate(call: GateNormCall) -> tuple[Tensor, ...]:
+    """x', h [N, D], mean [N] or [0], rstd [N]"""
     x, num_rows = call.x, call.x.shape[0]
     stats_dtype = compute_dtype(x.new_empty(0, dtype=call.residual_dtype))
     return (
@@ -105,6 +108,7 @@ def gate_residual_ln_modulate(call: GateNormCall) -> tuple[Tensor, Tensor, Tenso
 
 
 def fake_gate_residual_ln_modulate_bwd(call: GateNormBackwardCall) -> tuple[Tensor, ...]:
+    """As `gate_residual_ln_modulate_bwd`; [0, D] and [0] for what is not asked for."""
     xo, y, sums = call.xo, call.y, call.sums
     num_rows, width = xo.shape
     dtype = compute_dtype(xo, y)

@@ -55,7 +55,7 @@ def forward(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(call: NormBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx in x's dtype, then the gradients of scale, shift, weight and bias in fp32 or fp64 (empty without sums)."""
+    """dx [N, D] in x's dtype; gradients of scale, shift [S, D], weight, bias [D] in fp32 or fp64 (or empty)."""
     dy, x, weight, bias, scale, mean, rstd = call[:7]
     segments, per_token, rms, sums = call.segments, call.per_token, call.rms, call.sums
     dtype = compute_dtype(x)
@@ -126,7 +126,7 @@ def table_grads(
 
 
 def no_table_grads(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What stands for the gradients of scale, shift, weight and bias where none of them is wanted."""
+    """What stands for the gradients of scale, shift [0, D], weight and bias [0] where none of them is wanted."""
     scale, shift = (torch.empty(0, width, dtype=dtype, device=device) for _ in range(2))
     weight, bias = (torch.empty(0, dtype=dtype, device=device) for _ in range(2))
     return scale, shift, weight, bias
@@ -156,7 +156,7 @@ def _layer_norm(
 def norm_block_bwd(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor | None, rms: bool, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx of one block and its column sums P and Q, all in the compute dtype. Without `sums` P and Q mean nothing."""
+    """dx [n, D] of a block, column sums P and Q [D], in the compute dtype. Without `sums` P and Q mean nothing."""
     width = x.shape[-1]
     if not rms:
         weight = torch.ones(width, dtype=x.dtype, device=x.device) if gain is None else gain

@@ -273,7 +273,7 @@ def _token_backward(
 def norm_grads(
     found: list[Tensor], sums: bool, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of scale, shift, weight and bias from the two column sums; empty ones without `sums`."""
+    """Gradients of scale, shift [S, D], weight and bias [D] from the two column sums; empty ones without `sums`."""
     if not sums:
         return no_table_grads(x.shape[1], torch.float32, x.device)
     return table_grads(found[0], found[1], weight, bias, scale)

@@ -31,6 +31,7 @@ def per_token_with_weight(per_token: bool, weight: Tensor | None) -> str | None:
 
 
 def fake_ln_modulate(call: NormCall) -> tuple[Tensor, ...]:
+    """h [N, D], mean [N] or [0], rstd [N]"""
     x, num_rows, dtype = call.x, call.x.shape[0], compute_dtype(call.x)
     return (
         x.new_empty(x.shape, dtype=call.out_dtype),
@@ -57,6 +58,7 @@ def ln_modulate(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fake_ln_modulate_bwd(call: NormBackwardCall) -> tuple[Tensor, ...]:
+    """As `ln_modulate_bwd`; [0, D] and [0] for what is not asked for."""
     x, sums, dtype = call.x, call.sums, compute_dtype(call.x)
     num_rows, width = x.shape
     num_mods = num_rows if call.per_token else 1 if call.mod_off is None else call.mod_off.shape[0] - 1

@@ -21,7 +21,7 @@ def forward(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def backward(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk in the inputs' dtypes; dwq, dwk in the compute dtype."""
+    """dq, dk [N, D] in the inputs' dtypes; dwq, dwk [D] or [head_dim] in the compute dtype."""
     dq, dwq = _qk_bwd(call.dqo, call.q, call.wq, call.cos, call.sin, call.rstd_q, call.head_dim, call.per_head)
     dk, dwk = _qk_bwd(call.dko, call.k, call.wk, call.cos, call.sin, call.rstd_k, call.head_dim, call.per_head)
     return dq, dk, dwq, dwk

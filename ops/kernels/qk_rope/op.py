@@ -28,6 +28,7 @@ def unsupported_head(head_dim: int, cos: Tensor | None, per_head: bool) -> str |
 
 
 def fake_qk_norm_rope(call: QKCall) -> tuple[Tensor, ...]:
+    """q, k [N, D], rstd of each [N, G]"""
     q, k = call.q, call.k
     groups = q.shape[1] // call.head_dim if call.per_head else 1
     return (
@@ -56,6 +57,7 @@ def qk_norm_rope(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def fake_qk_norm_rope_bwd(call: QKBackwardCall) -> tuple[Tensor, ...]:
+    """dq, dk [N, D], dwq, dwk [D] or [head_dim]"""
     q, k = call.q, call.k
     size = call.head_dim if call.per_head else q.shape[1]
     return (

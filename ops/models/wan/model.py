@@ -132,6 +132,7 @@ class Attention(nn.Module):
         return self._heads(q), self._heads(k), self._heads(v)
 
     def output(self, heads: Tensor) -> Tensor:
+        """[n, H, d] -> [n, D]"""
         return self.to_out[0](heads.flatten(1))
 
     def _heads(self, x: Tensor) -> Tensor:
