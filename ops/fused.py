@@ -16,6 +16,8 @@ without tokens: summing them over sequence-parallel shards gives the gradient of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -246,7 +248,7 @@ def _num_rows(table: Tensor) -> int:
     return table.numel() // table.shape[-1]
 
 
-def _tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple:
+def _tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple[Any, ...]:
     """The tables as [S, D] views, then the index tensors of the op; ValueError if they do not fit the tokens."""
     num_rows, width = x_ND.shape
     flat: list[Tensor | None] = []
