@@ -20,7 +20,7 @@ from actors.planning.make_plan import make_plan
 from app.config import RunConfig, check_place, from_here, notes, run_dir
 from app.data_account import print_account
 from app.data_synth import make_missing
-from app.plan import PlanInputs, options_of, step_figures
+from app.plan import PlanInputs, preview_options, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
 from data.dataset.coverage import account
 from ops.models.config import ModelConfig
@@ -47,11 +47,11 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     dataset = open_dataset(config, geometry, profile)
     print_account(account(dataset), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
-    steps = [items_from_data(dataset, step, config, model) for step in range(count)]
+    steps = items_from_data(dataset, count, config, model)
     cluster = Cluster(nodes=(config.workers.max,))
-    plan = make_plan(steps, profile, cluster, options_of(config))
+    plan = make_plan(steps, profile, cluster, preview_options(config))
     check(plan, steps, profile, cluster)
-    bound = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options_of(config)).bound(plan)
+    bound = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config)).bound(plan)
     _print_plan(config, plan, profile, bound)
 
 
@@ -91,7 +91,7 @@ def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float) -
     print(
         f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
         f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
-        f"{1000 * statistics.fmean(step.plan_s for step in plan.steps):.1f} ms per step"
+        f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )
     print(f"          {config.train.steps} steps take about {seconds * config.train.steps / 60:.1f} minutes")
     if not profile.measured:

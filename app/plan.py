@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.plan.costs.profile import Profile
+from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.bounds import mean_bound
 from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import StepFigures, figures, windows
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, Plan
-from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
+from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
 from app import plan_inputs
 from app.config import RunConfig, from_here
@@ -149,28 +151,19 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     if request.from_data:
         dataset = plan_inputs.open_dataset(config, geometry, profile)
         print_account(account(dataset, request.steps or None), config.data.min_coverage)
-        steps: Steps = [plan_inputs.items_from_data(dataset, step, config, model) for step in range(request.steps or 8)]
+        steps: Steps = plan_inputs.items_from_data(dataset, request.steps or 8, config, model)
     else:
         batches = plan_inputs.batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)
         steps = plan_inputs.items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
     cluster = plan_inputs.read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
-    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options_of(config, request.budget_s))
+    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s))
 
 
-def options_of(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
-    """The planner section of a run as the planner takes it."""
-    planner = config.planner
-    return PlanOptions(
-        strategy=planner.strategy,
-        budget_s=planner.budget_s if budget_s is None else budget_s,
-        degrees=planner.degrees,
-        topology=planner.topology,
-        split=planner.split,
-        static_degree=planner.static_degree,
-        lookahead=planner.lookahead,
-        update_waits=True,
-    )
+def preview_options(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
+    """Those of the run, but every step is planned to be executed."""
+    budget_s = config.planner.budget_s if budget_s is None else budget_s
+    return options_of(config.planner, budget_s=budget_s, replans=False)
 
 
 def _plan(problem: PlanInputs, strategy: str) -> Plan:
@@ -201,7 +194,7 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
                 f"{100 * _mean([figure.cv_step for figure in balance]):.1f}%",
                 f"{100 * _mean([figure.cv_compute for figure in balance]):.1f}%",
                 f"{peak:.1f} GiB" if peak else "-",
-                f"{1000 * max(step.plan_s for step in plan.steps):.0f} ms",
+                f"{1000 * max(step.planning_s for step in plan.steps):.0f} ms",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
@@ -246,5 +239,5 @@ def _number(value: float) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as other programs read it."""
-    steps = [PlanRecord.of(step, step.cascades, step.plan_s).line() for step in plan.steps]
+    steps = [PlanRecord.of(step, step.cascades, step.planning_s).line() for step in plan.steps]
     return {"strategy": plan.strategy, "steps": steps}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,12 @@ import numpy as np
 
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
-from actors.plan.types import Cluster, Item, PlanError
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.types import Cluster, Item, Module, PlanError
+from actors.planning.options import profile_of as run_profile_of
 from app.settings import ConfigError, parse, plain
 from data.buckets import BucketTable, planned_batch
-from data.types import Bucket
+from data.types import Bucket, DataItem
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -141,9 +143,14 @@ def _speed(value: Any, workers: int, path: Path) -> tuple[float, ...]:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """A profile file. Raises ConfigError: a bad file is a mistake of usage, not a workload without a legal plan."""
+    """A profile file. Raises ConfigError."""
+    return _as_config_error(lambda: read_profile(path), path)
+
+
+def _as_config_error(read: Callable[[], Profile], path: str | Path | None) -> Profile:
+    """A bad file is a mistake of usage, not a workload without a legal plan."""
     try:
-        return Profile.load(path)
+        return read()
     except (PlanError, ValueError) as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
@@ -151,26 +158,29 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
-    """The config's measured profile, or costs from FLOPs."""
-    if config.planner.profile:
-        return load_profile(config.planner.profile)
-    return Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    """The profile that a run of this config plans with. Raises ConfigError."""
+    return _as_config_error(lambda: run_profile_of(config.planner, model, geometry), config.planner.profile)
 
 
-def items_from_data(dataset: Dataset, step: int, config: RunConfig, model: ModelConfig) -> tuple[Item, ...]:
-    """The items of a step as the planner sees them; text lengths from the config's nominal caption."""
-    tokens = min(config.data.batch.text_tokens, model.text.max_length)
-    return tuple(
-        Item(
-            id=item.id,
-            batch=len(item.samples),
-            frames=item.bucket.frames,
-            height=item.bucket.height,
-            width=item.bucket.width,
-            text_tokens=tokens,
-        )
-        for item in dataset.step(step).items
-    )
+def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: ModelConfig) -> list[tuple[Item, ...]]:
+    """The items of the first steps as a run's planner sees them: text lengths of their captions, and what is cached."""
+    from actors.feed.encoders import Encoders, modules_in_cache, plan_item, text_keys
+    from data.cache import Cache, CachedLatents
+
+    if not config.data.cache.path:
+        encoders = Encoders.of(model, named=False)
+        return [tuple(plan_item(item, encoders, ()) for item in dataset.step(step).items) for step in range(steps)]
+    from actors.pool.workers import uses_gpu
+    from ops.models.text import text_dtype
+
+    encoders = Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu"))
+    cache = Cache(config.data.cache)
+    latents = CachedLatents(cache, encoders.vae, config.data) if config.data.cache.latents else None
+
+    def known(item: DataItem) -> set[Module]:
+        return modules_in_cache(item, text_keys(dataset.job(item), encoders), cache, latents)
+
+    return [tuple(plan_item(item, encoders, known(item)) for item in dataset.step(step).items) for step in range(steps)]
 
 
 def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dataset:

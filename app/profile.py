@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import write_profile
 from actors.plan.types import Module
 from app.config import RunConfig, from_here
 from app.settings import ConfigError
@@ -76,7 +77,7 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
                 f"b{shape.batch:<4d} {seconds:9.4f} s" + (f"  {peak:6.2f} GiB" if peak else ""),
                 flush=True,
             )
-    profile.save(out)
+    write_profile(profile, out)
     _print_fits(profile)
     print(f"profile   {out}")
     return profile

@@ -66,7 +66,7 @@ class Recorder:
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """The newest plans stay, and one of every so many older ones: a run takes millions of steps."""
         folder = self._run_dir / "plans"
-        record = PlanRecord.of(plan.step, plan.cascades, plan.plan_s)
+        record = PlanRecord.of(plan.step, plan.cascades, plan.planning_s)
         (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
         if (old := step - _PLANS) % _PLANS:
             (folder / f"step-{old}.json").unlink(missing_ok=True)

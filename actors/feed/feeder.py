@@ -6,68 +6,28 @@ stopped: the controller starts it again at the first step that is not committed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
+from actors.feed.encoders import ENCODED, Encoders, modules_in_cache, plan_item, text_keys
 from actors.messages import PublishedResult
-from actors.plan.types import Item, Module
+from actors.plan.types import Module
+from actors.ray_calls import put
 from actors.step import CacheKeys, StepBatches, StepItems
 from data.buckets import BatchSize
-from data.cache import Cache, CachedLatents, Kind, text_key
+from data.cache import Cache, CachedLatents, Kind
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.decode import caption_or_empty
 from data.engines.make import make_engine
 from data.types import DataItem
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig
-from ops.models.folders import component, tokenizer_of
 
 log = logging.getLogger(__name__)
-
-_MODULES: tuple[Module, ...] = ("text", "vae")
-_READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoders:
-    """What the data layer must know of the frozen encoders: their names in the cache, and how text becomes tokens."""
-
-    vae: str
-    text: str
-    max_length: int  # tokens
-    chars_per_token: float
-    latent_width: int = 0  # numbers per token row of a result
-    text_width: int = 0
-    most_text: int = 0  # token rows of a text result
-
-    @staticmethod
-    def of(model: ModelConfig, text_dtype: str = "float32") -> Encoders:
-        """For a resolved model. Names hold every setting of an encoder, what it computes in, and each of its files."""
-        vae_folders = [component(model.vae.path, "vae")] if model.vae.path else []
-        text_folders = [component(model.text.path, "text_encoder")] if model.text.path else []
-        text_folders += [tokenizer_of(folder) for folder in text_folders]
-        vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
-        text = {**asdict(model.text), "dtype": text_dtype, "files": _stamp(text_folders)}
-        return Encoders(
-            vae=json.dumps(vae, sort_keys=True),
-            text=json.dumps(text, sort_keys=True),
-            max_length=model.text.max_length,
-            chars_per_token=1.0 if model.text.path is None else 4.0,
-            latent_width=model.vae.channels * math.prod(model.dit.patch),
-            text_width=model.text.d_model,
-            most_text=max(model.text.max_length, model.text.pad_to),
-        )
 
 
 def _end_when_terminated() -> None:
@@ -75,18 +35,6 @@ def _end_when_terminated() -> None:
     and a window that is being decoded waits for the actor: neither would end, nor would anybody be answered."""
     if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
-
-
-def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
-    """Every file of these folders: small ones by content, weights by size and time."""
-    found = []
-    for folder in dict.fromkeys(folders):
-        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
-            stat = file.stat()
-            small = stat.st_size <= _READ_BELOW_BYTES
-            mark = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if small else str(stat.st_mtime_ns)
-            found.append((f"{folder.name}/{file.relative_to(folder)}", stat.st_size, mark))
-    return found
 
 
 class Feeder:
@@ -151,7 +99,7 @@ class Feeder:
     def batches(self, step: int) -> StepBatches:
         """References to the decoded batches of a step; returns when all are decoded."""
         values = self._engine.batches(step)  # references, or batches of an engine without Ray
-        references = tuple(value if isinstance(value, ray.ObjectRef) else ray.put(value) for value in values)
+        references: tuple[Any, ...] = tuple(v if isinstance(v, ray.ObjectRef) else put(v) for v in values)
         return StepBatches(references=references, position=self.token(step + 1))
 
     def release(self, step: int) -> None:
@@ -175,38 +123,30 @@ class Feeder:
             cache_keys=cache_keys,
             cached=cached,
             items=tuple(
-                Item(
-                    id=i.id,
-                    batch=len(i.samples),
-                    frames=i.bucket.frames,
-                    height=i.bucket.height,
-                    width=i.bucket.width,
-                    text_tokens=self._text_tokens(i.samples),
-                    cached=tuple(module for module in _MODULES if (module, i.id) in cached),
-                )
-                for i in found
+                plan_item(i, self._encoders, [module for module in ENCODED if (module, i.id) in cached]) for i in found
             ),
             keys=tuple(tuple(f"{s.source}/{s.epoch}/{s.row}" for s in i.samples) for i in found),
         )
 
     def _cache_keys(self, item: DataItem) -> CacheKeys:
-        encoders, job, known = self._encoders, self.dataset.job(item), self.dataset.latents
-        return known.keys(item) if known is not None else ("",) * item.batch, tuple(
-            text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length) for clip in job.clips
-        )
+        known = self.dataset.latents
+        latent_keys = known.keys(item) if known is not None else ("",) * item.batch
+        return latent_keys, text_keys(self.dataset.job(item), self._encoders)
 
     def _cached(self, step: int, item: DataItem, keys: Mapping[str, CacheKeys]) -> dict[tuple[str, str], Any]:
         """References to the results that are there, whole, for every sample of the item."""
         if self._cache is None:
             return {}
-        cache, latents, (latent_keys, text_keys) = self._cache, self.dataset.latents, keys[item.id]
+        latents, (latent_names, text_names) = self.dataset.latents, keys[item.id]
+        named = modules_in_cache(item, text_names, self._cache, latents)
         found: dict[tuple[str, str], Any] = {}
-        if cache.config.text and all(cache.has("text", name) for name in text_keys):
-            results = self._load("text", step, item, text_keys)
+        if "text" in named:
+            results = self._load("text", step, item, text_names)
             if results is not None:
                 found["text", item.id] = ray.put(results)
-        if latents is not None and latents.has(item):  # the answer that the engine got, or will get
-            results = self._load("vae", step, item, latent_keys)
+        if "vae" in named:
+            assert latents is not None
+            results = self._load("vae", step, item, latent_names)
             if results is None:
                 latents.deny(item)
             else:
@@ -228,9 +168,3 @@ class Feeder:
                 return None
             results.append(PublishedResult(module=module, id=(step, item.id, index), rows=array, ok=True))
         return results
-
-    def _text_tokens(self, samples: tuple[Any, ...]) -> int:
-        lengths = [
-            min(self._encoders.max_length, int(s.caption_chars / self._encoders.chars_per_token) + 1) for s in samples
-        ]
-        return sum(lengths) // max(len(lengths), 1)

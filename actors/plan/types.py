@@ -102,7 +102,7 @@ class StepPlan:
     cascades: tuple[Cascade, ...]
     makespan_s: float
     lower_bound_s: float
-    plan_s: float
+    planning_s: float  # finding the plan took so long, on average over the steps planned together
     idle_ratio: float
 
 

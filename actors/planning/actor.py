@@ -12,14 +12,15 @@ from actors.messages import Span
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
-from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
+from actors.planning.make_plan import make_plan, rolling_cut
+from actors.planning.options import options_of
 from actors.step import StepAssignment
 
 log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Plain class; `actors.feed.step_source` makes the actor of it."""
+    """Plain class; `actors.planning.client` makes the actor of it."""
 
     def __init__(self, profile: Profile, config: PlannerConfig) -> None:
         self._profile, self._config = profile, config
@@ -34,22 +35,11 @@ class Planner:
     ) -> StepAssignment:
         """Plan of the window's first step. Raises PlanError (never a plan that breaks a rule)."""
         started = time.perf_counter()
-        config = self._config
-        options = PlanOptions(
-            strategy=config.strategy,
-            budget_s=budget_s,
-            degrees=config.degrees,
-            split=config.split,
-            topology=config.topology,
-            static_degree=config.static_degree,
-            lookahead=config.lookahead,
-            update_waits=True,
-            replans=True,
-        )
+        options = options_of(self._config, budget_s=budget_s, replans=True)
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
         check(plan, window, self._profile, cluster, done=done)
         cascades = tuple(rolling_cut(plan, options.update_waits))
-        return StepAssignment(step=plan.steps[0], cascades=cascades, plan_s=time.perf_counter() - started)
+        return StepAssignment(step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started)
 
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed

@@ -148,7 +148,8 @@ def baseline_loop(settings: dict[str, Any]) -> None:
     import torch.distributed as dist
     from ray import train
 
-    from actors.feed.feeder import Encoders, Feeder
+    from actors.feed.encoders import Encoders
+    from actors.feed.feeder import Feeder
     from app.config import RunConfig
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine

@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse_topology, workload
 from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, Plan
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 from ops.geometry import Geometry
 from ops.models.hunyuan.config import HunyuanConfig
 
@@ -49,7 +51,7 @@ class PlannerRow:
 
 def run(quick: bool = False) -> None:
     """Plan the published workloads and print published, must, aim and ours for every figure."""
-    profile = Profile.load(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
+    profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
     rows = [*_arachne(profile, quick), _scale(profile, 128 if quick else 512), *_knapformer(quick), _open_sora(quick)]
     print("| work | published | must | aim | ours | ours / published | planning (median) |")
     print("|---|---|---|---|---|---|---|")
@@ -104,7 +106,7 @@ def _arachne(profile: Profile, quick: bool) -> list[PlannerRow]:
                 targets.must,
                 aim,
                 statistics.fmean(step.makespan_s for step in singles),
-                statistics.median(step.plan_s for step in singles),
+                statistics.median(step.planning_s for step in singles),
             )
         )
         rolling = _plan(steps, profile, cluster, PlanOptions(budget_s=1.0, lookahead=2))
@@ -115,7 +117,7 @@ def _arachne(profile: Profile, quick: bool) -> list[PlannerRow]:
                 targets.rolling_must,
                 targets.rolling_aim,
                 statistics.fmean(step.makespan_s for step in rolling.steps),
-                statistics.median(step.plan_s for step in rolling.steps),
+                statistics.median(step.planning_s for step in rolling.steps),
             )
         )
     return rows
@@ -305,7 +307,7 @@ def _open_sora(quick: bool) -> PlannerRow:
     for seed in range(3 if quick else 10):
         plan = _plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
         idle.append(plan.steps[0].idle_ratio)
-        took.append(plan.steps[0].plan_s)
+        took.append(plan.steps[0].planning_s)
     return PlannerRow(
         "Open-Sora v2 stage 2, 8 groups, idle share",
         0.62,

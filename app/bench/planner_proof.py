@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from actors.plan.costs.profile import Profile
-from actors.plan.schedule.problem import Problem
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item
-from actors.planning.make_plan import PlanOptions
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TICK_S = 0.01  # durations are rounded down to it, so the bound holds
@@ -64,7 +63,7 @@ def pool_bound(problem: Problem, seconds: float) -> tuple[float, bool]:
 
 def main(name: str, seconds: float) -> None:
     """Print the bound of every step of a published workload, and their mean."""
-    profile = Profile.load(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
+    profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
     data = json.loads((CONFIGS / "bench" / f"{name}.json").read_text())
     bounds = []
     for number, entries in enumerate(data["steps"]):

@@ -26,7 +26,9 @@ import torch
 import typer
 
 from actors.messages import CascadeTask
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
+from actors.ray_calls import put
 from actors.step import StepBatches, StepItems
 from actors.worker.executor import Executor, Modules, _Measure
 from actors.worker.handoff import EncodeResult
@@ -88,10 +90,8 @@ class WorkloadFeeder:
         )
 
     def batches(self, step: int) -> StepBatches:
-        import ray
-
         references = tuple(
-            ray.put(
+            put(
                 Batch(
                     item=i.id,
                     video=np.zeros((i.batch, 1, 1, 1, 3), np.uint8),
@@ -143,7 +143,6 @@ def run(
 def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     """Part (a)."""
     from actors.feed.step_source import actor_factory
-    from actors.plan.costs.profile import Profile
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
     items = _workload(steps)
@@ -157,7 +156,7 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
     )
     run = lab.start(
         config,
-        profile=Profile.load(_profile(items, speed)),
+        profile=read_profile(_profile(items, speed)),
         worker_class=TimedWorker,
         feeder=actor_factory(WorkloadFeeder, items),
     )

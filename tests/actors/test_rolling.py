@@ -12,8 +12,9 @@ import pytest
 
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPlan
-from actors.planning.make_plan import PlanOptions, make_plan, rolling_cut
+from actors.planning.make_plan import make_plan, rolling_cut
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
 from actors.step import Seat, StepAssignment, StepSamples
@@ -107,8 +108,8 @@ class Planning:
                                             degree=1, workers=(number % 3,), start_s=0, end_s=1))  # fmt: skip
         cascades.sort(key=lambda c: (c.module == "dit", c.step))
         self.given.update((c.module, c.item) for c in cascades)
-        plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, plan_s=0, idle_ratio=0)
-        return StepAssignment(step=plan, cascades=tuple(cascades), plan_s=0.0)
+        plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, planning_s=0, idle_ratio=0)
+        return StepAssignment(step=plan, cascades=tuple(cascades), planning_s=0.0)
 
     def request(self, *question: Any) -> None:
         pass

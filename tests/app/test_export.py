@@ -94,7 +94,7 @@ def write_checkpoint(run: Path, config: RunConfig) -> Path:
         arrays[name] = torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad]).numpy()
     assert module is not None
     total = len(arrays["ema"])
-    checkpoint.write_shard(folder, ShardState(step=7, lo=0, hi=total, total=total, arrays=arrays))
+    checkpoint.write_shard(folder, ShardState(updates=7, lo=0, hi=total, total=total, arrays=arrays))
     parameters = [{"name": n, "shape": list(p.shape)} for n, p in module.named_parameters() if p.requires_grad]
     checkpoint.seal(folder, {"step": 7, "parameters": parameters, "config": config.to_yaml()})
     return run

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from actors.outcome import Exit
 from app.config import RunConfig
-from app.errors import USAGE, exit_code, is_ours
+from app.errors import exit_code, is_ours
 from app.settings import ConfigError, build, override, parse
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
@@ -60,7 +61,7 @@ def config_with(path: str, value: str) -> RunConfig:
 def use(config: RunConfig, builds: bool) -> None:
     """What comes before any worker: shapes, weights, batches. Raises what the commands would show."""
     from app.config import check, notes
-    from app.plan import options_of
+    from app.plan import preview_options
     from app.plan_inputs import batches_of, items_from_buckets, profile_of
     from ops.models.folders import resolve
     from ops.models.load import num_trained
@@ -72,7 +73,7 @@ def use(config: RunConfig, builds: bool) -> None:
         num_trained(model.dit)
     profile = profile_of(config, model, geometry)
     items_from_buckets(config, model, batches_of(config, geometry, profile), 1, 0)
-    options_of(config, 0.0)
+    preview_options(config, 0.0)
 
 
 def test_the_walk_sees_every_section() -> None:
@@ -89,7 +90,7 @@ def test_a_number_that_nobody_means_is_refused_or_usable(path: str, length: int)
         try:
             use(config_with(path, text), path.startswith("model."))
         except Exception as error:
-            assert is_ours(error) and exit_code(error) in (USAGE, 3), f"{path}={text}: {error!r}"
+            assert is_ours(error) and exit_code(error) in (Exit.USAGE, Exit.PLAN), f"{path}={text}: {error!r}"
             assert "\n" not in str(error) and len(str(error)) < 400, f"{path}={text}: {error}"
         else:
             assert value == "0" or (value[0] == "-" and path in SIGNED) or (value == "null" and path in OPTIONAL), (

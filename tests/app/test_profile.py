@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from app.config import RunConfig
 from app.profile import pick_device, run_profile, shapes_of
 from app.settings import ConfigError
@@ -19,7 +20,7 @@ TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "mode
 def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu")
-    profile = Profile.load(out)
+    profile = read_profile(out)
     expected = {
         (module, batch, frames, 32, width, 1)
         for module in ("text", "vae", "dit")

@@ -17,8 +17,8 @@ from app.rundir import RunDir
 
 
 def plan() -> Any:
-    step = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, plan_s=0.1, idle_ratio=0.0)
-    return StepAssignment(step=step, cascades=(), plan_s=0.1)
+    step = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, planning_s=0.1, idle_ratio=0.0)
+    return StepAssignment(step=step, cascades=(), planning_s=0.1)
 
 
 def record(folder: Path, steps: int) -> RunDir:

@@ -58,7 +58,7 @@ def write_checkpoint(run: Path, config: RunConfig, step: int = 3) -> Path:
         checkpoint.write_shard(
             folder,
             ShardState(
-                step=step, lo=lo, hi=hi, total=total, arrays={name: array[lo:hi] for name, array in flat.items()}
+                updates=step, lo=lo, hi=hi, total=total, arrays={name: array[lo:hi] for name, array in flat.items()}
             ),
         )
     parameters = [{"name": name, "shape": list(p.shape)} for name, p in module.named_parameters()]

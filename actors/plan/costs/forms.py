@@ -6,12 +6,9 @@ named features, so a fit is one small least-squares problem and its quality (R^2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -88,38 +85,6 @@ def token_count(geometry: Geometry, frames: int, height: int, width: int) -> int
     return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
 
 
-def nonnegative_fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Exact non-negative least squares of relative residuals, by trying every subset of the few columns.
-
-    columns [n, m] with m <= 6, target [n] > 0. Returns [m] coefficients, zero where a column does not help.
-    """
-    rows = columns / target[:, None]
-    ones = np.ones(len(target))
-    best, best_error = np.zeros(columns.shape[1]), np.inf
-    for size in range(1, columns.shape[1] + 1):
-        for subset in combinations(range(columns.shape[1]), size):
-            chosen = rows[:, subset]
-            scale = np.abs(chosen).max(axis=0)
-            if not scale.all():
-                continue
-            solution = np.linalg.lstsq(chosen / scale, ones, rcond=None)[0] / scale
-            if (solution < 0).any():
-                continue
-            error = float(((chosen @ solution - ones) ** 2).sum())
-            if error < best_error * (1 - 1e-9):
-                best_error = error
-                best = np.zeros(columns.shape[1])
-                best[list(subset)] = solution
-    return best
-
-
-def quality(predicted: np.ndarray, target: np.ndarray) -> tuple[float, float]:
-    """(R^2, worst relative residual) of a prediction."""
-    total = float(((target - target.mean()) ** 2).sum())
-    r2 = 1.0 - float(((predicted - target) ** 2).sum()) / total if total > 0 else 1.0
-    return r2, float(np.abs(predicted / target - 1.0).max())
-
-
 @dataclass(frozen=True, slots=True)
 class CostForm:
     """A family of cost models, linear in its coefficients."""
@@ -181,94 +146,6 @@ def vae_tiles(frames: int, height: int, width: int) -> tuple[int, float]:
     for size, tile in zip((height, width), TILE[1:]):
         counts.append(1 if size <= tile else -(-(size - tile) // (tile * 3 // 4)) + 1)
     return counts[0] * counts[1] * counts[2], float(sizes[0] * sizes[1] * sizes[2])
-
-
-def fit(module: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
-    """The best of the module's forms on measured points, by R^2. Needs at least two points."""
-    fits = [fit_form(form, loads, seconds, source) for form in FORMS_OF[module]]
-    return max(fits, key=lambda found: (not found.poor, found.r2))
-
-
-def fit_form(form: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
-    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4] for the best R^2."""
-    target = np.array(seconds)
-    best: Fit | None = None
-    for exponent in [1.6 + 0.05 * i for i in range(17)] if form == "adaptiveload" else [2.0]:
-        columns = np.array([FORMS[form].features(load, exponent) for load in loads])
-        coefficients = nonnegative_fit(columns, target)
-        r2, worst = quality(columns @ coefficients, target)
-        if best is None or r2 > best.r2:
-            best = Fit(
-                source=f"{form} form {source}",
-                form=form,
-                exponent=exponent,
-                coefficients=tuple(float(c) for c in coefficients),
-                r2=r2,
-                worst=worst,
-                points=len(target),
-            )
-    assert best is not None
-    return best
-
-
-def knapformer_constants(found: Fit, width: int) -> tuple[float, float]:
-    """(k, gamma) of a KnapFormer fit: seconds per FLOP, and the relative cost of attention FLOPs."""
-    linear, quadratic = found.coefficients
-    if linear <= 0:
-        raise ValueError(f"the fit has no linear part ({found.coefficients}); measure shorter sequences too.")
-    return linear / (24.0 * width**2), quadratic * 6.0 * width / linear
-
-
-def fit_memory(loads: Sequence[Load], peak_gib: Sequence[float]) -> tuple[float, float, Fit]:
-    """(states GiB, GiB per token of a worker) of Arachne Eq. 8, with the quality of the fit."""
-    columns = np.array([(1.0, load.batch * load.length / load.degree) for load in loads])
-    target = np.array(peak_gib)
-    states, per_token = (float(c) for c in nonnegative_fit(columns, target))
-    r2, worst = quality(columns @ np.array([states, per_token]), target)
-    return (
-        states,
-        per_token,
-        Fit(
-            source=f"states + B S m / k from {len(loads)} peaks",
-            form="captions",
-            coefficients=(states, per_token),
-            r2=r2,
-            worst=worst,
-            points=len(loads),
-        ),
-    )
-
-
-def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-    """Arachne's second stage: XGBoost on what the linear model leaves, kept if it helps on points it has not seen.
-
-    For profiles whose `residual` is "xgboost"; reading one checks that the package is there.
-    """
-    import xgboost
-
-    columns = np.array([(load.frames, load.height, load.width, load.batch, load.degree) for load in loads], dtype=float)
-    ratio = np.array(seconds) / np.array([found.predict(load) for load in loads])
-    options = {"max_depth": 3, "eta": 0.15, "lambda": 2.0, "seed": 0, "nthread": 1, "verbosity": 0}
-
-    def train(rows: np.ndarray) -> xgboost.Booster:
-        return xgboost.train(options, xgboost.DMatrix(columns[rows], label=np.log(ratio[rows])), num_boost_round=60)
-
-    unseen = np.zeros(len(ratio))
-    folds = np.arange(len(ratio)) % 5
-    for fold in range(5):
-        unseen[folds == fold] = train(folds != fold).predict(xgboost.DMatrix(columns[folds == fold]))
-    plain, helped = np.abs(np.log(ratio)).mean(), np.abs(np.log(ratio) - unseen).mean()
-    if helped > 0.9 * plain:
-        return found
-    booster = train(np.ones(len(ratio), dtype=bool))
-
-    def residual(load: Load) -> float:
-        row = np.array([(load.frames, load.height, load.width, load.batch, load.degree)], dtype=float)
-        return float(np.exp(np.clip(booster.predict(xgboost.DMatrix(row))[0], -0.7, 0.7)))
-
-    predicted = np.array([found.predict(load) * residual(load) for load in loads])
-    r2, worst = quality(predicted, np.array(seconds))
-    return replace(found, source=found.source + " with an XGBoost residual", r2=r2, worst=worst, residual=residual)
 
 
 def flop_coefficients(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from actors.plan.costs import forms as costs
-from actors.plan.costs.forms import Fit, Load
+from actors.plan.costs.fit import fit, with_residual
+from actors.plan.costs.forms import FORMS_OF, Fit, Load, flop_coefficients, token_count
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError
@@ -86,15 +84,6 @@ class Profile:
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _cache: dict[tuple[Any, ...], tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
-    # -- reading ----------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any]) -> Profile:
-        """Read and check a profile (design.md 9). Raises PlanError with one sentence for anything malformed."""
-        from actors.plan.costs.profile_json import parse_profile
-
-        return parse_profile(source)
-
     @classmethod
     def from_flops(
         cls,
@@ -124,7 +113,7 @@ class Profile:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
         allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
         _refuse_degrees(degrees, dit.num_heads)
-        fits = costs.flop_coefficients(
+        fits = flop_coefficients(
             dit,
             tflops,
             vae_flops_per_pixel=vae_flops_per_pixel,
@@ -152,7 +141,7 @@ class Profile:
     def load_of(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
-        tokens = costs.token_count(self.geometry, frames, height, width)
+        tokens = token_count(self.geometry, frames, height, width)
         return Load(
             batch=batch,
             frames=frames,
@@ -225,7 +214,7 @@ class Profile:
         """Peak GiB on one worker: measured, or Mem_states + B S Mem_token / k for the DiT (Arachne Eq. 8)."""
         peak = self.peak_gib.get((module, batch, frames, height, width, degree))
         if peak is None and module == "dit" and self.memory is not None:
-            tokens = costs.token_count(self.geometry, frames, height, width) + text_tokens
+            tokens = token_count(self.geometry, frames, height, width) + text_tokens
             peak = self.memory[0] + batch * tokens * self.memory[1] / degree
         return peak
 
@@ -306,15 +295,6 @@ class Profile:
         if cost is not None:
             self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
 
-    def to_json(self) -> dict[str, Any]:
-        """The profile as design.md 9 writes it; live points count as measured."""
-        from actors.plan.costs.profile_json import dump_profile
-
-        return dump_profile(self)
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _candidate_degrees(self, module: Module) -> tuple[int, ...]:
@@ -338,7 +318,7 @@ class Profile:
         if not loads:
             return prior
         if len(loads) >= 6:
-            fitted = costs.fit(module, loads, seconds, f"fitted to {len(loads)} points of {self.device}")
+            fitted = fit(module, loads, seconds, f"fitted to {len(loads)} points of {self.device}")
             if module == "vae" and self.residual == "xgboost" and not self.live:
                 fitted = self._with_residual(fitted, loads, seconds)
             if not fitted.poor:
@@ -351,7 +331,7 @@ class Profile:
 
     def _with_residual(self, fitted: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
         if len(loads) >= RESIDUAL_POINTS:
-            return costs.with_residual(fitted, loads, seconds)
+            return with_residual(fitted, loads, seconds)
         self._note(
             f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
             f"the plain fit is used."
@@ -380,7 +360,7 @@ def _scaled(module: Module, prior: Fit, loads: Sequence[Load], seconds: Sequence
 def _default_prior(module: Module) -> Fit:
     """A 13B-sized transformer on an H100; only its proportions matter, `_scaled` sets the level."""
     large = WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True)
-    fits = costs.flop_coefficients(
+    fits = flop_coefficients(
         large, 400.0, vae_flops_per_pixel=2e6, text_flops_per_token=1e10, launch_s=2e-5, exchange_gbps=100.0
     )
     return fits[module]
@@ -393,4 +373,4 @@ def _refuse_degrees(degrees: Sequence[int], num_heads: int) -> None:
             raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use one of {legal}.")
 
 
-assert set(costs.FORMS_OF) == set(MODULES), "every module needs a cost model"
+assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

@@ -1,4 +1,4 @@
-"""The profile file (design.md 9): parsing with one clear sentence per mistake, and writing it back."""
+"""Profile files: read with one clear sentence per mistake, and written so that they are read back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from actors.plan.types import MODULES, PlanError
 from ops.geometry import Geometry
 
 
-def parse_profile(source: str | Path | Mapping[str, Any]) -> Profile:
-    """Profile from a file or an already parsed object. Raises PlanError."""
+def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
+    """The profile of a file or of an object that is parsed already. Raises PlanError."""
     name = "profile"
     if isinstance(source, Mapping):
         data: Any = source
@@ -24,7 +24,7 @@ def parse_profile(source: str | Path | Mapping[str, Any]) -> Profile:
         name = f"profile {source}"
         data = read_json(source, "profile")
     if not isinstance(data, Mapping):
-        raise PlanError(f'{name} is not a JSON object; see "latency" and "degrees" in the documentation.')
+        raise PlanError(f'{name} is not a JSON object; write one with "latency", a list of measured points.')
     measured, peaks = _latency(data.get("latency", []), name)
     if not measured:
         raise PlanError(f'{name} has no "latency" entries, so nothing can be priced. Measure at least one point.')
@@ -193,8 +193,12 @@ def _geometry(data: Mapping[str, Any]) -> Geometry:
     )
 
 
-def dump_profile(profile: Profile) -> dict[str, Any]:
-    """JSON object that `parse_profile` reads back; live points become latency entries."""
+def write_profile(profile: Profile, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(profile_json(profile), indent=1) + "\n")
+
+
+def profile_json(profile: Profile) -> dict[str, Any]:
+    """What `read_profile` reads back; live points become latency entries."""
     points = {key: seconds for key, (seconds, _, _) in profile.live.items()} | profile.measured
     latency = [
         {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.schedule.listing import Lister
-from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.listing import ListSchedule
+from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
 
 def allot(problem: Problem, jobs: Sequence[PlannedJob], target: float) -> list[int]:
@@ -52,23 +52,11 @@ def tails(jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> list[float]:
 
 
 def list_by_tail(
-    problem: Problem,
-    jobs: Sequence[PlannedJob],
-    degrees: Sequence[int],
-    free: Sequence[float] | None = None,
-    barrier: float = 0.0,
-    release: Sequence[float] = (),
-    chosen: Sequence[int] | None = None,
-) -> tuple[float, Lister]:
-    """Schedule (chosen) jobs by decreasing tail; returns the end of the last dit and the lister."""
+    problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequence[int], context: StepContext | None = None
+) -> ListSchedule:
+    """Schedule the jobs by decreasing tail."""
     tail = tails(jobs, degrees)
-    lister = Lister(problem, jobs, free)
-    lister.barrier = barrier
-    if release:
-        lister.release = list(release)
-    last = 0.0
-    for index in sorted(range(len(jobs)) if chosen is None else chosen, key=lambda i: (-tail[i], i)):
-        end = lister.place(index, degrees[index])
-        if jobs[index].module == "dit":
-            last = max(last, end)
-    return last, lister
+    schedule = ListSchedule(problem, jobs, context)
+    for index in sorted(range(len(jobs)), key=lambda i: (-tail[i], i)):
+        schedule.place(index, degrees[index])
+    return schedule

@@ -56,12 +56,21 @@ def figures(cascades: Sequence[Cascade], window: tuple[float, float], num_worker
     )
 
 
-def assemble(problem: Problem, cascades: Sequence[Cascade], plan_s: Sequence[float], strategy: str = "") -> Plan:
-    """A Plan: cascades under the step of their items in start order, with the figures of each step."""
-    numbers = range(problem.first_step, problem.first_step + len(problem.steps))
-    spans = windows(cascades, numbers)
+def end_with_credit(problem: Problem, cascades: Sequence[Cascade], last: int) -> float:
+    """End of step `last`, less what encodes of later steps have saved by then."""
+    dits = [c for c in cascades if c.step <= last and c.module == "dit"] or [c for c in cascades if c.step <= last]
+    end = max((c.end_s for c in dits), default=0.0)
+    ahead = sum(c.seconds * c.degree for c in cascades if c.step > last and c.module != "dit" and c.end_s <= end + 1e-9)
+    return end - ahead / problem.topology.num_workers
+
+
+def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -> Plan:
+    """A Plan: cascades under the step of their items in start order, with the figures of each step.
+
+    `planning_s` is what the planning of one step took on average.
+    """
     steps = []
-    for number, window, seconds in zip(numbers, spans, plan_s):
+    for number, window in zip(problem.numbers, windows(cascades, problem.numbers)):
         own = sorted((c for c in cascades if c.step == number), key=lambda c: (c.start_s, c.module != "dit", c.id))
         # Encodes of later steps may run before their step, so only the first step is bound to contain its own.
         modules: tuple[Module, ...] = MODULES if number == problem.first_step else ("dit",)
@@ -72,8 +81,8 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], plan_s: Sequence[flo
                 cascades=tuple(own),
                 makespan_s=window[1] - window[0],
                 lower_bound_s=step_bound(problem, number, modules),
-                plan_s=seconds,
+                planning_s=planning_s,
                 idle_ratio=balance.idle_ratio,
             )
         )
-    return Plan(strategy=strategy or problem.options.strategy, steps=tuple(steps))
+    return Plan(strategy=problem.options.strategy, steps=tuple(steps))

@@ -5,28 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.plan.schedule.bags import pick_on, span
-from actors.plan.schedule.problem import Placement, PlannedJob, Problem
+from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepContext
 
 EPS = 1e-9
 
 
-class Lister:
-    """Places jobs one by one on the workers of a problem. One instance serves one schedule."""
+class ListSchedule:
+    """A schedule in the making: places jobs one by one on the workers of a problem."""
 
-    def __init__(self, problem: Problem, jobs: Sequence[PlannedJob], free: Sequence[float] | None = None) -> None:
+    def __init__(self, problem: Problem, jobs: Sequence[PlannedJob], context: StepContext | None = None) -> None:
+        """Without a context all workers are idle and nothing ran before."""
+        context = context or StepContext.idle(problem.topology.num_workers)
         self.problem = problem
+        self.context = context
         self.topology = problem.topology
         self.jobs = jobs
-        self.free = list(free) if free else [0.0] * problem.topology.num_workers
+        self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
         self.handoff = problem.profile.handoff.latency_s > 0 or problem.profile.handoff.gib_per_s > 0
-        self.initial = list(self.free)
         self.begin = [0.0] * len(jobs)
         self.end = [0.0] * len(jobs)
-        self.barrier = 0.0  # no dit starts before it
-        self.release = [0.0] * len(jobs)  # earliest start of each job: encodes that ran before
         self.placed: list[Placement] = []
         self.where: dict[int, tuple[int, ...]] = {}
+
+    def with_more(self, jobs: Sequence[PlannedJob]) -> ListSchedule:
+        """The same schedule with more jobs, which are not placed yet."""
+        other = ListSchedule(self.problem, [*self.jobs, *jobs], self.context)
+        other.free, other.sorted_free = list(self.free), [list(times) for times in self.sorted_free]
+        other.begin, other.end = [*self.begin, *[0.0] * len(jobs)], [*self.end, *[0.0] * len(jobs)]
+        other.placed, other.where = list(self.placed), dict(self.where)
+        return other
 
     def place(self, index: int, degree: int) -> float:
         """Put a job on the workers where it ends first; returns its end. The degree must be one of its modes."""
@@ -86,8 +94,8 @@ class Lister:
     def _ready(self, index: int) -> float:
         job = self.jobs[index]
         ready = max((self.end[pred] for pred in job.preds), default=0.0)
-        ready = max(ready, self.release[index])
-        return max(ready, self.barrier) if job.module == "dit" else ready
+        ready = max(ready, job.release_s)
+        return max(ready, self.context.barrier_s) if job.module == "dit" else ready
 
     def _handoff_ready(self, job: PlannedJob, workers: tuple[int, ...]) -> float:
         if job.module != "dit" or not self.handoff:

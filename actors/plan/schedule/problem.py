@@ -7,8 +7,8 @@ order and workers; `to_cascades` turns their decision into cascades and `simulat
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
@@ -20,7 +20,7 @@ ENCODERS: tuple[Module, ...] = ("text", "vae")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What a caller may choose. `budget_s` is per step; see `planner.make_plan` for what it means."""
+    """What a caller may choose. `budget_s` is per step; see `make_plan` for what it means."""
 
     strategy: str = "cascade"
     budget_s: float = 0.2
@@ -31,6 +31,7 @@ class PlanOptions:
     lookahead: int = 1  # steps whose encodes may fill gaps of this one
     update_waits: bool = False  # all workers join an update that ends each step: encodes in gaps end before it
     replans: bool = False  # only the first step will be executed: the budget is spent on it alone
+    least_gain: float = 0.0  # share of a step that cut batches or packed bags must save before they are chosen
 
     def __post_init__(self) -> None:
         if not self.budget_s >= 0:
@@ -39,7 +40,7 @@ class PlanOptions:
             raise PlanError(f"planner.lookahead is {self.lookahead}; it must be at least 0.")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PlannedJob:
     """One cascade to be. `modes` are (degree, seconds), ascending; `preds` indices of the encodes it consumes."""
 
@@ -49,7 +50,18 @@ class PlannedJob:
     first: int
     count: int
     modes: tuple[tuple[int, float], ...]
-    preds: list[int] = field(default_factory=list)
+    preds: Sequence[int] = ()
+    release_s: float = 0.0
+    """Earliest start: encodes that it consumes ran in an earlier step and end then."""
+    worth_s: float = 0.0
+    """Step time that a later step saves when this encode of it runs now. Above 0 the job may be left out."""
+    slack_s: float = 0.0
+    """Such a job may end this long after the step without delaying its own."""
+
+    @property
+    def optional(self) -> bool:
+        """An encode of a later step, which may be left to that step."""
+        return self.worth_s > 0
 
     def seconds(self, degree: int) -> float:
         return dict(self.modes)[degree]
@@ -70,6 +82,30 @@ class Placement:
 
     job: int
     workers: tuple[int, ...]
+
+
+EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step inherits from the steps before it."""
+
+    free_s: tuple[float, ...]
+    """When each worker is free."""
+    barrier_s: float = 0.0
+    """End of the previous step's last dit cascade: no dit of this step starts earlier."""
+    ran: Mapping[EncodeKey, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
+    """Encodes that ran already, of whichever step: (end, workers)."""
+
+    @classmethod
+    def idle(cls, num_workers: int) -> StepContext:
+        """Nothing ran before."""
+        return cls((0.0,) * num_workers)
+
+    @property
+    def fresh(self) -> bool:
+        return not any(self.free_s) and not self.ran
 
 
 class Problem:
@@ -94,6 +130,7 @@ class Problem:
         self.topology = Topology(cluster, profile.cross_node)
         self.items = index_items(steps, first_step)
         self.finished = {(key, result.module): result for key, result in done_results(done, self.items)}
+        self.numbers = range(first_step, first_step + len(steps))
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self.cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}  # kept by bounds.py
@@ -151,12 +188,12 @@ class Problem:
                     jobs += pieces
             if self.needs(key, "dit"):
                 for job in self.pieces(key, "dit", self.pattern(key, "dit", patterns)):
-                    job.preds = [
+                    preds = [
                         e
                         for e in encodes
                         if jobs[e].first < job.first + job.count and job.first < jobs[e].first + jobs[e].count
                     ]
-                    jobs.append(job)
+                    jobs.append(replace(job, preds=preds))
         return jobs
 
     def pattern(

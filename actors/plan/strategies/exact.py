@@ -11,27 +11,54 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from actors.plan.schedule.listing import EPS, Lister
-from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.figures import end_with_credit
+from actors.plan.schedule.listing import EPS, ListSchedule
+from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
+from actors.plan.schedule.strategy import Strategy, one_by_one
+from actors.plan.strategies.knapsack import knapsack_step
 from actors.plan.strategies.search.anneal import SearchResult
 from actors.plan.strategies.search.realise import realise
 from actors.plan.strategies.search.space import useful_modes
-from actors.plan.types import PlanError
+from actors.plan.strategies.search.step import best_schedule
+from actors.plan.strategies.search.step_jobs import StepsAhead
+from actors.plan.types import Cascade, PlanError
 
 log = logging.getLogger(__name__)
 EXACT_S = 20.0  # it may take at least this long: a proof needs it, a budget of 0.2 s would be no yardstick
 RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up, the evaluator then uses the exact ones
 
 
-def improve_exactly(problem: Problem, jobs: Sequence[PlannedJob], start: Lister, seed: int) -> Lister:
+class Exact:
+    """Every step alone, or the plan of knapsack where packed bags, which are not in its space, end earlier."""
+
+    name = "exact"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        return one_by_one(problem, lambda step: _plan_step(problem, step, seed))
+
+
+def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
+    idle = StepContext.idle(problem.topology.num_workers)
+    start = best_schedule(problem, idle, step, StepsAhead(), seed, problem.options.budget_s)
+    if not start.jobs:
+        return []
+    best = improve_exactly(problem, start.jobs, start, seed)
+    found = problem.to_cascades(start.jobs, best.placed)
+    try:
+        packed = knapsack_step(problem, step)
+    except PlanError:  # knapsack has no legal plan here
+        return found
+    return packed if end_with_credit(problem, packed, step) < end_with_credit(problem, found, step) else found
+
+
+def improve_exactly(problem: Problem, jobs: Sequence[PlannedJob], start: ListSchedule, seed: int) -> ListSchedule:
     """The proven optimum, or the best found in max(EXACT_S, budget); never worse than `start`."""
     nodes = [tuple(sorted({problem.topology.node[w] for w in start.where[i]})) for i in range(len(jobs))]
     degrees = [len(start.where[i]) for i in range(len(jobs))]
     hint = SearchResult(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0)
     budget_s = max(EXACT_S, problem.options.budget_s)
     found, _ = solve(problem, jobs, hint, budget_s, seed)
-    free, none = [0.0] * problem.topology.num_workers, [0.0] * len(jobs)
-    best = realise(problem, jobs, found, free, 0.0, none, [True] * len(jobs), budget_s)
+    best = realise(problem, jobs, start.context, found, budget_s)
     return best if max(best.end) < max(start.end) - EPS else start
 
 
@@ -101,3 +128,6 @@ def solve(
     last, begin = solver.value(makespan) / ticks, [solver.value(start) / ticks for start in starts]
     found = SearchResult(last, last, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
     return found, status == cp_model.OPTIMAL
+
+
+STRATEGY: type[Strategy] = Exact

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from actors.plan.schedule.evaluator import ItemKey
-from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.types import Cascade
 
+Times = Mapping[ItemKey, Mapping[int, float]]  # seconds of an item by size of its group
 
-def flexsp_step(problem: Problem, step: int, *, greedy: bool = False) -> list[Cascade]:
-    """Items on fixed groups of one degree each.
 
-    `greedy` is the published rule: start at the smallest legal degrees, give workers to the slowest item while any are
-    left. Otherwise the optimum of the same form: the smallest target time whose cheapest degrees fit the cluster.
-    More items than fit in one wave are dealt to the groups that are free first.
-    """
+class FlexSp:
+    """The optimum of the form: the smallest target time whose cheapest degrees fit the cluster."""
+
+    name = "flexsp"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        return one_by_one(problem, lambda step: groups_step(problem, step, _optimum))
+
+
+def groups_step(
+    problem: Problem, step: int, choose: Callable[[Problem, Times], Mapping[ItemKey, int]]
+) -> list[Cascade]:
+    """Items on fixed groups of the chosen degrees. More of them than fit in one wave go to the groups that are free
+    first."""
     jobs = problem.jobs(steps=[step])
     times = {key: _times(problem, jobs, key) for key in dict.fromkeys(job.item for job in jobs)}
-    chosen = _greedy(problem, times) if greedy else _optimum(problem, times)
-    lister = Lister(problem, jobs)
+    chosen = choose(problem, times)
+    schedule = ListSchedule(problem, jobs)
     # Largest first: groups of one size pack nodes without holes when the larger ones are placed before the smaller.
     for key in sorted(times, key=lambda key: (-chosen[key], -times[key][chosen[key]], key)):
         for index, job in enumerate(jobs):
             if job.item == key:
-                lister.place(index, _degree_of(job, chosen[key]))
-    return problem.to_cascades(jobs, lister.placed)
+                schedule.place(index, _degree_of(job, chosen[key]))
+    return problem.to_cascades(jobs, schedule.placed)
 
 
 def _times(problem: Problem, jobs: Sequence[PlannedJob], key: ItemKey) -> dict[int, float]:
@@ -53,27 +63,7 @@ def _degree_of(job: PlannedJob, size: int) -> int:
     return min(fitting)[1] if fitting else min(k for k, _ in job.modes)
 
 
-def _greedy(problem: Problem, times: dict[ItemKey, dict[int, float]]) -> dict[ItemKey, int]:
-    chosen = {key: min(sizes) for key, sizes in times.items()}
-    left = problem.topology.num_workers - sum(chosen.values())
-    while True:
-        grown = False
-        for key in sorted(times, key=lambda key: (-times[key][chosen[key]], key)):
-            larger = [
-                k
-                for k in times[key]
-                if k > chosen[key] and k - chosen[key] <= left and times[key][k] < times[key][chosen[key]]
-            ]
-            if larger:
-                left -= larger[0] - chosen[key]
-                chosen[key] = larger[0]
-                grown = True
-                break
-        if not grown:
-            return chosen
-
-
-def _optimum(problem: Problem, times: dict[ItemKey, dict[int, float]]) -> dict[ItemKey, int]:
+def _optimum(problem: Problem, times: Times) -> dict[ItemKey, int]:
     """Smallest feasible target time by trying every candidate time in ascending order."""
     workers = problem.topology.num_workers
     smallest = {key: min(sizes) for key, sizes in times.items()}
@@ -102,3 +92,6 @@ def _packs(problem: Problem, sizes: Sequence[int]) -> bool:
         if left:
             return False
     return True
+
+
+STRATEGY: type[Strategy] = FlexSp

@@ -11,8 +11,10 @@ import time
 from collections.abc import Sequence
 
 from actors.plan.schedule.allot import list_by_tail, tails
-from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.strategy import Strategy, one_by_one
+from actors.plan.types import Cascade
 
 POPULATION = 40
 GENERATIONS = 50
@@ -21,7 +23,21 @@ ELITE = 4
 SCHEDULE_S = 2.5e-5  # calibration: one job of one list schedule
 
 
-def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> Lister:
+class Genetic:
+    """Every step alone, within the options' budget."""
+
+    name = "genetic"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        return one_by_one(problem, lambda step: _plan_step(problem, step, seed))
+
+
+def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
+    jobs = problem.jobs(steps=[step])
+    return problem.to_cascades(jobs, genetic_step(problem, jobs, seed, problem.options.budget_s).placed) if jobs else []
+
+
+def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> ListSchedule:
     """Best schedule after GENERATIONS or the budget's worth of them, placed on nodes."""
     source = random.Random(seed)
     choices = [[k for k, _ in job.modes] for job in jobs]
@@ -45,7 +61,7 @@ def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget
                     for gene, options in zip(child, choices)
                 ]
             )
-    return list_by_tail(problem, jobs, best)[1]
+    return list_by_tail(problem, jobs, best)
 
 
 def _pool_makespan(problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> float:
@@ -60,3 +76,6 @@ def _pool_makespan(problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequen
         free[:degree] = [end[index]] * degree
         free.sort()
     return max(end, default=0.0)
+
+
+STRATEGY: type[Strategy] = Genetic

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.plan.costs import forms as cost_models
+from actors.plan.costs.forms import token_count
 from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
 from actors.plan.schedule.evaluator import ItemKey, simulate
 from actors.plan.schedule.problem import ENCODERS, Problem
+from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.types import Cascade, Module, Part, PlanError
 
 
@@ -21,6 +22,15 @@ class Unit:
     key: ItemKey
     first: int
     count: int
+
+
+class Knapsack:
+    """Every step alone, on the options' topology or on the best one found."""
+
+    name = "knapsack"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        return one_by_one(problem, lambda step: knapsack_step(problem, step))
 
 
 def knapsack_step(problem: Problem, step: int) -> list[Cascade]:
@@ -92,7 +102,7 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> B
     for row, unit in enumerate(units):
         item = problem.items[unit.key]
         tokens[row] = unit.count * (
-            item.text_tokens + cost_models.token_count(problem.profile.geometry, item.frames, item.height, item.width)
+            item.text_tokens + token_count(problem.profile.geometry, item.frames, item.height, item.width)
         )
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
@@ -173,3 +183,6 @@ def _cascade(module: Module, units: Sequence[Unit], workers: tuple[int, ...], nu
         start_s=0.0,
         end_s=0.0,
     )
+
+
+STRATEGY: type[Strategy] = Knapsack

@@ -1,30 +1,45 @@
-"""Baseline: degrees for a few target times, each step listed by longest remaining path; the best one is kept."""
+"""Baseline: degrees for a few target times, each listed by longest remaining path; the best schedule is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from actors.plan.schedule.allot import allot, list_by_tail
-from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.strategy import Strategy, one_by_one
+from actors.plan.types import Cascade
+
+TARGETS = 12  # target times between the bound and three times it
 
 
-def longest_first(
-    problem: Problem,
-    jobs: Sequence[PlannedJob],
-    free: Sequence[float] | None = None,
-    barrier: float = 0.0,
-    targets: int = 12,
-) -> tuple[float, Lister]:
-    """Best of a few target times between the bound and three times it."""
+class LongestFirst:
+    """Every step alone, in milliseconds."""
+
+    name = "longest_first"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        return one_by_one(problem, lambda step: _plan_step(problem, step))
+
+
+def _plan_step(problem: Problem, step: int) -> list[Cascade]:
+    jobs = problem.jobs(steps=[step])
+    return problem.to_cascades(jobs, _best_of_targets(problem, jobs).placed) if jobs else []
+
+
+def _best_of_targets(problem: Problem, jobs: Sequence[PlannedJob]) -> ListSchedule:
     area = sum(job.area for job in jobs) / sum(problem.topology.speed)
     path = max((job.quickest + max((jobs[p].quickest for p in job.preds), default=0.0) for job in jobs), default=0.0)
     low = max(area, path, 1e-9)
-    best: tuple[float, Lister] | None = None
-    for number in range(targets):
-        degrees = allot(problem, jobs, low * (1 + 2 * (number / targets) ** 2))
-        result = list_by_tail(problem, jobs, degrees, free, barrier)
-        if best is None or result[0] < best[0] - 1e-9:
-            best = result
+    best: tuple[float, ListSchedule] | None = None
+    for number in range(TARGETS):
+        degrees = allot(problem, jobs, low * (1 + 2 * (number / TARGETS) ** 2))
+        schedule = list_by_tail(problem, jobs, degrees)
+        last = max((schedule.end[i] for i, job in enumerate(jobs) if job.module == "dit"), default=0.0)
+        if best is None or last < best[0] - 1e-9:
+            best = (last, schedule)
     assert best is not None
-    return best
+    return best[1]
+
+
+STRATEGY: type[Strategy] = LongestFirst

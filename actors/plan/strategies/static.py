@@ -5,7 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.plan.schedule.problem import Placement, PlannedJob, Problem
+from actors.plan.schedule.strategy import Strategy, concatenated
 from actors.plan.types import Cascade, PlanError
+
+
+class Static:
+    """One degree for all steps: the options' one, or with 0 the one with the shortest total time."""
+
+    name = "static"
+
+    def plan(self, problem: Problem, seed: int) -> list[Cascade]:
+        wanted = problem.options.static_degree
+        best: tuple[float, list[list[Cascade]]] | None = None
+        for degree in [wanted] if wanted else _legal(problem):
+            plans = [plan for step in problem.numbers if (plan := static_step(problem, step, degree)) is not None]
+            if len(plans) < len(problem.numbers):
+                continue
+            total = sum(max((c.end_s for c in plan), default=0.0) for plan in plans)
+            if best is None or total < best[0]:
+                best = (total, plans)
+        if best is None:
+            raise PlanError(
+                f"static: no single degree can run every item{f' (asked: {wanted})' if wanted else ''}. "
+                f"Use strategy cascade, which gives each item its own degree."
+            )
+        return concatenated(best[1])
+
+
+def _legal(problem: Problem) -> list[int]:
+    """Degrees at which some whole batch can run its dit."""
+    return sorted(
+        {
+            k
+            for key in problem.items
+            if problem.needs(key, "dit")
+            for k, _ in problem.modes("dit", problem.items[key], problem.items[key].batch)
+        }
+    )
 
 
 def static_step(problem: Problem, step: int, degree: int) -> list[Cascade] | None:
@@ -47,28 +83,4 @@ def _groups(problem: Problem, degree: int) -> list[tuple[int, ...]]:
     return [tuple(workers[i : i + degree]) for workers in nodes for i in range(0, len(workers) - degree + 1, degree)]
 
 
-def static_plan(problem: Problem, steps: Sequence[int]) -> tuple[int, list[list[Cascade]]]:
-    """(degree, cascades of each step). Degree 0 in the options means the one with the shortest total time."""
-    wanted = problem.options.static_degree
-    legal = sorted(
-        {
-            k
-            for key in problem.items
-            if problem.needs(key, "dit")
-            for k, _ in problem.modes("dit", problem.items[key], problem.items[key].batch)
-        }
-    )
-    best: tuple[float, int, list[list[Cascade]]] | None = None
-    for degree in [wanted] if wanted else legal:
-        plans = [static_step(problem, step, degree) for step in steps]
-        if any(plan is None for plan in plans):
-            continue
-        total = sum(max((c.end_s for c in plan), default=0.0) for plan in plans if plan is not None)
-        if best is None or total < best[0]:
-            best = (total, degree, [plan for plan in plans if plan is not None])
-    if best is None:
-        raise PlanError(
-            f"static: no single degree can run every item{f' (asked: {wanted})' if wanted else ''}. "
-            f"Use strategy cascade, which gives each item its own degree."
-        )
-    return best[1], best[2]
+STRATEGY: type[Strategy] = Static

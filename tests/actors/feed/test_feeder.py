@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 import ray
 
-from actors.feed.feeder import Encoders, Feeder
+from actors.config import WorkersConfig
+from actors.feed.encoders import Encoders
+from actors.feed.feeder import Feeder
 from actors.feed.step_source import StepSource
 from actors.step import StepBatches
+from app.config import RunConfig, RunSection
+from app.plan_inputs import items_from_data
 from data.cache import Cache
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset
@@ -292,3 +296,17 @@ def test_batches_come_with_the_position_behind_them(clips: Path, monkeypatch: py
     at.open(0)
     answer: StepBatches = at._feeder.batches.remote(0)
     assert answer.position["step"] == 1 and answer.position["draws"]["scheduled"] > 0
+
+
+def test_a_preview_tells_the_planner_of_the_same_items_as_a_run(make: Callable[[], Feeder], clips: Path) -> None:
+    """With text lengths of their captions, before and after a cache holds one of two steps."""
+    feeder = make()
+    preview = RunConfig(run=RunSection(name="preview"), data=feeder._config, workers=WorkersConfig(device="cpu"))
+    cold = items_from_data(feeder.dataset, 2, preview, MODEL)
+    plain = replace(preview, data=config(clips))
+    assert items_from_data(feeder.dataset, 2, plain, MODEL) == cold
+    assert len({item.text_tokens for step in cold for item in step}) > 1
+    fill(feeder, 1)
+    warm = items_from_data(feeder.dataset, 2, preview, MODEL)
+    assert [item.cached for step in warm for item in step] == [("text", "vae")] * 2 + [()] * 2
+    assert [feeder.items(step).items for step in range(2)] == warm

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.feed.feeder import Encoders, Feeder
+from actors.feed.encoders import Encoders
+from actors.feed.feeder import Feeder
 from actors.feed.step_source import actor_factory
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, SourceConfig
 from data.tools.synthetic import SynthConfig, synthesize

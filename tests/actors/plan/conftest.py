@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 
 PROFILE = Path(__file__).resolve().parents[3] / "configs" / "profiles" / "hunyuan-13b-720p-h100.json"
 
@@ -12,10 +13,10 @@ PROFILE = Path(__file__).resolve().parents[3] / "configs" / "profiles" / "hunyua
 @pytest.fixture(scope="session")
 def h100() -> Profile:
     """The published H100 latencies: only listed points are legal."""
-    return Profile.load(PROFILE)
+    return read_profile(PROFILE)
 
 
 @pytest.fixture(autouse=True)
 def without_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches end by their counted work only, so a busy machine plans as an idle one does."""
-    monkeypatch.setattr("actors.plan.strategies.search.steps.PATIENCE", 1000.0)
+    monkeypatch.setattr("actors.plan.strategies.search.clock.PATIENCE", 1000.0)

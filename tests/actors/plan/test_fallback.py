@@ -9,10 +9,10 @@ import pytest
 
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
-from actors.plan.schedule.problem import Problem
-from actors.plan.strategies.search.steps import cascade_plan
+from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.strategies.search.horizon import plan_horizon
 from actors.plan.types import Cascade, Cluster
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 from app.plan_inputs import read_workload
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
@@ -36,20 +36,17 @@ def test_a_search_that_found_little_is_replaced_by_knapsack(h100: Profile, monke
     steps = read_workload(BENCH / "A-16gpu.json").steps[:1]
     cluster = Cluster(nodes=(8, 8))
 
-    def one_by_one(
-        problem: Problem, numbers: list[int], seed: int, budget_s: float, plan_s: list[float]
-    ) -> list[Cascade]:
-        plan_s += [0.0] * len(numbers)
+    def one_by_one(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
         end, found = 0.0, []
-        for cascade in cascade_plan(problem, numbers, seed, 0.0):
+        for cascade in plan_horizon(problem, seed, 0.0):
             found.append(replace(cascade, start_s=end, end_s=end + cascade.seconds))
             end = found[-1].end_s
         return found
 
     packed = make_plan(steps, h100, cluster, PlanOptions(strategy="knapsack"))
-    monkeypatch.setattr("actors.planning.make_plan.cascade_plan", one_by_one)
+    monkeypatch.setattr("actors.plan.strategies.cascade.plan_horizon", one_by_one)
     for replans in (False, True):
-        plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.2, replans=replans))
+        plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.2, replans=replans, least_gain=0.1 * replans))
         assert plan.steps[0].makespan_s == pytest.approx(packed.steps[0].makespan_s)
         assert len(plan.steps[0].cascades) == len(packed.steps[0].cascades)
-        assert plan.steps[0].plan_s > 0
+        assert plan.steps[0].planning_s > 0

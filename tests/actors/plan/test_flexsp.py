@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from actors.plan.costs.profile_json import parse_profile
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 
 
 @pytest.mark.parametrize("strategy", ["flexsp", "flexsp_greedy"])
@@ -16,7 +17,7 @@ def test_pieces_without_a_common_degree_take_their_own(strategy: str) -> None:
         {"module": "dit", "batch": batch, "frames": 17, "height": 64, "width": 64, "degree": degree, "seconds": 1.0}
         for batch, degree in ((2, 2), (1, 1))
     ]
-    profile = parse_profile(
+    profile = read_profile(
         {
             "model": "m",
             "device": "d",

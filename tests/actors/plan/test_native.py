@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search import native
-from actors.plan.strategies.search import space as batch
 from actors.plan.strategies.search.realise import realise
-from actors.plan.strategies.search.steps import StepContext, StepJobs, step_jobs
+from actors.plan.strategies.search.space import Space, build
+from actors.plan.strategies.search.step_jobs import StepsAhead, step_jobs
 from actors.plan.types import Cluster, Item
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 SHAPES = [(6, 5), (6, 13), (5, 25), (3, 41), (2, 57), (1, 81), (1, 97), (1, 113), (1, 129)]
@@ -30,12 +30,13 @@ def step_of(*numbers: int) -> list[Item]:
     ]
 
 
-def alone(problem: Problem) -> tuple[StepContext, StepJobs]:
-    state = StepContext(free=[0.0] * problem.topology.num_workers)
-    return state, step_jobs(problem, state, 0, range(1, len(problem.steps)))
+def idle(problem: Problem) -> tuple[StepContext, list[PlannedJob]]:
+    """The jobs of the first step and the encodes of all later ones, before anything ran."""
+    context = StepContext.idle(problem.topology.num_workers)
+    return context, step_jobs(problem, context, 0, StepsAhead(tuple(range(1, len(problem.steps)))))
 
 
-def plainest(space: batch.Space) -> tuple[np.ndarray, np.ndarray]:
+def plainest(space: Space) -> tuple[np.ndarray, np.ndarray]:
     """The candidate of all first modes."""
     return np.full(space.num_jobs, 0.5), np.zeros(space.num_jobs, dtype=np.intp)
 
@@ -52,14 +53,13 @@ def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(
 ) -> None:
     """Forward or from its end, alone or with encodes of the next step: the evaluator's end is the search's makespan."""
     problem = Problem([step_of(*step) for step in steps], h100, Cluster(nodes=(8,) * nodes), PlanOptions())
-    state, chosen = alone(problem)
-    space = batch.build(problem, chosen.jobs, state.free, 0.0, chosen.release, chosen.worth)
+    context, jobs = idle(problem)
+    space = build(problem, jobs, context)
     assert space is not None and native.fits(space)
     found = native.anneal(space, [plainest(space)], 0.01, seed, 0.0, 60.0)
     assert found is not None
-    own = [worth == 0 for worth in chosen.worth]
-    placed = realise(problem, chosen.jobs, found, state.free, state.barrier, chosen.release, own, 0.01)
-    end = max(placed.end[i] for i, worth in enumerate(chosen.worth) if worth == 0)
+    placed = realise(problem, jobs, context, found, 0.01)
+    end = max(placed.end[i] for i, job in enumerate(jobs) if not job.optional)
     spanned = any(len(nodes) > 1 for nodes in found.nodes)  # rails may cost more than the best case that is searched
     assert end <= found.makespan * (1.3 if spanned else 1 + 1e-9)
 
@@ -85,8 +85,8 @@ def test_without_a_compiler_the_step_is_still_planned(h100: Profile, monkeypatch
 @needs_compiler
 def test_a_search_that_no_longer_helps_ends_before_its_budget(h100: Profile) -> None:
     problem = Problem([step_of(0, 6)], h100, Cluster(nodes=(8,)), PlanOptions())
-    _, chosen = alone(problem)
-    space = batch.build(problem, chosen.jobs)
+    context, jobs = idle(problem)
+    space = build(problem, jobs, context)
     assert space is not None
     found = native.anneal(space, [plainest(space)], 10.0, 0, 0.0, 60.0)
     assert found is not None and found.rounds < 0.2 * native.evaluations_for(space, 10.0)
@@ -95,8 +95,8 @@ def test_a_search_that_no_longer_helps_ends_before_its_budget(h100: Profile) -> 
 @needs_compiler
 def test_the_wall_clock_ends_a_search(h100: Profile) -> None:
     problem = Problem([step_of(*range(9))], h100, Cluster(nodes=(8,) * 4), PlanOptions())
-    _, chosen = alone(problem)
-    space = batch.build(problem, chosen.jobs)
+    context, jobs = idle(problem)
+    space = build(problem, jobs, context)
     assert space is not None
     started = time.perf_counter()
     native.anneal(space, [plainest(space)], 100.0, 0, 0.0, 0.05)

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan.costs.profile import Profile
+from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, StepPlan
-from actors.planning.make_plan import STRATEGIES, PlanOptions, make_plan, rolling_cut
+from actors.planning.make_plan import make_plan, rolling_cut
 from ops.models.wan.config import WanConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
@@ -136,7 +137,7 @@ def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
             for n in range(source.randint(1, 10))
             for bag in [tuple(source.sample(range(workers), source.randint(1, workers)))]
         )
-        step = StepPlan(step=0, cascades=cascades, makespan_s=9.0, lower_bound_s=0.0, plan_s=0.0, idle_ratio=0.0)
+        step = StepPlan(step=0, cascades=cascades, makespan_s=9.0, lower_bound_s=0.0, planning_s=0.0, idle_ratio=0.0)
         executed = rolling_cut(Plan(strategy="cascade", steps=(step,)))
         assert len(executed) == len(cascades) and bag_order_is_deadlock_free(executed)
         queues = {w: [c for c in executed if w in c.workers] for w in range(workers)}

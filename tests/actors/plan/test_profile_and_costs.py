@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.costs import forms as costs
-from actors.plan.costs.forms import Load
+from actors.plan.costs.fit import fit, fit_form, fit_memory, knapformer_constants
+from actors.plan.costs.forms import FORMS, Load, vae_tiles
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.topology import CrossNode, Topology
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, PlanError
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}
@@ -36,15 +38,15 @@ def test_measured_points_are_used_as_they_stand(h100: Profile) -> None:
 
 def test_arachne_form_recovers_its_coefficients() -> None:
     truth = (0.5, 2e-4, 1e-8, 3e-5)
-    seconds = [sum(c * x for c, x in zip(truth, costs.FORMS["arachne"].features(point, 2.0))) for point in grid()]
-    found = costs.fit_form("arachne", grid(), seconds, "synthetic")
+    seconds = [sum(c * x for c, x in zip(truth, FORMS["arachne"].features(point, 2.0))) for point in grid()]
+    found = fit_form("arachne", grid(), seconds, "synthetic")
     assert found.coefficients == pytest.approx(truth, rel=1e-6)
     assert found.r2 == pytest.approx(1.0) and not found.poor
 
 
 def test_adaptiveload_grid_finds_the_exponent() -> None:
     seconds = [0.3 + 1e-7 * p.batch * p.length**1.75 / p.degree for p in grid()]
-    found = costs.fit_form("adaptiveload", grid(), seconds, "synthetic")
+    found = fit_form("adaptiveload", grid(), seconds, "synthetic")
     assert found.exponent == pytest.approx(1.75)
     assert found.coefficients == pytest.approx((0.3, 1e-7), rel=1e-6)
 
@@ -53,33 +55,33 @@ def test_knapformer_fit_gives_k_and_gamma() -> None:
     width, k, gamma = 3072, 2e-15, 0.42
     points = [load(1, n, 1) for n in (448, 4000, 16000, 65536)]
     seconds = [k * (24 * p.length * width**2 + gamma * 4 * p.length**2 * width) for p in points]
-    found = costs.fit_form("knapformer", points, seconds, "synthetic")
-    assert costs.knapformer_constants(found, width) == pytest.approx((k, gamma), rel=1e-6)
+    found = fit_form("knapformer", points, seconds, "synthetic")
+    assert knapformer_constants(found, width) == pytest.approx((k, gamma), rel=1e-6)
 
 
 def test_coefficients_are_never_negative() -> None:
     seconds = [10.0 / (1 + p.batch) for p in grid()]  # falls with the load: no physical model fits
-    found = costs.fit("dit", grid(), seconds, "nonsense")
+    found = fit("dit", grid(), seconds, "nonsense")
     assert min(found.coefficients) >= 0 and found.poor
 
 
 def test_memory_fit_recovers_states_and_tokens() -> None:
-    states, per_token, _ = costs.fit_memory(grid(), [20 + 3e-4 * p.batch * p.length / p.degree for p in grid()])
+    states, per_token, _ = fit_memory(grid(), [20 + 3e-4 * p.batch * p.length / p.degree for p in grid()])
     assert (states, per_token) == pytest.approx((20, 3e-4))
 
 
 def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
     entries = [{**ENTRY, "frames": f, "seconds": s} for f, s in ((1, 9), (5, 1), (9, 7), (13, 1), (17, 8), (21, 0.5))]
-    profile = Profile.load({"latency": entries, "extrapolate": True, "degrees": {"dit": [1]}})
+    profile = read_profile({"latency": entries, "extrapolate": True, "degrees": {"dit": [1]}})
     found = profile.model_of("dit")
     assert found is not None and found.source.startswith("FLOP model")
     assert any("poor" in note for note in profile.notes)
 
 
 def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
-    assert costs.vae_tiles(16, 256, 448) == (2, 16 * 256 * 256)
+    assert vae_tiles(16, 256, 448) == (2, 16 * 256 * 256)
     one, two = (
-        costs.FORMS["tiles"].features(
+        FORMS["tiles"].features(
             Load(batch=1, frames=16, height=256, width=640, text_tokens=0, tokens=0, degree=k), 2.0
         )[1]
         for k in (1, 2)
@@ -100,8 +102,8 @@ def test_observed_cascades_correct_their_point_and_their_neighbours() -> None:
 
 
 def test_a_written_profile_reads_back_equal(tmp_path: Path, h100: Profile) -> None:
-    h100.save(tmp_path / "p.json")
-    again = Profile.load(tmp_path / "p.json")
+    write_profile(h100, tmp_path / "p.json")
+    again = read_profile(tmp_path / "p.json")
     assert (again.measured, again.degrees, again.cross_node) == (h100.measured, h100.degrees, h100.cross_node)
 
 
@@ -110,7 +112,7 @@ def tiled_vae(points: int) -> dict:
     shapes = product((1, 2, 3), (16, 32, 48), (256, 448, 640, 832))
     entries = []
     for batch, frames, height in islice(shapes, points):
-        tiles, volume = costs.vae_tiles(frames, height, 256)
+        tiles, volume = vae_tiles(frames, height, 256)
         seconds = (0.05 + 4e-7 * batch * tiles * volume) * (1.35 if height > 480 else 1.0)
         entries.append(
             {
@@ -128,26 +130,26 @@ def tiled_vae(points: int) -> dict:
 
 def test_a_profile_that_does_not_ask_for_the_residual_needs_no_xgboost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgboost", None)
-    found = Profile.load(tiled_vae(36)).model_of("vae")
+    found = read_profile(tiled_vae(36)).model_of("vae")
     assert found is not None and found.residual is None
 
 
 def test_a_profile_that_asks_for_the_residual_is_refused_without_xgboost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"residual is 'xgboost', and that package is not installed\. .*\[xgboost\]"):
-        Profile.load(tiled_vae(36) | {"residual": "xgboost"})
+        read_profile(tiled_vae(36) | {"residual": "xgboost"})
 
 
 def test_the_residual_explains_what_the_tiles_do_not() -> None:
     plain, helped = (
-        Profile.load(tiled_vae(36) | {"residual": residual}).model_of("vae") for residual in ("none", "xgboost")
+        read_profile(tiled_vae(36) | {"residual": residual}).model_of("vae") for residual in ("none", "xgboost")
     )
     assert plain is not None and helped is not None
     assert "XGBoost" in helped.source and helped.worst < 0.5 * plain.worst
 
 
 def test_too_few_points_for_the_residual_are_noted() -> None:
-    profile = Profile.load(tiled_vae(12) | {"residual": "xgboost"})
+    profile = read_profile(tiled_vae(12) | {"residual": "xgboost"})
     found = profile.model_of("vae")
     assert found is not None and found.residual is None
     assert any("12 points are too few" in note for note in profile.notes)
@@ -178,16 +180,16 @@ def test_cross_node_factor_follows_common_rails() -> None:
 )
 def test_bad_profiles_are_refused_with_one_sentence(change: dict, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
-        Profile.load(change)
+        read_profile(change)
 
 
 def test_malformed_json_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text('{"latency": [')
     with pytest.raises(PlanError, match=r"p.json is not valid JSON: .* line 1"):
-        Profile.load(path)
+        read_profile(path)
     with pytest.raises(PlanError, match="does not exist"):
-        Profile.load(tmp_path / "none.json")
+        read_profile(tmp_path / "none.json")
 
 
 def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> None:
@@ -204,7 +206,7 @@ def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> N
 
 
 def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
-    profile = Profile.load(
+    profile = read_profile(
         {
             "latency": [ENTRY],
             "degrees": {"dit": [1]},
@@ -233,4 +235,4 @@ def test_degrees_must_divide_the_heads() -> None:
 def test_profiles_are_json(h100: Profile) -> None:
     profile = Profile.from_flops(WanConfig())
     profile.observe("dit", 1, 17, 64, 64, 1, 0.1)
-    assert json.loads(json.dumps(profile.to_json()))["latency"][0]["seconds"] == 0.1
+    assert json.loads(json.dumps(profile_json(profile)))["latency"][0]["seconds"] == 0.1

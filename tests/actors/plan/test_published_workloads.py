@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.evaluator import simulate
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.strategies.search import native
 from actors.plan.types import Cluster, Item, Plan, PlanError
-from actors.planning.make_plan import PlanOptions, make_plan
+from actors.planning.make_plan import make_plan
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
 TWO_NODES = Cluster(nodes=(8, 8))
@@ -114,7 +116,7 @@ def test_split_batches_are_chosen_where_whole_ones_leave_workers_idle() -> None:
         {"module": "dit", "batch": b, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": float(b)}
         for b in (1, 2, 4)
     ]
-    profile = Profile.load({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
+    profile = read_profile({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
     step = [Item(id="x", batch=4, frames=17, height=64, width=64)]
     whole, split = (make_plan([step], profile, Cluster(nodes=(2,)), PlanOptions(split=flag)) for flag in (False, True))
     check(split, [step], profile, Cluster(nodes=(2,)))
@@ -124,7 +126,7 @@ def test_split_batches_are_chosen_where_whole_ones_leave_workers_idle() -> None:
 
 def test_a_slow_worker_gets_less(h100: Profile) -> None:
     latency = [{"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 1.0}]
-    profile = Profile.load({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
+    profile = read_profile({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
     step = [Item(id=f"i{n}", batch=1, frames=17, height=64, width=64) for n in range(9)]
     plan = make_plan([step], profile, Cluster(nodes=(3,), speed=(1.0, 1.0, 0.25)), PlanOptions(budget_s=0.05))
     runs = [sum(worker in c.workers for c in plan.steps[0].cascades) for worker in range(3)]
@@ -136,7 +138,7 @@ def test_a_handoff_keeps_the_consumer_with_its_producer_or_costs_its_time() -> N
         {"module": module, "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 1.0}
         for module in ("vae", "dit")
     ]
-    profile = Profile.load(
+    profile = read_profile(
         {"latency": latency, "degrees": {"dit": [1], "vae": [1]}, "extrapolate": False, "handoff": {"latency_s": 5.0}}
     )
     step = [Item(id=f"i{n}", batch=1, frames=17, height=64, width=64) for n in range(2)]

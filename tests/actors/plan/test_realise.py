@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan.costs.profile import Profile
-from actors.plan.schedule.listing import Lister
-from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem
+from actors.plan.schedule.listing import ListSchedule
+from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search.anneal import SearchResult
 from actors.plan.strategies.search.realise import draw_bag, realise
 from actors.plan.types import Cluster, Item
@@ -42,7 +42,7 @@ def found(*rows: tuple[float, int, tuple[int, ...]], seconds: float = 1.0) -> tu
 def test_a_bag_over_nodes_uses_the_same_rails_on_each(problem: Problem) -> None:
     for seed in range(20):
         jobs, plan = found((0.0, 12, (0, 1)))
-        bag = draw_bag(Lister(problem, jobs), 0, plan, random.Random(seed))
+        bag = draw_bag(ListSchedule(problem, jobs), 0, plan, random.Random(seed))
         assert len(bag) == 12 and problem.topology.overlap(bag) == 1.0
 
 
@@ -50,9 +50,9 @@ def test_whole_rails_stay_free_beside_small_jobs(problem: Problem) -> None:
     """Two jobs of 2 leave three whole rails on each node for the bag of 12, if they take a rail each and the same."""
     jobs, plan = found((0.0, 2, (0,)), (0.0, 2, (1,)), (0.0, 12, (0, 1)))
     plan.makespan = problem.topology.best_span
-    lister = realise(problem, jobs, plan, [0.0] * 16, 0.0, [0.0] * 3, [True] * 3, 10.0)
-    assert problem.topology.overlap(lister.where[2]) == 1.0
-    assert max(lister.end) == pytest.approx(plan.makespan)
+    schedule = realise(problem, jobs, StepContext.idle(16), plan, 10.0)
+    assert problem.topology.overlap(schedule.where[2]) == 1.0
+    assert max(schedule.end) == pytest.approx(plan.makespan)
 
 
 @settings(max_examples=100, deadline=None)
@@ -68,9 +68,9 @@ def test_a_drawn_bag_has_its_size_on_its_nodes_whatever_is_busy(
     problem: Problem, rows: list[tuple[float, int]], source: random.Random
 ) -> None:
     jobs, plan = found(*[(start, degree, (0, 1) if degree > 8 else (source.randrange(2),)) for start, degree in rows])
-    lister = Lister(problem, jobs)
+    schedule = ListSchedule(problem, jobs)
     for index in plan.order:
-        bag = draw_bag(lister, index, plan, source)
+        bag = draw_bag(schedule, index, plan, source)
         assert len(set(bag)) == plan.degree[index]
         assert {problem.topology.node[w] for w in bag} == set(plan.nodes[index])
-        lister.fix(index, bag)
+        schedule.fix(index, bag)

@@ -72,7 +72,7 @@ def test_a_plan_of_0_2_is_read_and_has_all_but_the_parts_of_its_cascades() -> No
 def test_a_plan_names_the_samples_of_every_cascade() -> None:
     parts = (Part(item="s0.0", first=0, count=2), Part(item="s0.1", first=1, count=1))
     cascade = Cascade(id="c", module="dit", step=0, parts=parts, degree=1, workers=(1,), start_s=0.0, end_s=0.5)
-    step = StepPlan(step=0, cascades=(cascade,), makespan_s=1, lower_bound_s=1, plan_s=0.1, idle_ratio=0)
+    step = StepPlan(step=0, cascades=(cascade,), makespan_s=1, lower_bound_s=1, planning_s=0.1, idle_ratio=0)
     record = PlanRecord.of(step, step.cascades, 0.2)
     assert plan_of(json.loads(json.dumps(record.line()))) == record
     assert (record.cascades[0].item, record.cascades[0].batch, record.plan_s) == ("s0.0+s0.1", 3, 0.2)

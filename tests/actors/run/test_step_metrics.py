@@ -38,7 +38,7 @@ def report(worker: str, *spans: Span, losses: tuple[tuple[str, float, float], ..
 
 
 def facts() -> StepFacts:
-    plan = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, plan_s=0.0, idle_ratio=0.0)
+    plan = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, planning_s=0.0, idle_ratio=0.0)
     return StepFacts(
         step=0, generation=1, plan=plan, planning_s=0, step_s=1, data_wait_s=0, finished_at=0, num_samples=2,
         num_tokens=2, dispatch_s=0, num_calls=2,

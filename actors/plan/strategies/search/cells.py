@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.plan.schedule.listing import Lister
+from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import Placement, PlannedJob, Problem
 from actors.plan.strategies.search.space import chains
 from actors.plan.strategies.search.strips import Strip, Strips
 from actors.plan.types import Cluster
 
 CELL_WORKERS = 16  # small enough for a strong search, large enough for bags over two nodes
-MANY_JOBS = 48  # below this one search over the whole cluster is stronger
+MANY_JOBS = 48  # jobs of a step; up to so many, one search over the whole cluster is stronger
 BALANCE_S = 0.1  # for the strips, whatever the budget
 TRY_S = 0.008  # planning time of one cell at a time
 SHARE = 0.8  # of the budget; the rest is for making a plan of the cells
@@ -84,11 +84,11 @@ def _dealt(strips: Sequence[Strip], counts: Sequence[int]) -> list[list[Strip]]:
 
 def _lay(cell: Cell, jobs: Sequence[PlannedJob], strips: Sequence[Strip]) -> None:
     """Give a cell the plan of its strips, one on each node."""
-    lister = Lister(cell.problem, jobs)
+    schedule = ListSchedule(cell.problem, jobs)
     for node, strip in enumerate(strips):
         for job, degree in strip.order:
-            lister.put(job, degree, (node,))
-    cell.placed, cell.makespan = lister.placed, max(lister.end, default=0.0)
+            schedule.put(job, degree, (node,))
+    cell.placed, cell.makespan = schedule.placed, max(schedule.end, default=0.0)
 
 
 def _even_out(
@@ -131,15 +131,12 @@ def _plan(
     cell.searched = budget_s > 0
     indices = [i for chain in cell.chains for i in groups[chain]]
     place = {old: new for new, old in enumerate(indices)}
+    limit = cell.problem.topology.num_workers
     own = [
-        PlannedJob(
-            jobs[i].module,
-            jobs[i].step,
-            jobs[i].item,
-            jobs[i].first,
-            jobs[i].count,
-            tuple(m for m in jobs[i].modes if m[0] <= cell.problem.topology.num_workers),
-            [place[p] for p in jobs[i].preds],
+        replace(
+            jobs[i],
+            modes=tuple(mode for mode in jobs[i].modes if mode[0] <= limit),
+            preds=[place[p] for p in jobs[i].preds],
         )
         for i in indices
     ]

@@ -11,64 +11,53 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from actors.plan.schedule.listing import EPS, Lister
-from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.listing import EPS, ListSchedule
+from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.anneal import SearchResult
 
 TURNS = 6  # ways to resolve equal workers by rule
-DRAWS = 60  # random ones at most, where no rule keeps the found makespan, within
-SHARE, PLACE_S = 0.1, 3e-5  # this share of the budget; calibration: placing one job
+# Where no rule keeps the found makespan, at most DRAWS random choices follow, within SHARE of the budget. PLACE_S is
+# the calibration of that: seconds for placing one job.
+DRAWS, SHARE, PLACE_S = 60, 0.1, 3e-5
 SAME = 1e-6  # seconds
 
 
 def realise(
-    problem: Problem,
-    jobs: Sequence[PlannedJob],
-    found: SearchResult,
-    free: Sequence[float],
-    barrier: float,
-    release: Sequence[float],
-    own: Sequence[bool],
-    budget_s: float,
-) -> Lister:
-    """The found schedule with workers: the first way that keeps its makespan, or the best of all that are tried.
-
-    `own` marks the jobs whose end counts.
-    """
-    best: tuple[float, Lister] | None = None
+    problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, found: SearchResult, budget_s: float
+) -> ListSchedule:
+    """The found schedule with workers: the first way that keeps its makespan, or the best of all that are tried."""
+    best: tuple[float, ListSchedule] | None = None
     source = random.Random(0)
     in_time = sorted(found.order, key=lambda index: (found.start[index], bool(jobs[index].preds)))
     spans = any(len(found.nodes[index]) > 1 for index in found.order)
     draws = min(DRAWS, int(SHARE * budget_s / (PLACE_S * len(in_time)))) if spans else 0
     for turn in range(TURNS + draws):
-        lister = Lister(problem, jobs, free)
-        lister.barrier, lister.release = barrier, list(release)
-        last = 0.0
-        for position, index in enumerate(found.order if turn < TURNS else in_time):
-            if turn < TURNS:
+        schedule = ListSchedule(problem, jobs, context)
+        if turn < TURNS:
+            for position, index in enumerate(found.order):
                 flip = turn >> (position % 3) if turn else 0
-                end = lister.put(index, found.degree[index], found.nodes[index], flip)
-            else:
-                end = lister.fix(index, draw_bag(lister, index, found, source))
-            if own[index]:
-                last = max(last, end)
+                schedule.put(index, found.degree[index], found.nodes[index], flip)
+        else:
+            for index in in_time:
+                schedule.fix(index, draw_bag(schedule, index, found, source))
+        last = max((schedule.end[index] for index in found.order if not jobs[index].optional), default=0.0)
         if best is None or last < best[0] - EPS:
-            best = (last, lister)
+            best = (last, schedule)
         if last <= found.makespan + SAME:
             break
     assert best is not None
     return best[1]
 
 
-def draw_bag(lister: Lister, index: int, found: SearchResult, source: random.Random) -> tuple[int, ...]:
+def draw_bag(schedule: ListSchedule, index: int, found: SearchResult, source: random.Random) -> tuple[int, ...]:
     """Workers of the found nodes that are free at the found start, rail by rail in random order; over several nodes
     the same rails on each."""
-    topology, nodes = lister.topology, found.nodes[index]
+    topology, nodes = schedule.topology, found.nodes[index]
     share = found.degree[index] // len(nodes)
     idle = []
     for node in nodes:
-        by_time = sorted(topology.workers[node], key=lambda worker: (lister.free[worker], worker))
-        count = sum(lister.free[worker] <= found.start[index] + SAME for worker in by_time)
+        by_time = sorted(topology.workers[node], key=lambda worker: (schedule.free[worker], worker))
+        count = sum(schedule.free[worker] <= found.start[index] + SAME for worker in by_time)
         idle.append(by_time[: max(count, share)])
     rails = sorted({topology.rail[worker] for workers in idle for worker in workers})
     source.shuffle(rails)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
 NEVER = 1e15  # free time of a worker that does not exist
 FEW_NODES = 4  # up to which bags over more nodes than necessary are tried
@@ -68,8 +68,8 @@ def useful_modes(problem: Problem, job: PlannedJob) -> list[tuple[int, int, floa
     """(degree, nodes, seconds) that are not dominated: less of both workers and time never hurts.
 
     A bag over several nodes takes equal shares of them at the best cross-node factor; it stays beside the same degree
-    inside a node, because it fits where that does not. With few nodes, what three or more of them have left over counts
-    too.
+    inside a node, because it fits where that does not. On clusters of few nodes, bags over three nodes and more are
+    tried too.
     """
     sizes = problem.cluster.nodes
     found: list[tuple[int, int, float]] = []
@@ -85,15 +85,7 @@ def useful_modes(problem: Problem, job: PlannedJob) -> list[tuple[int, int, floa
     return found
 
 
-def build(
-    problem: Problem,
-    jobs: Sequence[PlannedJob],
-    free: Sequence[float] | None = None,
-    barrier: float = 0.0,
-    release: Sequence[float] | None = None,
-    worth: Sequence[float] | None = None,
-    slack: Sequence[float] | None = None,
-) -> Space | None:
+def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> Space | None:
     """Arrays of a problem; None where a job has no mode in this form (unequal shares over unequal nodes)."""
     modes = [useful_modes(problem, job) for job in jobs]
     if not all(modes):
@@ -117,7 +109,7 @@ def build(
     counts = dits if dits.any() else np.ones(len(jobs), dtype=bool)
     nodes = np.full((len(problem.cluster.nodes), max(problem.cluster.nodes)), NEVER)
     for node, workers in enumerate(problem.topology.workers):
-        nodes[node, : len(workers)] = sorted(free[w] for w in workers) if free else 0.0
+        nodes[node, : len(workers)] = sorted(context.free_s[w] for w in workers)
     return Space(
         chain_of=chain_of,
         chain_jobs=chain_jobs,
@@ -127,13 +119,13 @@ def build(
         seconds=table[2],
         num_modes=np.array([len(m) for m in modes]),
         preds=preds,
-        release=np.array(release) if release is not None else np.zeros(len(jobs)),
+        release=np.array([job.release_s for job in jobs]),
         counts=counts,
         waits=dits,
-        worth=np.array(worth) if worth is not None else np.zeros(len(jobs)),
-        slack=np.array(slack) if slack is not None else np.zeros(len(jobs)),
+        worth=np.array([job.worth_s for job in jobs]),
+        slack=np.array([job.slack_s for job in jobs]),
         nodes=nodes,
-        barrier=barrier,
+        barrier=context.barrier_s,
     )
 
 

@@ -1,0 +1,100 @@
+"""What a feeder and a preview know of the frozen encoders, and what they tell the planner of an item."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from actors.plan.types import Item, Module
+from data.cache import Cache, CachedLatents, text_key
+from data.decode import caption_or_empty
+from data.types import DataItem, DecodeJob
+from ops.models.config import ModelConfig
+from ops.models.folders import component, tokenizer_of
+
+ENCODED: tuple[Module, ...] = ("text", "vae")
+_READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """What the data layer must know of the frozen encoders: their names in the cache, and how text becomes tokens."""
+
+    vae: str
+    text: str
+    max_length: int  # tokens
+    chars_per_token: float
+    latent_width: int = 0  # numbers per token row of a result
+    text_width: int = 0
+    most_text: int = 0  # token rows of a text result
+
+    @staticmethod
+    def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
+        """For a resolved model. Names hold every setting of an encoder, what it computes in, and each of its files.
+
+        Without names no file is looked at; what reads no cache needs none.
+        """
+        vae_folders = [component(model.vae.path, "vae")] if named and model.vae.path else []
+        text_folders = [component(model.text.path, "text_encoder")] if named and model.text.path else []
+        text_folders += [tokenizer_of(folder) for folder in text_folders]
+        vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
+        text = {**asdict(model.text), "dtype": text_dtype, "files": _stamp(text_folders)}
+        return Encoders(
+            vae=json.dumps(vae, sort_keys=True) if named else "",
+            text=json.dumps(text, sort_keys=True) if named else "",
+            max_length=model.text.max_length,
+            chars_per_token=1.0 if model.text.path is None else 4.0,
+            latent_width=model.vae.channels * math.prod(model.dit.patch),
+            text_width=model.text.d_model,
+            most_text=max(model.text.max_length, model.text.pad_to),
+        )
+
+
+def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
+    """Every file of these folders: small ones by content, weights by size and time."""
+    found = []
+    for folder in dict.fromkeys(folders):
+        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+            stat = file.stat()
+            small = stat.st_size <= _READ_BELOW_BYTES
+            mark = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if small else str(stat.st_mtime_ns)
+            found.append((f"{folder.name}/{file.relative_to(folder)}", stat.st_size, mark))
+    return found
+
+
+def plan_item(item: DataItem, encoders: Encoders, cached: Collection[Module]) -> Item:
+    """An item as the planner sees it. `cached`: modules whose results exist for every sample of it."""
+    return Item(
+        id=item.id,
+        batch=len(item.samples),
+        frames=item.bucket.frames,
+        height=item.bucket.height,
+        width=item.bucket.width,
+        text_tokens=_text_tokens(item, encoders),
+        cached=tuple(module for module in ENCODED if module in cached),
+    )
+
+
+def _text_tokens(item: DataItem, encoders: Encoders) -> int:
+    """Mean per sample, from the captions' lengths in the index."""
+    lengths = [min(encoders.max_length, int(s.caption_chars / encoders.chars_per_token) + 1) for s in item.samples]
+    return sum(lengths) // max(len(lengths), 1)
+
+
+def text_keys(job: DecodeJob, encoders: Encoders) -> tuple[str, ...]:
+    """Names of an item's text embeddings in the cache."""
+    return tuple(text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length) for clip in job.clips)
+
+
+def modules_in_cache(item: DataItem, texts: Sequence[str], cache: Cache, latents: CachedLatents | None) -> set[Module]:
+    """Modules whose results the cache names for every sample of the item. Whether they can be read shows later."""
+    found: set[Module] = set()
+    if cache.config.text and all(cache.has("text", name) for name in texts):
+        found.add("text")
+    if latents is not None and latents.has(item):  # the answer that the engine got, or will get
+        found.add("vae")
+    return found

@@ -1,0 +1,61 @@
+"""Search for workers of unequal speed or nodes of unequal size: one schedule at a time, small changes that do not hurt
+are kept. Slower than the population search, but it sees every worker."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+from actors.plan.schedule.listing import ListSchedule
+from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
+from actors.plan.strategies.search.score import score
+from actors.plan.strategies.search.space import chains
+from actors.plan.strategies.search.starts import Start
+
+PLACE_S = 4e-5  # calibration: placing one job
+
+
+def climb(
+    problem: Problem,
+    jobs: Sequence[PlannedJob],
+    context: StepContext,
+    starts: Sequence[Start],
+    budget_s: float,
+    seed: int,
+    deadline: float,
+) -> ListSchedule:
+    """The best schedule of the budget's counted work; the wall clock ends it at `deadline`."""
+    source = random.Random(seed)
+    groups = chains(jobs)
+    chain = {index: number for number, group in enumerate(groups) for index in group}
+
+    def listed(order: Sequence[int], degrees: Sequence[int]) -> tuple[float, ListSchedule]:
+        schedule = ListSchedule(problem, jobs, context)
+        turn = [iter(group) for group in groups]
+        for index in order:
+            schedule.place(own := next(turn[chain[index]]), degrees[own])
+        return score(schedule), schedule
+
+    own = [([i for i in order if not jobs[i].optional], degrees) for order, degrees in starts]
+    best = min(((*listed(order, degrees), order, degrees) for order, degrees in own), key=lambda found: found[0])
+    for _ in range(int(budget_s / (len(own[0][0]) * PLACE_S))):
+        if time.perf_counter() > deadline:
+            break
+        order, degrees = _changed(source, jobs, best[2], best[3])
+        reached, schedule = listed(order, degrees)
+        if reached <= best[0]:
+            best = (reached, schedule, order, degrees)
+    return best[1]
+
+
+def _changed(source: random.Random, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]) -> Start:
+    """One or two changes: a job elsewhere in the order, or at another degree."""
+    moved, other = list(order), list(degrees)
+    for _ in range(source.randint(1, 2)):
+        if source.random() < 0.5:
+            moved.insert(source.randrange(len(moved)), moved.pop(source.randrange(len(moved))))
+        else:
+            index = source.choice(moved)
+            other[index] = source.choice(jobs[index].modes)[0]
+    return moved, other
