@@ -7,7 +7,8 @@ from typing import Literal
 
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
-from ops.config import FlowConfig, ModelConfig, OptimizerConfig
+from ops.config import FlowConfig, OptimizerConfig
+from ops.models.config import ModelConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
 _LEAST_START_S = 600.0  # for a device or file system that is slow to answer

@@ -16,7 +16,7 @@ from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 from ops.shards import ShardState
 
 

@@ -3,9 +3,9 @@
     config = RunConfig.load("configs/runs/demo.yaml", ["train.steps=10"])
     folder = prepare_run_dir(config)               # refuses an existing directory, writes config.yaml
 
-Each section is declared beside its owner (ops/config.py, data/config.py, actors/config.py); this file adds the two
-that belong to the program, `run` and `sample`, and checks what only both sides together can break. Imports neither
-torch nor Ray.
+Each section is declared beside its owner (ops/config.py, ops/models/config.py, data/config.py, actors/config.py); this
+file adds the two that belong to the program, `run` and `sample`, and checks what only both sides together can break.
+Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import yaml
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
 from app.settings import override, read
 from data.config import DataConfig
-from ops.config import ModelConfig, geometry
-from ops.folders import resolve
+from ops.models.config import ModelConfig, geometry
 from ops.models.families import FAMILIES
+from ops.models.folders import resolve
 from ops.ranges import SEED, above, between, check_numbers
 from ops.typed import ConfigError, Names, Node, as_plain, build, dotted_names, parse
 

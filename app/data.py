@@ -225,7 +225,7 @@ def _admitted(config: Path, overrides: list[str] | None, indexes: list[Index], l
     from app.config import RunConfig, from_here
     from app.plan_inputs import profile_of
     from data.dataset.dataset import Dataset
-    from ops.folders import resolve
+    from ops.models.folders import resolve
 
     run = from_here(RunConfig.load(config, overrides or []))
     model, geometry = resolve(run.model)

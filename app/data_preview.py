@@ -25,7 +25,7 @@ def preview(config: RunConfig, out: Path, samples: int = 8, frames: int = 5) -> 
     Raises DataError and ValueError as a training run would.
     """
     from app.plan_inputs import open_dataset, profile_of
-    from ops.folders import resolve
+    from ops.models.folders import resolve
 
     model, geometry = resolve(config.model)
     dataset = open_dataset(config, geometry, profile_of(config, model, geometry))

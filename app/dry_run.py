@@ -11,7 +11,6 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.profile import Profile
@@ -24,8 +23,10 @@ from app.data_synth import make_missing
 from app.plan import PlanInputs, preview_options, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
 from data.dataset.coverage import account
-from ops.config import ModelConfig
-from ops.folders import resolve
+from ops.models.config import ModelConfig
+from ops.models.folders import resolve
+from ops.models.load import num_trained
+from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
 
@@ -56,14 +57,13 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
 
 def _print_model(config: RunConfig, model: ModelConfig) -> None:
     dit = model.dit
-    count = parameters(model)
-    per_weight = 16 if config.train.optimizer.ema_decay else 12  # fp32 master, two moments, EMA
+    count = num_trained(model.dit)
     layers = "+".join(map(str, dit.block_counts))
     print(
         f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
         f"{count / 1e6:,.1f} M weights"
     )
-    size, free = count * per_weight, free_bytes(run_dir(config))
+    size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
@@ -74,17 +74,6 @@ def _cuda_here() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def parameters(model: ModelConfig) -> int:
-    """Trainable weights of the transformer; built without memory."""
-    import torch
-
-    from ops.models.load import build_dit
-
-    with torch.device("meta"):
-        module = build_dit(replace(model.dit, path=None), 0)
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def free_bytes(folder: Path) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from actors.state.checkpoint_files import CheckpointError
 from ops.comm import Group
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
+from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
-from ops.models.family import ParitySample
 from ops.models.load import build_dit
 from ops.packing import Layout, Sequence, patchify, unpatchify
 

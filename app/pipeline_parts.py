@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from app.config import RunConfig
-from ops.folders import component, read_json, tokenizer_of
 from ops.models.families import FAMILIES, VAE_CLASSES
+from ops.models.folders import component, read_json, tokenizer_of
 from ops.models.load import build_text
 from ops.typed import ConfigError
 

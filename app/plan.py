@@ -138,7 +138,7 @@ def _from_workload(request: PlanRequest) -> PlanInputs:
 
 
 def _from_config(request: PlanRequest) -> PlanInputs:
-    from ops.folders import resolve
+    from ops.models.folders import resolve
 
     assert request.config is not None
     config = from_here(RunConfig.load(request.config, request.overrides))

@@ -16,8 +16,8 @@ from actors.plan.types import Cluster, Item, Module, PlanError
 from actors.planning.options import profile_of as run_profile_of
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket, DataItem
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.typed import ConfigError, as_plain, build, node_of, parse, read_json
 
 if TYPE_CHECKING:

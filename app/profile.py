@@ -24,8 +24,8 @@ from actors.plan.types import Module
 from app.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
     """Measure, print the table, write `out`. Raises ConfigError for a device that is not there."""
     import torch
 
-    from ops.folders import resolve
+    from ops.models.folders import resolve
 
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"--out {out} cannot be written; give a file in a folder that exists.")

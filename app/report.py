@@ -23,7 +23,7 @@ from app.report_svg import Bar, EventMark, Lane, Series, line_chart, timeline
 from app.report_totals import Curve, EventTotals, SpanTotals, StepTotals
 from app.rundir import RunDir
 from app.timeline import StepWindow, WindowTimes, final_times, lane, windows
-from ops.folders import resolve
+from ops.models.folders import resolve
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)

@@ -26,16 +26,16 @@ from app.config import RunConfig, names
 from app.profile import pick_device
 from app.video import contact_sheet, write_mp4
 from ops.comm import Group
-from ops.folders import resolve
 from ops.geometry import Geometry
 from ops.models.families import FAMILIES
+from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
+from ops.models.weights import check_state
 from ops.ranges import SEED, above, between
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError, build, parse
-from ops.weights import check_state
 
 log = logging.getLogger(__name__)
 

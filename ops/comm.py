@@ -42,7 +42,7 @@ __all__ = ["CancelToken", "Cancelled", "CollectiveProgress", "Group", "GroupErro
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
-_GRACE_SECONDS = 5.0  # the backend's own time-out lies this far behind ours, so that ours names members and collective
+_GRACE_SECONDS = 5.0  # the backend times out this long after us, so that our error names members and collective
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes
 
@@ -94,10 +94,11 @@ class Group:
     # Collectives ------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """Sum (or maximum) of `tensor` [any shape] over the members, in place."""
         self.all_reduce_async(tensor, op).wait()
 
     def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Pending:
-        """Sum (or maximum) over the members, in place."""
+        """Sum (or maximum) of `tensor` [any shape] over the members, in place."""
         if self.size == 1:
             return _DONE
         options = dist.AllreduceOptions()
@@ -105,6 +106,7 @@ class Group:
         return self._begin("all_reduce", tensor, lambda pg: pg.allreduce([tensor], options))
 
     def broadcast(self, tensor: Tensor, source_rank: int) -> None:
+        """`tensor` [any shape] of rank `source_rank` to all members, in place."""
         self.broadcast_async(tensor, source_rank).wait()
 
     def broadcast_async(self, tensor: Tensor, source_rank: int) -> Pending:
@@ -117,6 +119,7 @@ class Group:
         return self._begin("broadcast", tensor, lambda pg: pg.broadcast([tensor], options))
 
     def all_to_all(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        """input [sum(input_splits), ...] in pieces to the ranks, output [sum(output_splits), ...] from them."""
         self.all_to_all_async(output, input, output_splits, input_splits).wait()
 
     def all_to_all_async(
@@ -158,13 +161,10 @@ class Group:
         output_splits = [splits[self.rank] if r == source_rank else 0 for r in range(self.size)]
         self.all_to_all(output, output.new_empty((0, *output.shape[1:])), output_splits, zeros)
 
-    def reduce_scatter_ranges(self, flat: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
-        """Afterwards flat[lo:hi] of this rank's bounds is the sum over the members; the rest is undefined."""
-        for pending in self.reduce_scatter_ranges_async(flat, bounds):
-            pending.wait()
-
     def reduce_scatter_ranges_async(self, flat: Tensor, bounds: Sequence[tuple[int, int]]) -> list[Pending]:
-        """Neighbouring ranges in rank order, some of them empty. Until the wait, flat must be left alone there.
+        """After the waits flat[lo:hi] of this rank's bounds is the sum over the members; the rest is undefined.
+
+        Neighbouring ranges of flat [n] in rank order, some of them empty. Until the wait, flat is left alone there.
 
         NCCL has a collective for equal ranges; others are reduced to one owner after the other. Gloo's reduce-scatter
         is slower than its all-reduce at every size, so there the ranges are exchanged and added by the owner in rank

@@ -62,7 +62,7 @@ def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0) -> list[fl
 
 
 def interpolate(latent: Tensor, noise: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-    """The noisy latent and the target of the prediction, both shaped like `latent`."""
+    """The noisy latent and the target of the prediction, both shaped like `latent` [C, t, h, w] or its tokens."""
     return torch.lerp(latent, noise, sigma), noise - latent
 
 

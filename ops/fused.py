@@ -5,7 +5,8 @@
     q, k = qk_norm_rope(q, k, wq, wk, cos, sin, head_dim=128)
 
 Tokens are packed [N, D] (any leading dimensions are flattened); `segments` says which row of the [S, D] tables each
-token uses. On CUDA the Triton kernels run, elsewhere library calls; both mean what `ops.kernels.reference` says.
+token uses. On CUDA the Triton kernels run, elsewhere library calls; both mean what `reference.py` in the op's folder
+under ops/kernels/ says.
 
 dtypes: activations bf16, fp16, fp32 or fp64, tables independently. Arithmetic, statistics and table gradients are fp32
 (fp64 for fp64 inputs), with one rounding at each store. Results have the autocast dtype under autocast (except fp64
@@ -15,12 +16,15 @@ without tokens: summing them over sequence-parallel shards gives the gradient of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ops.kernels import gate_op, norm_op, qk_op
-from ops.kernels.norm_op import Index
-from ops.segments import Segments
+from ops.kernels.base.segments import Index, Segments
+from ops.kernels.gate_residual import op as gate_op
+from ops.kernels.norm_modulate import op as norm_op
+from ops.kernels.qk_rope import op as qk_op
 
 NO_INDEX: Index = (None, None, None, None, None)
 
@@ -171,6 +175,7 @@ class FusedAdaLN(nn.Module):
         segments: Segments | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """x [..., D], tables [S, D] -> [..., D]."""
         return ln_modulate(
             x,
             scale,
@@ -197,6 +202,7 @@ class FusedGateAdaLN(FusedAdaLN):
         segments: Segments | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """x, y [..., D], tables [S, D] -> x' and its norm [..., D]."""
         return gate_residual_ln_modulate(
             x,
             y,
@@ -224,6 +230,7 @@ class FusedQKNormRope(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """q, k [..., D], cos, sin [n, head_dim / 2] -> q, k [..., D]."""
         return qk_norm_rope(
             q, k, self.weight_q, self.weight_k, cos, sin, head_dim=self.head_dim, per_head=self.per_head, eps=self.eps
         )
@@ -241,7 +248,7 @@ def _num_rows(table: Tensor) -> int:
     return table.numel() // table.shape[-1]
 
 
-def _tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple:
+def _tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple[Any, ...]:
     """The tables as [S, D] views, then the index tensors of the op; ValueError if they do not fit the tokens."""
     num_rows, width = x_ND.shape
     flat: list[Tensor | None] = []
@@ -301,7 +308,9 @@ def _check_rope(q_ND: Tensor, k_ND: Tensor, cos: Tensor, sin: Tensor, head_dim: 
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[1] != head_dim // 2:
         raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must both be [n, {head_dim // 2}].")
     if cos.requires_grad or sin.requires_grad:
-        raise ValueError("cos and sin get no gradient from the fused op; detach() them, or use ops.kernels.reference.")
+        raise ValueError(
+            "cos and sin get no gradient from the fused op; detach() them, or use ops.kernels.qk_rope.reference."
+        )
     _check_device("cos", cos, q_ND)
     _check_device("sin", sin, q_ND)
     for name, x in (("q", q_ND), ("k", k_ND)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """Strides of a VAE and the patch of the transformer behind it."""
+    """Strides of a VAE and the patch of the transformer that follows it."""
 
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     patch: tuple[int, int, int] = (1, 2, 2)

@@ -102,5 +102,5 @@ class GradientSum:
         bucket = self._buckets[self._next]
         self._next += 1
         pieces = [(min(max(lo, bucket.lo), bucket.hi), min(max(hi, bucket.lo), bucket.hi)) for lo, hi in self._bounds]
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces)), "shards lie one behind the other"
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces)), "shards lie one after the other"
         self._pending += self._group.reduce_scatter_ranges_async(self._flat, pieces)

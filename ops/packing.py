@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.segments import Segments
+from ops.attention.lengths import Lengths
+from ops.kernels.base.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +30,6 @@ class Sequence:
     def tokens(self) -> int:
         t, h, w = self.grid
         return t * h * w
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths of packed sequences as attention kernels want them: on the host, and as offsets on the device."""
-
-    host: tuple[int, ...]
-    offsets: Tensor  # int32 [S + 1], exclusive cumulative sum on the device
-    longest: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.host)
-
-    @staticmethod
-    def of(lengths: Seq[int], device: torch.device | str = "cpu") -> Lengths:
-        host = tuple(int(length) for length in lengths)
-        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
-        return Lengths(host, offsets.to(device), max(host, default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +124,7 @@ class Layout:
 
     @cached_property
     def text_rows(self) -> Tensor:
-        """int64: rows of the replicated text that this rank owns in joint attention."""
+        """int64 [m]: rows of the replicated text that this rank owns in joint attention."""
         starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[: self.rank].sum(axis=0)
         return self._on_device(_ranges(starts, self._text_chunks[self.rank]))
 

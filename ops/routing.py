@@ -315,7 +315,7 @@ class _Route(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         used = [grad for grad, floating in zip(grads, ctx.floating) if floating]
         moved = iter(_exchange(used, ctx.move, ctx.group, not ctx.back, add=ctx.move.repeats))
         return None, None, None, *(next(moved) if floating else None for floating in ctx.floating)

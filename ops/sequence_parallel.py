@@ -84,7 +84,7 @@ class _RowsToHeads(torch.autograd.Function):
         return rows_to_heads(tensors, exchange, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *heads_to_rows(grads, ctx.exchange, ctx.group)
 
 
@@ -95,5 +95,5 @@ class _HeadsToRows(torch.autograd.Function):
         return heads_to_rows(tensors, exchange, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *rows_to_heads(grads, ctx.exchange, ctx.group)

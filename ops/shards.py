@@ -48,6 +48,11 @@ class ShardState:
         return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=arrays)
 
 
+def bytes_per_weight(ema: bool) -> int:
+    """Bytes of optimizer state per trained weight: fp32 master, two moments and, where there is one, the average."""
+    return 4 * (4 if ema else 3)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
     """Where one named parameter lies in the flat vector."""

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
-# the broadcast of one bucket runs behind the update of the next.
+# the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
 _BUCKET_CUDA = 1 << 26
 # Elements of the gradient whose sum starts together: large enough to fill a link, small enough to start early.
@@ -134,7 +134,10 @@ class FlatSync:
     an fp32 master copy of the own shard. Do not move or re-cast the module, nor call zero_grad, afterwards.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, module: nn.Module, config: OptimizerConfig, total_steps: int, sum_elements: int | None = None
+    ) -> None:
+        """`sum_elements` of the gradient are summed together; None: as many as suit the device."""
         named = trainable(module)
         self.config = config
         self.total_steps = total_steps
@@ -146,6 +149,7 @@ class FlatSync:
         self._group = Group.solo()
         first = self._parameters[0]
         self._device = first.device
+        self._sum_elements = sum_elements or (_SUM_CUDA if self._device.type == "cuda" else _SUM_CPU)
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._is_master = first.dtype == self._state_dtype  # the own range of the parameters is the master copy
         self._allocate()
@@ -251,8 +255,7 @@ class FlatSync:
                 self._grad_views.append(self._grad[slot.lo : slot.hi].view(slot.shape))
 
     def _new_sum(self, bounds: Sequence[tuple[int, int]]) -> GradientSum:
-        elements = _SUM_CUDA if self._device.type == "cuda" else _SUM_CPU
-        return GradientSum(self._grad, self.layout, self._group, bounds, elements)
+        return GradientSum(self._grad, self.layout, self._group, bounds, self._sum_elements)
 
     def _received_hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         """A parameter has its gradient of a backward pass; that of lower precision still has to be added in fp32."""

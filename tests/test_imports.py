@@ -16,6 +16,8 @@ PURE = (
     "ops/geometry.py",
     "ops/config.py",
     "ops/typed.py",
+    "ops/models/config.py",
+    "ops/models/folders.py",
     "data/config.py",
     "actors/config.py",
     "app/config.py",

@@ -13,8 +13,8 @@ from actors.plan.types import Item, Module
 from data.cache import Cache, CachedLatents, text_key
 from data.decode import caption_or_empty
 from data.types import DataItem, DecodeJob
-from ops.config import ModelConfig
-from ops.folders import component, tokenizer_of
+from ops.models.config import ModelConfig
+from ops.models.folders import component, tokenizer_of
 
 ENCODED: tuple[Module, ...] = ("text", "vae")
 _READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start

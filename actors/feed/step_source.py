@@ -20,8 +20,8 @@ from actors.ray_calls import GONE, get, kill, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
 from data.engines.placement import beside_me
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.models.text import text_dtype
 
 log = logging.getLogger(__name__)

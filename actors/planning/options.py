@@ -6,8 +6,8 @@ from actors.config import PlannerConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.problem import PlanOptions
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 
 LEAST_GAIN = 0.1
 """A run has not measured most pieces of a cut batch, and every cascade more costs calls: a cut must promise more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 
 _SUFFIXES = (".safetensors", ".bin")
 

@@ -32,7 +32,7 @@ from actors.state.assemble import assemble_state
 from actors.state.commit_log import CommitLog
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
-from ops.folders import resolve
+from ops.models.folders import resolve
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 

@@ -14,7 +14,7 @@ from actors.state.assemble import assemble_state
 from actors.state.commit_log import CommitLog
 from actors.state.survivors import Survivors
 from actors.step import DataLost, Position
-from ops.folders import resolve
+from ops.models.folders import resolve
 
 log = logging.getLogger(__name__)
 

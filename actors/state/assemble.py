@@ -11,7 +11,7 @@ from actors.state.commit_log import CommitLog
 from actors.state.keeper_fleet import Keepers
 from actors.state.run_state import PositionSource, RunState
 from actors.state.survivors import Survivors
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 
 
 def assemble_state(

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.config import ModelConfig
-from ops.shards import ShardState, cut, missing
+from ops.models.config import ModelConfig
+from ops.shards import ShardState, bytes_per_weight, cut, missing
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
 
 def forecast_bytes(total: int, *, ema: bool, num_shards: int = 1, num_parameters: int = 0) -> int:
     """Size of one checkpoint of `total` trained elements: fp32 master, two moments and the EMA, plus headers."""
-    return total * 4 * (4 if ema else 3) + num_shards * _HEADER_BYTES // 2 + num_parameters * 80 + 1024
+    return total * bytes_per_weight(ema) + num_shards * _HEADER_BYTES // 2 + num_parameters * 80 + 1024
 
 
 def check_free_space(root: Path, needed: int) -> None:

@@ -26,7 +26,7 @@ from actors.messages import ShardKeeper
 from actors.refs import Method
 from actors.state.memory import node_room
 from actors.step import Position
-from ops.shards import ShardState, cut, missing
+from ops.shards import ShardState, bytes_per_weight, cut, missing
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def sources(
 
 def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> int:
     """Memory per keeper: committed steps plus the one being filled, spread evenly."""
-    state = total * 4 * (4 if ema else 3)
+    state = total * bytes_per_weight(ema)
     return (KEEP_STEPS + 1) * state * copies // max(1, num_keepers)
 
 

@@ -43,7 +43,7 @@ from actors.state.snapshots import origin_of
 from actors.state.survivors import Survivors, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGenera
 from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inputs
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
-from ops.config import ModelConfig
 from ops.flow import draw, flow_loss, sequence_losses
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState

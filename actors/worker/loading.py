@@ -14,8 +14,8 @@ from actors.state.checkpoint_files import load
 from actors.worker.executor import Modules
 from actors.worker.meeting import fetch
 from ops.comm import CancelToken
-from ops.folders import resolve
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
+from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.shards import ShardState, cut, shard_bounds
 from ops.sync import Sync, initial_shard, trainable

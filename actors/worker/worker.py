@@ -49,7 +49,7 @@ from actors.worker.transfer import HostCopies, PinnedCopy
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from ops.comm import Groups
-from ops.weights import frozen_digests
+from ops.models.weights import frozen_digests
 
 log = logging.getLogger(__name__)
 

@@ -153,8 +153,8 @@ def baseline_loop(settings: dict[str, Any]) -> None:
     from app.config import RunConfig
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine
-    from ops.config import geometry
-    from ops.folders import resolve
+    from ops.models.config import geometry
+    from ops.models.folders import resolve
     from ops.models.load import build_dit, build_text, build_vae
 
     torch.set_num_threads(1)

@@ -27,8 +27,8 @@ from app.bench.ops_blocks import BlockResult, compare_block, mmdit_block, wan_bl
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
 from app.bench.ops_variants import Op, RowLayout, Variant, inputs_of, layouts, ops
 from app.bench.timing import Closure, ceilings, measure, peak_bytes
-from ops.kernels import backend
-from ops.segments import Segments
+from ops.kernels.base import backend
+from ops.kernels.base.segments import Segments
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def _ablations(
     op: Op, layout: RowLayout, width: int, segments: Segments, device: torch.device
 ) -> dict[str, Callable[[int], Closure]]:
     """The two other reductions of the table gradients: AdaptiveLoad's D-tile and Liger's atomics."""
-    from ops.kernels import ablations  # needs triton
+    from ops.kernels.norm_modulate import ablations
 
     def make(function: Callable[..., object]) -> Callable[[int], Closure]:
         def build(_: int) -> Closure:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import fused
-from ops.segments import Segments
+from ops.kernels.base.segments import Segments
 
 HEAD_DIM = 128
 EPS = 1e-6

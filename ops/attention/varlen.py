@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.packing import Lengths
+from ops.attention.lengths import Lengths
 
 Backend = Literal["flash", "sdpa"]
 

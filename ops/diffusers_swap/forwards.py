@@ -27,7 +27,7 @@ from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBloc
 from torch import Tensor, nn
 
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
-from ops.segments import Segments
+from ops.kernels.base.segments import Segments
 
 FUSED: dict[type, type] = {}  # Diffusers class -> its fused subclass
 Rope = tuple[Tensor, Tensor]

@@ -32,10 +32,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ops.kernels import norm_kernels, qk_kernels, tuning
+from ops.kernels.base.compile_case import CompileCase
+from ops.kernels.base.tuning import Launch
+from ops.kernels.gate_residual import compile_cases as gate_cases
+from ops.kernels.gate_residual import launch_table as gate_table
+from ops.kernels.norm_modulate import compile_cases as norm_cases
+from ops.kernels.norm_modulate import launch_table as norm_table
+from ops.kernels.qk_rope import compile_cases as qk_cases
+from ops.kernels.qk_rope import launch_table as qk_table
+
+# Every op with kernels: its launch table and its cases. A new op is registered here.
+OPS = ((norm_table.TABLE, norm_cases), (gate_table.TABLE, gate_cases), (qk_table.TABLE, qk_cases))
 
 TARGET = GPUTarget("cuda", 90, 32)
-HEAD_DIM = 128
 FP32 = {
     "mean_ptr",
     "rstd_ptr",
@@ -52,18 +61,6 @@ FP32 = {
 }
 TABLES = frozenset(f"{name}_ptr" for name in ("gate", "weight", "bias", "scale", "shift", "wq", "wk"))
 INT32 = {"run_ptr", "cu_ptr", "run2mod_ptr", "mod_off_ptr", "mod_runs_ptr"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompileCase:
-    """One kernel with its flags and launch configuration. `fp32` names the activations and tables held in fp32."""
-
-    name: str
-    kernel: Any
-    constants: dict[str, Any]
-    launch: tuning.Launch
-    fp32: frozenset[str] = frozenset()
-    variant: bool = False  # flags other than the op's usual ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +81,7 @@ class CompileReport:
         by_registers = 65536 // max(-(-self.registers // 8) * 8 * self.warps * 32, 1)
         return min(by_registers, 232448 // max(self.shared_bytes + 1024, 1), 64 // self.warps, 32)
 
-    def violations(self, launch: tuning.Launch, scalar_limit: int) -> list[str]:
+    def violations(self, launch: Launch, scalar_limit: int) -> list[str]:
         """What breaks the rules; `scalar_limit` is how many accesses of statistics and indices are expected."""
         load_bits = launch.load_bits
         broken = []
@@ -117,23 +114,18 @@ class CompileReport:
 
 
 def shipped(widths: Collection[int]) -> Iterator[CompileCase]:
-    """Every (op, width) of the tuning table with the flags and table dtypes the ops use it with."""
-    for kernel, width, dtype, arch in tuning.TABLE:
-        if width not in widths:
-            continue
-        launch = tuning.configuration(kernel, width, dtype, arch)
-        fp32_residual = dtype == "float32"
-        for case in _cases(kernel, width, launch, fp32_residual):
-            if not (fp32_residual or case.variant):  # an fp32 residual stream comes with fp32 tables
-                yield case
-            yield replace(case, name=f"{case.name}, fp32 tables", fp32=case.fp32 | TABLES)
-    flags: dict[str, Any] = {"D": 3072, "BLOCK_SLOTS": tuning.SUM_SLOTS, "BLOCK_D": tuning.SUM_COLUMNS, "INDEX": "runs"}
-    yield CompileCase(
-        name="sum_slots",
-        kernel=norm_kernels.sum_slots_kernel,
-        constants=flags,
-        launch=tuning.Launch(chunk=tuning.SUM_COLUMNS, warps=tuning.SUM_WARPS),
-    )
+    """Every row of the ops' tables with the flags and table dtypes that the ops use it with, then their extra cases."""
+    for table, module in OPS:
+        for (kernel, width, dtype, _), launch in table.items():
+            if width not in widths:
+                continue
+            fp32_residual = dtype == "float32"
+            for case in module.cases(kernel, width, launch, fp32_residual):
+                if not (fp32_residual or case.variant):  # an fp32 residual stream comes with fp32 tables
+                    yield case
+                yield replace(case, name=f"{case.name}, fp32 tables", fp32=case.fp32 | TABLES)
+    for _, module in OPS:
+        yield from module.EXTRA
 
 
 def compile_case(case: CompileCase) -> CompileReport:
@@ -206,162 +198,6 @@ def conversions_in_loops(ttgir: str) -> int:
     return count
 
 
-def scalar_accesses(case: CompileCase) -> int:
-    """Accesses of 32 bits that belong to statistics, run indices and their prefetch, not to rows of activations."""
-    stages = case.launch.stages
-    if case.kernel is norm_kernels.forward_kernel:
-        return 4  # run, run2mod, mean, rstd
-    if case.kernel is norm_kernels.backward_kernel:
-        return 3 + 2 * stages  # run, run2mod, cu; mean and rstd once per stage
-    if case.kernel is norm_kernels.token_backward_kernel:
-        return 2  # mean, rstd
-    if case.kernel is norm_kernels.sum_slots_kernel:
-        return 16  # offsets and boundaries of runs, and the one row of sums of each plane
-    tiles = case.constants["NC"] if case.constants["PER_HEAD"] else 1
-    if case.kernel is qk_kernels.qk_forward_kernel:
-        return 2 * tiles  # rstd of q and of k
-    # rstd of q and of k: one prologue load per stage that triton 3.6 unrolls once more; and the weight slot
-    return 2 * (tiles * (stages + 1) + 1)
-
-
-def _cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    if kernel.startswith("qk"):
-        yield from _qk_cases(kernel, width, launch)
-    elif kernel == "token_backward":
-        tiles = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "RMS": False, "HAS_SCALE": True}
-        yield CompileCase(
-            name=f"{kernel} {width}{' fp32' if fp32_residual else ''}",
-            constants=tiles,
-            launch=launch,
-            kernel=norm_kernels.token_backward_kernel,
-            fp32=frozenset({"x_ptr", "dx_ptr"} if fp32_residual else ()),
-        )
-    else:
-        cases = _forward_cases if kernel.endswith("forward") else _backward_cases
-        yield from cases(kernel, width, launch, fp32_residual)
-
-
-def _forward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    has_y = kernel.startswith("gate")
-    flags = {
-        "D": width,
-        "CH": launch.chunk,
-        "NC": launch.chunks(width),
-        "HAS_Y": has_y,
-        "HAS_GATE": has_y,
-        "NORM": True,
-        "RMS": False,
-        "AFFINE": False,
-        "HAS_BIAS": False,
-        "HAS_SCALE": True,
-        "HAS_SHIFT": True,
-        "INDEX": "runs",
-    }
-    variants = {
-        "": {},
-        " affine": {
-            "AFFINE": True,
-            "HAS_BIAS": True,
-            "HAS_SCALE": False,
-            "HAS_SHIFT": False,
-            "HAS_GATE": False,
-            "INDEX": "one",
-        },
-    }
-    if not has_y:
-        variants[" rms"] = {"RMS": True}
-    if has_y:
-        variants[" without norm"] = {"NORM": False, "HAS_SCALE": False, "HAS_SHIFT": False}
-    yield from _variants(
-        kernel,
-        width,
-        launch,
-        norm_kernels.forward_kernel,
-        flags,
-        variants,
-        {"x_ptr", "residual_ptr"} if fp32_residual else set(),
-    )
-
-
-def _backward_cases(kernel: str, width: int, launch: tuning.Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    has_y = kernel.startswith("gate")
-    flags = {
-        "D": width,
-        "CH": launch.chunk,
-        "NC": launch.chunks(width),
-        "STAGES": launch.stages,
-        "NORM": True,
-        "RMS": False,
-        "AFFINE": False,
-        "HAS_SCALE": True,
-        "SUMS": True,
-        "HAS_DXO": has_y,
-        "HAS_Y": has_y,
-        "HAS_GATE": has_y,
-        "GATE_SUM": has_y,
-        "INDEX": "runs",
-    }
-    variants: dict[str, dict[str, Any]] = {
-        "": {},
-        " frozen tables": {"SUMS": False, "GATE_SUM": False},
-        " affine": {"AFFINE": True, "HAS_SCALE": False, "HAS_GATE": False, "GATE_SUM": False, "INDEX": "one"},
-    }
-    if has_y:
-        variants[" without norm"] = {"NORM": False, "SUMS": False, "HAS_SCALE": False}
-    yield from _variants(
-        kernel,
-        width,
-        launch,
-        norm_kernels.backward_kernel,
-        flags,
-        variants,
-        {"x_ptr", "dxo_ptr", "dx_ptr"} if fp32_residual else set(),
-    )
-
-
-def _variants(
-    kernel: str,
-    width: int,
-    launch: tuning.Launch,
-    function: Any,
-    flags: dict[str, Any],
-    variants: dict[str, dict[str, Any]],
-    fp32: set[str],
-) -> Iterator[CompileCase]:
-    for suffix, changes in variants.items():
-        name = f"{kernel} {width}{' fp32' if fp32 else ''}{suffix}"
-        yield CompileCase(
-            name=name,
-            kernel=function,
-            constants=flags | changes,
-            launch=launch,
-            fp32=frozenset(fp32),
-            variant=bool(changes),
-        )
-
-
-def _qk_cases(kernel: str, width: int, launch: tuning.Launch) -> Iterator[CompileCase]:
-    heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
-    flags: dict[str, Any] = {
-        "HEADS": heads,
-        "HD": HEAD_DIM,
-        "HC": per_tile,
-        "NC": -(-heads // per_tile),
-        "WEIGHT": True,
-        "ROPE": True,
-    }
-    function = qk_kernels.qk_forward_kernel
-    if kernel == "qk_backward":
-        function, flags["STAGES"] = qk_kernels.qk_backward_kernel, launch.stages
-    for per_head in (False, True):
-        yield CompileCase(
-            name=f"{kernel} {width} {'per head' if per_head else 'full width'}",
-            kernel=function,
-            constants=flags | {"PER_HEAD": per_head},
-            launch=launch,
-        )
-
-
 def _type(name: str, fp32: frozenset[str]) -> str:
     if name in INT32:
         return "*i32"
@@ -379,13 +215,13 @@ def check(position: int, widths: Collection[int]) -> tuple[str, bool]:
     """The line of one shipped case and whether it breaks a rule."""
     case = list(shipped(widths))[position]
     report = compile_case(case)
-    broken = report.violations(case.launch, scalar_accesses(case))
+    broken = report.violations(case.launch, case.scalars)
     return report.line() + (f"  BROKEN: {'; '.join(broken)}" if broken else ""), bool(broken)
 
 
 def main(chosen: Sequence[str]) -> int:
     """Check the shipped cases of the chosen widths, or all; 1 if one breaks a rule, 2 if there are none."""
-    known = sorted({width for _, width, _, _ in tuning.TABLE})
+    known = sorted({width for table, _ in OPS for _, width, _, _ in table})
     widths = [width for width in known if str(width) in chosen] if chosen else known
     if len(widths) < len(set(chosen)):
         sys.stderr.write(f"widths {' '.join(chosen)}: the table has {known}\n")

@@ -6,7 +6,7 @@ through loading, export, LoRA and parity. Imports neither torch nor Ray.
 
 from __future__ import annotations
 
-from ops.models.family import Family, Json, VAEClass
+from ops.models.base.family import Family, Json, VAEClass
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.hunyuan.family import HUNYUAN
 from ops.models.wan.config import WanConfig

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.config import VAEConfig
+from ops.models.config import VAEConfig
 from ops.models.tiles import Tile, whole
 
 # Expected statistics of a pixel block, the model behind the order and the scale of the channels: neighbours at distance
@@ -50,7 +50,7 @@ def _variances(matrix: np.ndarray, rho: float) -> np.ndarray:
 
 
 class HaarVAE:
-    """The codec behind the VAE protocol of `ops.models.load`. Holds two small matrices; has no parameters to train."""
+    """The codec as a `VAE` (ops/models/vae.py). Holds two small matrices; has no parameters to train."""
 
     def __init__(self, config: VAEConfig, device: torch.device | str = "cpu") -> None:
         r, s = config.temporal, config.spatial
@@ -109,7 +109,7 @@ class HaarVAE:
         return whole(frames, height, width)
 
     def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
-        """Latents of the part of `video` that `tile` names."""
+        """Latents [B, C, t', h', w'] of the part of `video` [B, T, H, W, 3] that `tile` names."""
         return self.encode(tile.cut(video))
 
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.config import TextConfig, VAEConfig
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
+from ops.models.config import TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def build_dit(config: DiTConfig, seed: int) -> nn.Module:
     """
     import torch
 
-    from ops.weights import load_transformer
+    from ops.models.weights import load_transformer
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

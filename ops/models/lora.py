@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -30,6 +30,7 @@ class LoRALinear(nn.Linear):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
         return F.linear(x, self.weight, self.bias) + self.scale * self.lora_B(self.lora_A(x))
 
 

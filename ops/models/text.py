@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ops.config import TextConfig
-from ops.folders import check_safetensors, component, read_json, tokenizer_of
+from ops.models.config import TextConfig
+from ops.models.folders import check_safetensors, component, read_json, tokenizer_of
 
 # Captions of one batch differ in length by at most this share, which bounds the padding that is computed and dropped.
 _MAX_PADDING = 0.25

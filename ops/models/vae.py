@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ops.config import VAEConfig
-from ops.folders import check_safetensors, component, read_json, vae_numbers
+from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
+from ops.models.folders import check_safetensors, component, read_json, vae_numbers
 from ops.models.tiles import Tile, whole
 
 

@@ -18,10 +18,10 @@ from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
-from ops import sync as ops_sync
 from ops.comm import CancelToken, Groups
-from ops.config import FlowConfig, ModelConfig, OptimizerConfig, TextConfig, VAEConfig
-from ops.folders import resolve
+from ops.config import FlowConfig, OptimizerConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     vae=VAEConfig(kind="haar", temporal=4, spatial=8, channels=8),
     text=TextConfig(max_length=40, d_model=16, num_layers=1, num_heads=2),
 )
-ops_sync._SUM_CPU = 4000  # the model's gradient is summed in several buckets
+SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
 
 
@@ -78,7 +78,7 @@ def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: i
             vae=build_vae(model.vae, "cpu"),
             text=build_text(model.text, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps)
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS)
         hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 

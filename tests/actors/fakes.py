@@ -31,8 +31,8 @@ from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.step import DataLost
 from data.config import DataConfig, SourceConfig
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 
 
 class Remote:

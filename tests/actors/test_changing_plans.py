@@ -9,7 +9,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cascade, Cluster, Item
 from actors.planning.make_plan import make_plan, rolling_cut
-from ops.folders import resolve
+from ops.models.folders import resolve
 from tests.actors.exactness import MODEL, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
 
 STRATEGIES = ("static", "knapsack", "cascade", "genetic", "flexsp", "mixed")

@@ -104,7 +104,7 @@ def test_rejected_data_ends_with_the_last_committed_step_on_disk(lab: Lab, monke
 
     def made() -> Any:
         from app.controller_process import runtime_config
-        from ops.folders import resolve
+        from ops.models.folders import resolve
 
         model, geometry = resolve(config.model)
         return feeder_of(runtime_config(config, Path(config.run.dir) / config.run.name), model, geometry)

@@ -18,8 +18,8 @@ from actors.planning.make_plan import make_plan, rolling_cut
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
 from actors.step import Seat, StepAssignment, StepSamples
-from ops.config import TextConfig, VAEConfig
 from ops.geometry import Geometry
+from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 GEOMETRY = Geometry()

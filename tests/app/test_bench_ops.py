@@ -10,7 +10,7 @@ from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
 from app.bench.ops_variants import inputs_of, layouts, liger_rms, ops
 from app.bench.timing import Timing, peak_bytes
 from app.cli import app
-from ops.segments import Segments
+from ops.kernels.base.segments import Segments
 
 BF16_CHAIN_ERROR = 2e-2  # eager rounds after every op
 

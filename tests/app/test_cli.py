@@ -13,7 +13,7 @@ import pytest
 
 from app.cli import main
 from app.errors import exit_code, is_ours
-from ops.folders import dit_json
+from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 from app.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
 from data.config import SourceConfig
-from ops.folders import dit_json
+from ops.models.folders import dit_json
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError

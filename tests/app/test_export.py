@@ -23,9 +23,9 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
-from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.flow import sigma_schedule
-from ops.folders import dit_json, resolve
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.models.lora import lora_scale, merged

@@ -59,7 +59,11 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-no-steps": (["plan", "--workload", "nosteps.json", "--profile", H100], 2, "at least one step"),
     "plan-empty-step": (["plan", "--workload", "empty-step.json", "--profile", H100], 2, "give it at least one item"),
     "plan-no-id": (["plan", "--workload", "noid.json", "--profile", H100], 2, "id is missing"),
-    "plan-negative": (["plan", "--workload", "negative.json", "--profile", H100], 2, "must be a whole number of at least 1"),
+    "plan-negative": (
+        ["plan", "--workload", "negative.json", "--profile", H100],
+        2,
+        "must be a whole number of at least 1",
+    ),
     "plan-binary-workload": (["plan", "--workload", "raw.bin", "--profile", H100], 2, "is not UTF-8 text"),
     "plan-missing-profile": ([*WITH, "no.json"], 2, "no.json"),
     "plan-folder-profile": ([*WITH, "."], 2, "profile"),

@@ -62,16 +62,16 @@ def config_with(path: str, value: str) -> RunConfig:
 def use(config: RunConfig, builds: bool) -> None:
     """What comes before any worker: shapes, weights, batches. Raises what the commands would show."""
     from app.config import check, notes
-    from app.dry_run import parameters
     from app.plan import preview_options
     from app.plan_inputs import batches_of, items_from_buckets, profile_of
-    from ops.folders import resolve
+    from ops.models.folders import resolve
+    from ops.models.load import num_trained
 
     check(config)
     notes(config)
     model, geometry = resolve(config.model)
     if builds and model.dit.num_layers <= 8:
-        parameters(model)
+        num_trained(model.dit)
     profile = profile_of(config, model, geometry)
     items_from_buckets(config, model, batches_of(config, geometry, profile), 1, 0)
     preview_options(config, 0.0)

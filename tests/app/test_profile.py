@@ -10,7 +10,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from app.config import RunConfig
 from app.profile import pick_device, run_profile, shapes_of
-from ops.folders import resolve
+from ops.models.folders import resolve
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"

@@ -19,9 +19,9 @@ from app import sample
 from app.config import RunConfig, RunSection, SampleConfig
 from app.sample import ClipSettings, read_prompts, run
 from app.video import contact_sheet, write_mp4
-from ops.config import ModelConfig, TextConfig, VAEConfig
-from ops.folders import resolve
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import resolve
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, sample_latents

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention, choose
-from ops.packing import Lengths
 
 torch.set_num_threads(1)
 FP64 = {"atol": 1e-12, "rtol": 1e-12}

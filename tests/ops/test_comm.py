@@ -121,7 +121,8 @@ def test_reduce_scatter_and_all_gather_of_unpadded_ranges(bounds: list[tuple[int
 
     def work(rank: int, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
         flat, (lo, hi) = values[rank].clone(), bounds[rank]
-        groups.world_group().reduce_scatter_ranges(flat, bounds)
+        for pending in groups.world_group().reduce_scatter_ranges_async(flat, bounds):
+            pending.wait()
         own = flat[lo:hi].clone()
         groups.world_group().all_gather_ranges(flat, bounds)
         return own, flat

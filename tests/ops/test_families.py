@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from app.parity import TOLERANCE, compare_forward, compare_weights
-from ops.folders import dit_config, dit_json
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
+from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
-from ops.weights import write_folder
+from ops.models.weights import write_folder
 
 NAMES = list(FAMILIES)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 
-from ops.config import ModelConfig, TextConfig, VAEConfig
-from ops.folders import check_safetensors, dit_config, dit_json, resolve, vae_numbers
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import check_safetensors, dit_config, dit_json, resolve, vae_numbers
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from ops import fused
-from ops.kernels import backend, reference
-from ops.segments import Segments
+from ops.kernels.base import backend
+from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual import reference as gate_reference
+from ops.kernels.norm_modulate import reference as norm_reference
+from ops.kernels.qk_rope import reference as qk_reference
 
 FP64_ERROR = 1e-14
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2, against float64
@@ -72,7 +75,7 @@ def test_ln_modulate_is_the_reference(segments: Segments, rms: bool, affine: boo
         options = {name: given[name] for name in names[3:]}
         actual = fused.ln_modulate(given["x"], given["scale"], given["shift"], segments, rms=rms, **options)
         wanted = exact(given)
-        expected = reference.ln_modulate(
+        expected = norm_reference.ln_modulate(
             wanted["x"],
             wanted["scale"],
             wanted["shift"],
@@ -100,9 +103,9 @@ def test_gate_residual_ln_modulate_is_the_reference(segments: Segments, used: st
     tables = {name: given[name] for name in names[2:]}
     actual = fused.gate_residual_ln_modulate(given["x"], given["y"], segments=segments, **tables)
     rows = rows_of(segments)
-    residual = reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"] if flags[0] else None, rows)
+    residual = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"] if flags[0] else None, rows)
     norm = {name: wanted[name] for name in names[2:] if name != "gate"}
-    expected = (residual, reference.ln_modulate(residual, rows=rows, **norm))
+    expected = (residual, norm_reference.ln_modulate(residual, rows=rows, **norm))
     keep = {"both outputs": [0, 1], "residual only": [0], "norm only": [1]}[used]
     for out in keep:
         assert error(actual[out], expected[out]) <= FP64_ERROR
@@ -125,7 +128,7 @@ def test_qk_norm_rope_is_the_reference(per_head: bool, weighted: bool, table_dty
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     actual = fused.qk_norm_rope(*given, *weights, cos, sin, head_dim=head_dim, per_head=per_head)
     expected = [
-        reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head) for x, w in zip(given, weights)
+        qk_reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head) for x, w in zip(given, weights)
     ]
     wrt = [*given, *(w for w in weights if w is not None)]
     for a, b in zip([*actual, *gradients(list(actual), wrt)], [*expected, *gradients(expected, wrt)]):
@@ -137,14 +140,16 @@ def test_qk_norm_without_rope_takes_keys_of_another_length() -> None:
     weight = leaf(32, dtype=torch.float64, seed=2)
     actual = fused.qk_norm_rope(q, k, weight, weight, head_dim=8)
     for got, x in zip(actual, (q, k)):
-        assert error(got, reference.qk_norm_rope(x, weight, None, None, head_dim=8, per_head=False)) <= FP64_ERROR
+        assert error(got, qk_reference.qk_norm_rope(x, weight, None, None, head_dim=8, per_head=False)) <= FP64_ERROR
 
 
 def test_only_one_of_q_and_k_may_be_used() -> None:
     q, k = leaf(6, 32, dtype=torch.float64, seed=0), leaf(6, 32, dtype=torch.float64, seed=1)
     out, _ = fused.qk_norm_rope(q, k, None, None, head_dim=8)
     dq, dk = torch.autograd.grad(out.sum(), (q, k))
-    (expected,) = torch.autograd.grad(reference.qk_norm_rope(q, None, None, None, head_dim=8, per_head=False).sum(), q)
+    (expected,) = torch.autograd.grad(
+        qk_reference.qk_norm_rope(q, None, None, None, head_dim=8, per_head=False).sum(), q
+    )
     assert error(dq, expected) <= FP64_ERROR
     assert not dk.any()
 
@@ -166,8 +171,8 @@ def test_one_row_and_per_token_tables_need_no_segments() -> None:
         scale, shift, gate = (leaf(rows, 24, dtype=torch.float64, seed=i) for i in (1, 2, 3))
         y = leaf(50, 24, dtype=torch.float64, seed=4)
         actual = fused.gate_residual_ln_modulate(x, y, gate, scale, shift)
-        residual = reference.gate_residual(x, y, gate)
-        expected = residual, reference.ln_modulate(residual, scale, shift)
+        residual = gate_reference.gate_residual(x, y, gate)
+        expected = residual, norm_reference.ln_modulate(residual, scale, shift)
         wrt = [x, y, gate, scale, shift]
         for a, b in zip(gradients(list(actual), wrt), gradients(list(expected), wrt)):
             assert error(a, b) <= FP64_ERROR
@@ -175,7 +180,7 @@ def test_one_row_and_per_token_tables_need_no_segments() -> None:
 
 def test_per_token_tables_are_rounded_once_too() -> None:
     x, scale, shift = (leaf(40, 96, dtype=torch.bfloat16, seed=i) for i in range(3))
-    expected = reference.ln_modulate(x.double(), scale.double(), shift.double())
+    expected = norm_reference.ln_modulate(x.double(), scale.double(), shift.double())
     assert error(fused.ln_modulate(x, scale, shift), expected) <= BF16_OUTPUT
 
 
@@ -207,7 +212,7 @@ def test_bf16_is_rounded_once_and_no_worse_than_eager() -> None:
     given = inputs(segments, 256, torch.bfloat16, torch.bfloat16)
     wanted = exact(given)
     names = ["x", "scale", "shift"]
-    expected = reference.ln_modulate(*(wanted[n] for n in names), rows_of(segments))
+    expected = norm_reference.ln_modulate(*(wanted[n] for n in names), rows_of(segments))
     ours = fused.ln_modulate(*(given[n] for n in names), segments)
     eager = eager_bf16(*(given[n] for n in names), rows_of(segments))
     assert error(ours, expected) <= BF16_OUTPUT
@@ -225,7 +230,7 @@ def test_fp32_tables_get_fp32_gradients_from_bf16_tokens() -> None:
     wanted = exact(given)
     names = ["scale", "shift"]
     actual = fused.ln_modulate(given["x"], given["scale"], given["shift"], segments)
-    expected = reference.ln_modulate(wanted["x"], wanted["scale"], wanted["shift"], rows_of(segments))
+    expected = norm_reference.ln_modulate(wanted["x"], wanted["scale"], wanted["shift"], rows_of(segments))
     cotangent = leaf(*actual.shape, dtype=torch.bfloat16, seed=30).detach()
     got = torch.autograd.grad(actual, [given[n] for n in names], cotangent)
     want = torch.autograd.grad(expected, [wanted[n] for n in names], cotangent.double())
@@ -238,7 +243,7 @@ def test_statistics_survive_a_large_mean_an_outlier_and_constant_rows() -> None:
     x[2, 7] = 1e4
     x[3] = 5.0
     y = fused.ln_modulate(x.requires_grad_(), eps=1e-6)
-    assert error(y[:3], reference.ln_modulate(x.double())[:3]) <= 1e-4  # the input itself has 1e-7 * mean / std
+    assert error(y[:3], norm_reference.ln_modulate(x.double())[:3]) <= 1e-4  # the input itself has 1e-7 * mean / std
     assert y[3].abs().max() == 0
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert dx.isfinite().all()
@@ -390,7 +395,7 @@ def test_what_the_kernels_do_not_take_runs_on_the_library_path_with_one_logged_l
     with caplog.at_level(logging.WARNING), backend.forced("triton"):
         for _ in range(3):
             for x in (odd, double):
-                torch.testing.assert_close(fused.ln_modulate(x), reference.ln_modulate(x))
+                torch.testing.assert_close(fused.ln_modulate(x), norm_reference.ln_modulate(x))
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and "width 100" in messages[0] and "float64" in messages[1]
 

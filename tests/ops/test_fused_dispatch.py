@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ops import fused
 from ops.comm import Group
+from ops.kernels.base.segments import Segments
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.packing import Layout, Sequence
-from ops.segments import Segments
 
 SEGMENTS = Segments.packed([9, 0, 5], [1, 2, 0], num_mods=4)
 NONE = (None,) * 5

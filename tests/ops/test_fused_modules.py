@@ -6,8 +6,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ops import fused
-from ops.kernels import reference
-from ops.segments import Segments
+from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual import reference as gate_reference
+from ops.kernels.norm_modulate import reference as norm_reference
+from ops.kernels.qk_rope import reference as qk_reference
 
 SEGMENTS = Segments.packed([7, 0, 5], [1, 0, 2], num_mods=3)
 ROWS = SEGMENTS.run2mod.long()[SEGMENTS.run.long()]
@@ -37,11 +39,11 @@ def test_ada_ln_with_and_without_gate(rms: bool, affine: bool) -> None:
             parameter.data.normal_()
         settings = {"weight": norm.weight, "bias": norm.bias, "eps": 1e-5, "rms": rms}
         if kind is fused.FusedAdaLN:
-            expected = reference.ln_modulate(x, scale, shift, ROWS, **settings)
+            expected = norm_reference.ln_modulate(x, scale, shift, ROWS, **settings)
             same(norm(x, scale, shift, SEGMENTS), expected, [x, scale, shift, *norm.parameters()])
         else:
-            residual = reference.gate_residual(x, y, gate, ROWS)
-            expected = reference.ln_modulate(residual, scale, shift, ROWS, **settings)
+            residual = gate_reference.gate_residual(x, y, gate, ROWS)
+            expected = norm_reference.ln_modulate(residual, scale, shift, ROWS, **settings)
             actual = norm(x, y, gate, scale, shift, SEGMENTS)
             torch.testing.assert_close(actual[0], residual)
             same(actual[1], expected, [x, y, gate, scale, shift, *norm.parameters()])
@@ -57,7 +59,7 @@ def test_qk_norm_rope(per_head: bool) -> None:
     cos, sin = angles.cos(), angles.sin()
     outs = module(q, k, cos, sin)
     for out, x, weight in zip(outs, (q, k), (module.weight_q, module.weight_k)):
-        expected = reference.qk_norm_rope(x, weight, cos, sin, head_dim=8, per_head=per_head, eps=1e-5)
+        expected = qk_reference.qk_norm_rope(x, weight, cos, sin, head_dim=8, per_head=per_head, eps=1e-5)
         same(out, expected, [x, weight])
 
 

@@ -18,7 +18,7 @@ from ops.comm import Cancelled, CancelToken, Group, Groups
 from ops.gradient_sum import cut_buckets
 from ops.shards import Slot
 from ops.sync import FlatSync
-from tests.ops.test_sync import FULL, SAMPLES, START, TOTAL_STEPS, flat_weights, on_threads, sample_loss
+from tests.ops.test_sync import FULL, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, flat_weights, on_threads, sample_loss
 
 torch.set_num_threads(1)
 
@@ -43,7 +43,7 @@ def trained(dtype: torch.dtype, how: str, size: int = 3) -> list[np.ndarray]:
 
     def work(rank: int, group: Group) -> np.ndarray:
         model = copy.deepcopy(START).to(dtype)
-        sync = FlatSync(model, FULL, TOTAL_STEPS)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         for step in range(4):
             sync.begin_step()
@@ -103,7 +103,7 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
     def work(rank: int, group: Group) -> Tensor:
         torch.manual_seed(0)
         model = Gated(summed if rank == 0 else opened)
-        sync = FlatSync(model, FULL, TOTAL_STEPS)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         sync.begin_step()
         sync.sum.watch()
@@ -126,7 +126,7 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
 def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:
     def work(rank: int, group: Group) -> None:
         model = copy.deepcopy(START).float()
-        sync = FlatSync(model, FULL, TOTAL_STEPS)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         sync.begin_step()
         sync.sum.start()
@@ -139,7 +139,7 @@ def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:
 def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() -> None:
     """Rank 1 never starts. Rank 0 is told so, and trains alone in the next generation like one never disturbed."""
     token, models = CancelToken(), [copy.deepcopy(START).float() for _ in range(2)]
-    store, sync = dist.HashStore(), FlatSync(models[0], FULL, TOTAL_STEPS)
+    store, sync = dist.HashStore(), FlatSync(models[0], FULL, TOTAL_STEPS, SUM_ELEMENTS)
     formed, raised = threading.Event(), []
 
     def rank_0() -> None:
@@ -157,7 +157,7 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
 
     def rank_1() -> None:
         groups = Groups(store, 1, (0, 1), "gloo", 0, 30.0, token, "127.0.0.1")
-        FlatSync(models[1], FULL, TOTAL_STEPS).form(groups.world_group(), None)
+        FlatSync(models[1], FULL, TOTAL_STEPS, SUM_ELEMENTS).form(groups.world_group(), None)
         assert formed.wait(20)
         token.set("generation 1 has begun")
         groups.close()
@@ -170,7 +170,7 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
         assert not thread.is_alive(), "a worker hangs"
     assert raised
     calm = copy.deepcopy(START).float()
-    for model, one in ((models[0], sync), (calm, FlatSync(calm, FULL, TOTAL_STEPS))):
+    for model, one in ((models[0], sync), (calm, FlatSync(calm, FULL, TOTAL_STEPS, SUM_ELEMENTS))):
         one.form(Group.solo(), None)
         one.begin_step()
         sample_loss(model, 1, 0).backward()

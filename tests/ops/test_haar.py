@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.config import VAEConfig
+from ops.models.config import VAEConfig
 from ops.models.haar import HaarVAE, haar_matrix
 
 

@@ -95,7 +95,7 @@ def test_all_kernels_compile_without_spills(version: str) -> None:
 
 def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None:
     aot = pytest.importorskip("ops.kernels.aot")
-    from ops.kernels.tuning import Launch
+    from ops.kernels.base.tuning import Launch
 
     good = {
         "name": "k",
@@ -107,7 +107,7 @@ def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None
         "accesses": {"LDG.128": 4, "LDG.32": 2, "STG.128": 2},
     }
     launch = Launch(chunk=1024, warps=4, per_sm=4)
-    assert aot.Report(**good).violations(launch, scalar_limit=2) == []
+    assert aot.CompileReport(**good).violations(launch, scalar_limit=2) == []
     for change, complaint in (
         ({"stack": 8}, "spills"),
         ({"registers": 136}, "3 programs fit"),
@@ -115,7 +115,7 @@ def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None
         ({"accesses": {"LDG.64": 1}}, "narrower"),
         ({"accesses": {"LDG.32": 3}}, "32 bits or less"),
     ):
-        assert complaint in aot.Report(**(good | change)).violations(launch, scalar_limit=2)[0]
+        assert complaint in aot.CompileReport(**(good | change)).violations(launch, scalar_limit=2)[0]
 
 
 def test_widths_are_read_from_the_listing_and_conversions_from_loops_only() -> None:

@@ -12,8 +12,8 @@ from diffusers import WanTransformer3DModel
 from torch.distributed import HashStore
 
 from ops.comm import CancelToken, Group, Groups
-from ops.folders import dit_json
 from ops.geometry import Geometry
+from ops.models.folders import dit_json
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents

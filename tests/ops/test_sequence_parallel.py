@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.flow import flow_loss
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.lora import add_lora

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops import sync as ops_sync
 from ops.comm import CancelToken, Group, Groups
 from ops.config import OptimizerConfig
 from ops.optimizer import lr_at
@@ -35,7 +34,7 @@ from ops.sync import FlatSync, StepIncomplete, Sync, initial_shard, trainable
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
-ops_sync._SUM_CPU = 40  # the 174 + 70 + 70 elements of Net are several buckets
+SUM_ELEMENTS = 40  # the 174 + 70 + 70 elements of Net are several buckets
 SAMPLES, TOTAL_STEPS = 12, 20
 # Against an fp64 reference after 8 steps of size 1e-2; fp32 alone is 2e-7 off.
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2}
@@ -222,7 +221,7 @@ def on_threads(size: int, work: Callable[[int, Group], Any], generation: int = 0
 
 def run_flat(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    syncs = [FlatSync(model, case.config, TOTAL_STEPS) for model in models]
+    syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
     for number, size in enumerate(case.sizes):
@@ -375,7 +374,7 @@ def test_bfloat16_parameters_accumulate_and_update_in_fp32() -> None:
 
 def test_bfloat16_gradients_of_many_passes_do_not_lose_small_parts() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    sync = FlatSync(model, PLAIN, TOTAL_STEPS)
+    sync = FlatSync(model, PLAIN, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
     sync.begin_step()
     for _ in range(1000):  # a bf16 sum stops growing at 256
@@ -391,7 +390,7 @@ def test_shards_of_any_cut_continue_bit_equal_at_the_same_size() -> None:
 
 def test_export_is_a_copy() -> None:
     model = copy.deepcopy(START).float()
-    sync = FlatSync(model, FULL, TOTAL_STEPS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
     exported = sync.export_shard()
     before = {name: array.copy() for name, array in exported.arrays.items()}
@@ -404,7 +403,7 @@ def test_export_is_a_copy() -> None:
 
 def test_a_step_without_a_single_good_sample_changes_nothing() -> None:
     model = copy.deepcopy(START).float()
-    sync = FlatSync(model, FULL, TOTAL_STEPS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
     before = flat_weights(model)
     sync.begin_step()
@@ -418,7 +417,7 @@ def test_a_step_whose_samples_are_not_all_accounted_for_is_applied_by_no_worker(
     models = [copy.deepcopy(START).float() for _ in range(2)]
 
     def work(rank: int, group: Group) -> None:
-        sync = FlatSync(models[rank], FULL, TOTAL_STEPS)
+        sync = FlatSync(models[rank], FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         sync.begin_step()
         share = SAMPLES // 2
@@ -438,7 +437,7 @@ def test_fresh_start_takes_the_weights_of_rank_0() -> None:
     for rank, model in enumerate(models):
         with torch.no_grad():
             model.stem.weight.add_(rank)
-    on_threads(3, lambda rank, group: FlatSync(models[rank], PLAIN, TOTAL_STEPS).form(group, None))
+    on_threads(3, lambda rank, group: FlatSync(models[rank], PLAIN, TOTAL_STEPS, SUM_ELEMENTS).form(group, None))
     for model in models:
         np.testing.assert_array_equal(flat_weights(model), flat_weights(START.float()))
 
@@ -446,7 +445,7 @@ def test_fresh_start_takes_the_weights_of_rank_0() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) -> None:
     model, first = copy.deepcopy(START).to(dtype), copy.deepcopy(START).to(dtype)
-    sync = FlatSync(model, FULL, TOTAL_STEPS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
     fresh = sync.export_shard()
     sync.begin_step()
@@ -462,15 +461,15 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
 
 
 def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
-    sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS)
+    sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS, SUM_ELEMENTS)
     arrays = {name: np.zeros(500, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match="500 parameters, the model 12"):
         sync.form(Group.solo(), [ShardState(updates=1, lo=0, hi=500, total=500, arrays=arrays)])
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     with pytest.raises(ValueError, match="cast the module to one dtype"):
-        FlatSync(mixed, PLAIN, TOTAL_STEPS)
+        FlatSync(mixed, PLAIN, TOTAL_STEPS, SUM_ELEMENTS)
     with pytest.raises(ValueError, match="no trainable parameter"):
-        FlatSync(nn.Linear(2, 2).requires_grad_(False), PLAIN, TOTAL_STEPS)
+        FlatSync(nn.Linear(2, 2).requires_grad_(False), PLAIN, TOTAL_STEPS, SUM_ELEMENTS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-from ops.config import TextConfig
+from ops.models.config import TextConfig
 from ops.models.load import build_text
 from ops.models.text import length_groups
 

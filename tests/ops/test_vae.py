@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 
-from ops.config import VAEConfig
+from ops.models.config import VAEConfig
 from ops.models.load import build_vae
 from ops.models.tiles import deal
 from ops.models.vae import DiffusersVAE

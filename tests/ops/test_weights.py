@@ -10,11 +10,11 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from ops.comm import Group
-from ops.folders import dit_config, dit_json, read_json
+from ops.models.folders import dit_config, dit_json, read_json
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
+from ops.models.weights import STEM, check_state, read_state, weight_files, write_folder
 from ops.packing import Layout, Sequence, patchify, unpatchify
-from ops.weights import STEM, check_state, read_state, weight_files, write_folder
 
 FP32_ATOL = 1e-5
 SMALL = WanConfig(

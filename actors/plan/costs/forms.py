@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ops.geometry import Geometry
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 
 POOR_R2 = 0.9  # a fit below this, or with a residual above POOR_RESIDUAL, is reported and not used
 POOR_RESIDUAL = 0.5

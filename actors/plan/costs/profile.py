@@ -13,9 +13,9 @@ from actors.plan.costs.forms import FORMS_OF, Fit, Load, flop_coefficients, toke
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError
-from ops.config import TextConfig, VAEConfig
 from ops.geometry import Geometry
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
+from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
 from ops.models.hunyuan.config import HunyuanConfig, default_rope_split
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
-from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.layers import (
+from ops.models.base.layers import (
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
@@ -29,6 +28,7 @@ from ops.models.layers import (
     maybe_checkpoint,
     sinusoidal_embedding,
 )
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.packing import Layout
 from ops.sequence_parallel import check_degree, sequence_parallel_attention
 
@@ -115,6 +115,7 @@ class _PatchEmbed(nn.Module):
         self.proj = PatchEmbedding(config.in_channels, config.dim, config.patch)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[n, C * patch] -> [n, D]"""
         return self.proj(tokens)
 
 
@@ -128,6 +129,7 @@ class ConditionEmbedding(nn.Module):
         self.guidance_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu) if guidance else None
 
     def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
+        """timesteps [S], pooled [S, pooled_dim], guidance [S] -> [S, D]."""
         with torch.autocast(timesteps.device.type, enabled=False):
             dtype = self.timestep_embedder.linear_1.weight.dtype
             out = self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(pooled)
@@ -146,6 +148,7 @@ class Modulation(nn.Module):
         self.parts = parts
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        """condition [S, D] -> `parts` tables [S, D]."""
         return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
 
 
@@ -182,6 +185,7 @@ class RefinerBlock(nn.Module):
         self.norm_out = Modulation(config.dim, 2)
 
     def forward(self, x: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+        """x [T, D], condition [S, D] -> [T, D]."""
         gate, mlp_gate = self.norm_out(condition)
         h = ln_modulate(x, weight=self.norm1.weight, bias=self.norm1.bias, eps=_EPS)
         q, k, v = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
-from ops.models.layers import (
+from ops.models.base.layers import (
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
@@ -132,6 +132,7 @@ class Attention(nn.Module):
         return self._heads(q), self._heads(k), self._heads(v)
 
     def output(self, heads: Tensor) -> Tensor:
+        """[n, H, d] -> [n, D]"""
         return self.to_out[0](heads.flatten(1))
 
     def _heads(self, x: Tensor) -> Tensor:

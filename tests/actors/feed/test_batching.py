@@ -8,8 +8,8 @@ from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from data.config import BatchConfig
 from data.types import Bucket
-from ops.config import TextConfig, VAEConfig
 from ops.geometry import Geometry
+from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 GEOMETRY = Geometry()

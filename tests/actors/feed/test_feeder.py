@@ -27,8 +27,8 @@ from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, Eng
 from data.dataset.dataset import Dataset
 from data.ledger import Fault, Reason
 from data.tools.synthetic import SynthConfig, synthesize
-from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
 
 MODEL = ModelConfig()
 WIDTH = 48 * 4

@@ -16,8 +16,8 @@ from actors.feed.feeder import Feeder
 from actors.feed.step_source import actor_factory
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, SourceConfig
 from data.tools.synthetic import SynthConfig, synthesize
-from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.faults, pytest.mark.timeout(300)]
 

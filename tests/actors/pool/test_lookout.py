@@ -17,7 +17,7 @@ from actors.pool.membership_types import Refused
 from actors.pool.monitor import Monitor
 from actors.pool.weights import weights_bytes
 from actors.pool.workers import PoolNews
-from ops.config import ModelConfig, VAEConfig
+from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 

@@ -16,11 +16,11 @@ from actors.pool.membership_types import Joined, Limits, Loaded
 from actors.run.frozen import disagreement
 from actors.worker.loading import FirstWeights, build_modules, own_shards
 from ops.comm import CancelToken
-from ops.config import ModelConfig
+from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
+from ops.models.weights import frozen_digests
 from ops.sync import trainable
-from ops.weights import frozen_digests
 from tests.actors.exactness import MODEL, train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
 

@@ -57,15 +57,15 @@ def triton_kernels(monkeypatch):
 
     A program takes at least 4 rows and there are up to 5, so that a few rows already cross programs and runs.
     """
-    from ops.kernels import backend, launch
+    from ops.kernels.base import backend, host
 
     def refuse(reason: str) -> None:
         raise AssertionError(f"fell back to the library path: {reason}")
 
     monkeypatch.setattr(backend, "_log_once", refuse)
-    monkeypatch.setattr(launch, "ROWS_MIN", 4)
-    monkeypatch.setattr(launch, "INTERPRETER_PROGRAMS", 5)
-    launch._num_sms.cache_clear()
+    monkeypatch.setattr(host, "ROWS_MIN", 4)
+    monkeypatch.setattr(host, "INTERPRETER_PROGRAMS", 5)
+    host.num_sms.cache_clear()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     with backend.forced("triton"):

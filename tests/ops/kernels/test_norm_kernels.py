@@ -5,8 +5,11 @@ import torch
 from torch import Tensor
 
 from ops import fused
-from ops.kernels import ablations, backend, reference
-from ops.segments import Segments
+from ops.kernels.base import host
+from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual import reference as gate_reference
+from ops.kernels.norm_modulate import ablations
+from ops.kernels.norm_modulate import reference as norm_reference
 
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2
 BF16_OUTPUT, BF16_GRADIENT = 2.0e-3, 2.0e-3  # rounding a float to bf16 costs 1.67e-3
@@ -65,7 +68,7 @@ def test_ln_modulate(device: str, width: int, dtype: torch.dtype) -> None:
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("scale", "shift")}
     wanted = exact(given)
     actual = fused.ln_modulate(**given, segments=segments)
-    compare([actual], [reference.ln_modulate(**wanted, rows=rows_of(segments))], given, wanted)
+    compare([actual], [norm_reference.ln_modulate(**wanted, rows=rows_of(segments))], given, wanted)
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer norm", "rms norm"])
@@ -80,7 +83,7 @@ def test_every_combination_of_tables(device: str, rms: bool, tables: tuple[str, 
         given[name] = make(device, torch.float32, *shape)
     wanted = exact(given)
     actual = fused.ln_modulate(**given, segments=segments, rms=rms)
-    compare([actual], [reference.ln_modulate(**wanted, rows=rows_of(segments), rms=rms)], given, wanted)
+    compare([actual], [norm_reference.ln_modulate(**wanted, rows=rows_of(segments), rms=rms)], given, wanted)
 
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "bf16 residual"])
@@ -95,10 +98,10 @@ def test_gate_residual_ln_modulate(device: str, residual: torch.dtype, width: in
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("gate", "scale", "shift")}
     wanted = exact(given)
     actual = fused.gate_residual_ln_modulate(**given, segments=segments, out_dtype=torch.bfloat16)
-    x = reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
+    x = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
     # The norm sees x' as stored; the rounding is part of the op, so the reference gets the rounded values too.
     stored = x + (actual[0].detach().double() - x.detach())
-    expected = [x, reference.ln_modulate(stored, wanted["scale"], wanted["shift"], rows_of(segments))]
+    expected = [x, norm_reference.ln_modulate(stored, wanted["scale"], wanted["shift"], rows_of(segments))]
     compare(list(actual), expected, given, wanted)
 
 
@@ -109,8 +112,8 @@ def test_one_output_of_gate_residual_ln_modulate(device: str, used: list[int]) -
     given["gate"] = make(device, torch.float32, segments.num_mods, width)
     wanted = exact(given)
     actual = fused.gate_residual_ln_modulate(**given, segments=segments)
-    x = reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
-    expected = [x, reference.ln_modulate(x)]
+    x = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
+    expected = [x, norm_reference.ln_modulate(x)]
     compare([actual[i] for i in used], [expected[i] for i in used], given, wanted)
 
 
@@ -142,7 +145,7 @@ def test_gate_residual(device: str) -> None:
     given = {name: make(device, torch.bfloat16, segments.num_rows, width) for name in "xy"}
     given["gate"] = make(device, torch.float32, segments.num_mods, width)
     wanted = exact(given)
-    expected = reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
+    expected = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
     compare([fused.gate_residual(**given, segments=segments)], [expected], given, wanted)
 
 
@@ -154,11 +157,11 @@ def test_tables_without_segments(device: str, table_rows: int) -> None:
         "shift": make(device, torch.float32, table_rows, 136),
     }
     wanted = exact(given)
-    compare([fused.ln_modulate(**given)], [reference.ln_modulate(**wanted)], given, wanted)
+    compare([fused.ln_modulate(**given)], [norm_reference.ln_modulate(**wanted)], given, wanted)
     given["y"], given["gate"] = make(device, torch.bfloat16, 9, 136), make(device, torch.float32, table_rows, 136)
     given = {name: given[name] for name in ("x", "y", "gate")}
     wanted = exact(given)
-    compare([fused.gate_residual(**given)], [reference.gate_residual(**wanted)], given, wanted)
+    compare([fused.gate_residual(**given)], [gate_reference.gate_residual(**wanted)], given, wanted)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -177,7 +180,7 @@ def test_random_widths_and_segments(device: str, seed: int) -> None:
     given |= {name: make(device, dtype, num_mods, width) for name in ("scale", "shift")}
     wanted = exact(given)
     actual = fused.ln_modulate(**given, segments=segments)
-    expected = reference.ln_modulate(**wanted, rows=rows_of(segments))
+    expected = norm_reference.ln_modulate(**wanted, rows=rows_of(segments))
     assert error(actual, expected) <= (FP32_OUTPUT if dtype == torch.float32 else BF16_OUTPUT)
     cotangent = torch.randn_like(actual)
     got = torch.autograd.grad(actual, list(given.values()), cotangent)
@@ -187,7 +190,7 @@ def test_random_widths_and_segments(device: str, seed: int) -> None:
 
 
 def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) -> None:
-    backend.log_copy.cache_clear()
+    host.log_copy.cache_clear()
     segments, width = PACKED.to(device), 64
     wide = make(device, torch.float32, segments.num_rows, 3 * width)
     table = make(device, torch.float32, segments.num_mods, 6, width)
@@ -195,7 +198,7 @@ def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) ->
     for x in (wide[:, width : 2 * width], odd[:, 3:]):
         scale, shift = table[:, 1], table[:, 4]
         actual = fused.ln_modulate(x, scale, shift, segments)
-        expected = reference.ln_modulate(x.double(), scale.double(), shift.double(), rows_of(segments))
+        expected = norm_reference.ln_modulate(x.double(), scale.double(), shift.double(), rows_of(segments))
         assert error(actual, expected) <= FP32_OUTPUT
         leaves = [wide if x.stride(0) == 3 * width else odd, table]
         expanded, transposed = torch.ones((), device=device), torch.randn(width, x.shape[0], device=device).T
@@ -221,7 +224,7 @@ def test_large_mean_outlier_constant_and_broken_rows(device: str) -> None:
     x = torch.randn(6, 512, device=device) + 1e3
     x[2, 7], x[3], x[4, 0], x[5, 1] = 1e4, 5.0, float("nan"), float("inf")
     y = fused.ln_modulate(x)
-    assert error(y[:3], reference.ln_modulate(x.double())[:3]) <= 1e-4  # the input itself has 1e-7 * mean / std
+    assert error(y[:3], norm_reference.ln_modulate(x.double())[:3]) <= 1e-4  # the input itself has 1e-7 * mean / std
     assert y[3].abs().max() == 0
     assert y.isfinite().all(-1).tolist() == [True, True, True, True, False, False]
 
@@ -231,7 +234,7 @@ def test_small_values_under_a_tiny_epsilon(device: str, rms: bool) -> None:
     given = {"x": (torch.randn(5, 200, device=device) * 1e-5).requires_grad_()}
     wanted = exact(given)
     actual = fused.ln_modulate(**given, eps=1e-12, rms=rms)
-    compare([actual], [reference.ln_modulate(**wanted, eps=1e-12, rms=rms)], given, wanted)
+    compare([actual], [norm_reference.ln_modulate(**wanted, eps=1e-12, rms=rms)], given, wanted)
 
 
 def test_gradients_repeat_bit_by_bit(device: str) -> None:
@@ -255,6 +258,6 @@ def test_ablations_compute_the_same_gradients(device: str, backward, monkeypatch
     mean, var = x.mean(-1), x.var(-1, correction=0)
     got = backward(dy, x.detach(), scale.detach(), mean.detach(), torch.rsqrt(var + 1e-6).detach(), segments)
     shift = torch.zeros_like(scale, requires_grad=True)
-    out = reference.ln_modulate(x, scale, shift, rows_of(segments))
+    out = norm_reference.ln_modulate(x, scale, shift, rows_of(segments))
     for a, b in zip(got, torch.autograd.grad(out, [x, scale, shift], dy)):
         assert error(a, b) <= FP32_TABLE

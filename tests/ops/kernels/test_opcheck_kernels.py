@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from ops.kernels import gate_op, norm_op, qk_op  # noqa: F401  (registers the ops)
-from ops.segments import Segments
+import ops.kernels.gate_residual.op
+import ops.kernels.norm_modulate.op
+import ops.kernels.qk_rope.op  # noqa: F401  (registers the ops)
+from ops.kernels.base.segments import Segments
 
 heddle = torch.ops.heddle
 SEGMENTS = Segments.packed([3, 0, 2], [1, 0, 1], num_mods=2)

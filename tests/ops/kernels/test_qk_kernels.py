@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ops import fused
-from ops.kernels import reference
+from ops.kernels.qk_rope import reference as qk_reference
 
 FP32_LIMIT, BF16_LIMIT, FP32_FROM_BF16 = 5e-6, 2.0e-3, 1e-5  # relative L2
 
@@ -31,7 +31,7 @@ def check(
     wanted = [t.detach().double().requires_grad_() for t in given]
     wanted_weights = [None if w is None else w.detach().double().requires_grad_() for w in weights]
     expected = [
-        reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head)
+        qk_reference.qk_norm_rope(x, w, cos, sin, head_dim=head_dim, per_head=per_head)
         for x, w in zip(wanted, wanted_weights)
     ]
     cotangents = [torch.randn_like(out) for out in actual]

@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.kernels import launch, tuning
-from ops.kernels.rows import load_row, multiply, one_plus, store_row, sum_row, to_fp32
-from ops.segments import Segments
+from ops.kernels.base.rows import load_row, multiply, one_plus, store_row, sum_row, to_fp32
+from ops.kernels.base.segments import Segments
+from ops.kernels.base.tuning import configuration
+from ops.kernels.norm_modulate import launch
+from ops.kernels.norm_modulate.launch_table import TABLE
 
 COLUMNS = 128  # AdaptiveLoad's d_tile: one feature per thread
 ROWS = 256  # its n_tile
@@ -84,7 +86,7 @@ def dtile_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Column sums of one (row tile, column tile); slots as in `norm_kernels`, with the row tile as the program."""
+    """Column sums of one (row tile, column tile); slots as in `triton_kernels`, with the row tile as the program."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < D
     tile = tl.program_id(1)
@@ -160,7 +162,7 @@ def _launch_dx(
     sums: Tensor | None,
 ) -> None:
     num_rows, width = x.shape
-    config = tuning.configuration("forward", width)
+    config = configuration(TABLE, "forward", width)
     dscale, dshift = (dx, dx) if sums is None else sums.unbind()
     dx_kernel[(num_rows,)](
         dy,

@@ -21,6 +21,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
+    """[any shape] -> the same"""
     return F.gelu(x, approximate="tanh")
 
 
@@ -34,6 +35,7 @@ class TwoLayerMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """[S, in_dim] -> [S, dim]"""
         return self.linear_2(self.activation(self.linear_1(x.to(self.linear_1.weight.dtype))))
 
 
@@ -52,6 +54,7 @@ class FeedForward(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """[n, D] -> [n, D]"""
         projection: Any = self.net[0]
         return self.net[2](self.activation(projection.proj(x)))
 
@@ -63,6 +66,7 @@ class PatchEmbedding(nn.Conv3d):
         super().__init__(in_channels, dim, kernel_size=patch, stride=patch)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[n, C * patch] -> [n, D]"""
         return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 

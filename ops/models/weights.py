@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ops.config import ModelConfig
-from ops.folders import component, read_json
+from ops.models.config import ModelConfig
+from ops.models.folders import component, read_json
 
 STEM = "diffusion_pytorch_model"
 _INDEX = f"{STEM}.safetensors.index.json"

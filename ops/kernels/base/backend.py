@@ -6,19 +6,15 @@ one logged line per reason, never to a wrong answer.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from ops.kernels import library
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +35,17 @@ def forced(choice: Choice) -> Iterator[None]:
         _choice = before
 
 
-def implementation(x: Tensor, *others: Tensor | None, unsupported: str | None = None) -> ModuleType:
-    """The module whose functions run this call. `unsupported` names what the kernels lack for it, if anything.
+def use_kernels(x: Tensor, *others: Tensor | None, unsupported: str | None = None) -> bool:
+    """Whether the Triton kernels run this call. `unsupported` names what they lack for it, if anything.
 
     x [N, D] sets width and device; `others` are the remaining floating point inputs.
     """
     if _choice == "library" or (_choice == "auto" and x.device.type != "cuda"):
-        return library
+        return False
     reason = unsupported or _unsupported(x, others)
     if reason is not None:
         _log_once(reason)
-        return library
-    return _launch()
-
-
-@cache
-def _launch() -> ModuleType:
-    return importlib.import_module("ops.kernels.launch")  # needs triton, which is now known to be installed
+    return reason is None
 
 
 def _unsupported(x: Tensor, others: tuple[Tensor | None, ...]) -> str | None:
@@ -80,9 +70,3 @@ def has_triton() -> bool:
 @cache
 def _log_once(reason: str) -> None:
     log.warning("fused ops use library calls instead of Triton kernels: %s", reason)
-
-
-@cache
-def log_copy(reason: str) -> None:
-    """Called by the kernels' host side when it copies an operand first: right, but slower than it could be."""
-    log.warning("fused ops copy an operand before the Triton kernel reads it: %s", reason)

@@ -23,7 +23,7 @@ Offsets: int64 for the base of a row or run, int32 inside the loop; int64 in the
 import triton
 import triton.language as tl
 
-from ops.kernels.rows import (
+from ops.kernels.base.rows import (
     add,
     axpy,
     load_row,

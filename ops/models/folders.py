@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ops.config import ModelConfig
 from ops.geometry import Geometry
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
+from ops.models.base.family import Json
+from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
-from ops.models.family import Json
 
 
 def component(path: str | Path, *names: str) -> Path:

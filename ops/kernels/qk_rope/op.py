@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.kernels import backend
-from ops.kernels.reference import compute_dtype
-from ops.kernels.registry import custom_op, refuse_double_backward, register_autograd
+from ops.kernels.base.backend import use_kernels
+from ops.kernels.base.dtypes import compute_dtype
+from ops.kernels.base.registry import custom_op, refuse_double_backward, register_autograd
+from ops.kernels.qk_rope import cpu
+from ops.kernels.qk_rope.call import QKBackwardCall, QKCall
 
 SETTINGS_SCHEMA = "int head_dim, bool per_head"
 
@@ -25,11 +27,13 @@ def unsupported_head(head_dim: int, cos: Tensor | None, per_head: bool) -> str |
     return None
 
 
-def fake_qk_norm_rope(q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype):
-    groups = q.shape[1] // head_dim if per_head else 1
+def fake_qk_norm_rope(call: QKCall) -> tuple[Tensor, ...]:
+    """q, k [N, D], rstd of each [N, G]"""
+    q, k = call.q, call.k
+    groups = q.shape[1] // call.head_dim if call.per_head else 1
     return (
-        q.new_empty(q.shape, dtype=out_dtype),
-        k.new_empty(k.shape, dtype=out_dtype),
+        q.new_empty(q.shape, dtype=call.out_dtype),
+        k.new_empty(k.shape, dtype=call.out_dtype),
         q.new_empty(q.shape[0], groups, dtype=compute_dtype(q)),
         k.new_empty(k.shape[0], groups, dtype=compute_dtype(k)),
     )
@@ -39,26 +43,23 @@ def fake_qk_norm_rope(q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype
     "qk_norm_rope",
     f"(Tensor q, Tensor k, Tensor? wq, Tensor? wk, Tensor? cos, Tensor? sin, {SETTINGS_SCHEMA}, float eps, "
     "ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    QKCall,
     fake_qk_norm_rope,
 )
-def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    wq: Tensor | None,
-    wk: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    head_dim: int,
-    per_head: bool,
-    eps: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    path = backend.implementation(q, k, wq, wk, unsupported=unsupported_head(head_dim, cos, per_head))
-    return path.qk_norm_rope_fwd(q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype)
+def qk_norm_rope(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k [N, D] and rstd of each [N, G]."""
+    lacking = unsupported_head(call.head_dim, call.cos, call.per_head)
+    if use_kernels(call.q, call.k, call.wq, call.wk, unsupported=lacking):
+        from ops.kernels.qk_rope import launch  # needs triton
+
+        return launch.forward(call)
+    return cpu.forward(call)
 
 
-def fake_qk_norm_rope_bwd(dqo, dko, q, k, wq, wk, cos, sin, rstd_q, rstd_k, head_dim, per_head):
-    size = head_dim if per_head else q.shape[1]
+def fake_qk_norm_rope_bwd(call: QKBackwardCall) -> tuple[Tensor, ...]:
+    """dq, dk [N, D], dwq, dwk [D] or [head_dim]"""
+    q, k = call.q, call.k
+    size = call.head_dim if call.per_head else q.shape[1]
     return (
         q.new_empty(q.shape),
         k.new_empty(k.shape),
@@ -71,53 +72,36 @@ def fake_qk_norm_rope_bwd(dqo, dko, q, k, wq, wk, cos, sin, rstd_q, rstd_k, head
     "qk_norm_rope_bwd",
     "(Tensor dqo, Tensor dko, Tensor q, Tensor k, Tensor? wq, Tensor? wk, Tensor? cos, Tensor? sin, "
     f"Tensor rstd_q, Tensor rstd_k, {SETTINGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    QKBackwardCall,
     fake_qk_norm_rope_bwd,
 )
-def qk_norm_rope_bwd(
-    dqo: Tensor,
-    dko: Tensor,
-    q: Tensor,
-    k: Tensor,
-    wq: Tensor | None,
-    wk: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rstd_q: Tensor,
-    rstd_k: Tensor,
-    head_dim: int,
-    per_head: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    path = backend.implementation(q, k, dqo, dko, wq, wk, unsupported=unsupported_head(head_dim, cos, per_head))
-    return path.qk_norm_rope_bwd(dqo, dko, q, k, wq, wk, cos, sin, rstd_q, rstd_k, head_dim, per_head)
+def qk_norm_rope_bwd(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk [N, D], and gradients of wq and wk [D] or [head_dim]."""
+    lacking = unsupported_head(call.head_dim, call.cos, call.per_head)
+    if use_kernels(call.q, call.k, call.dqo, call.dko, call.wq, call.wk, unsupported=lacking):
+        from ops.kernels.qk_rope import launch  # needs triton
+
+        return launch.backward(call)
+    return cpu.backward(call)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, wq, wk, cos, sin, head_dim, per_head, _eps, _out_dtype = inputs
+    call = QKCall(*inputs)
     _, _, rstd_q, rstd_k = output
     ctx.mark_non_differentiable(rstd_q, rstd_k)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, wq, wk, cos, sin, rstd_q, rstd_k)
-    ctx.head_dim, ctx.per_head = head_dim, per_head
+    ctx.save_for_backward(*call[:6], rstd_q, rstd_k)
+    ctx.head_dim, ctx.per_head = call.head_dim, call.per_head
 
 
 def _backward(ctx: Any, dqo: Tensor | None, dko: Tensor | None, *_stats: None) -> tuple[Tensor | None, ...]:
     q, k, wq, wk, cos, sin, rstd_q, rstd_k = ctx.saved_tensors
     if dqo is None and dko is None:
         return (None,) * 10
-    dq, dk, dwq, dwk = qk_norm_rope_bwd(
-        torch.zeros_like(q) if dqo is None else dqo,
-        torch.zeros_like(k) if dko is None else dko,
-        q,
-        k,
-        wq,
-        wk,
-        cos,
-        sin,
-        rstd_q,
-        rstd_k,
-        ctx.head_dim,
-        ctx.per_head,
-    )
+    dqo = torch.zeros_like(q) if dqo is None else dqo
+    dko = torch.zeros_like(k) if dko is None else dko
+    saved = q, k, wq, wk, cos, sin, rstd_q, rstd_k
+    dq, dk, dwq, dwk = qk_norm_rope_bwd(dqo, dko, *saved, ctx.head_dim, ctx.per_head)
     return (dq, dk, None if wq is None else dwq.to(wq.dtype), None if wk is None else dwk.to(wk.dtype), *(None,) * 6)
 
 

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+INDEX_SCHEMA = "Tensor? run, Tensor? cu, Tensor? run2mod, Tensor? mod_off, Tensor? mod_runs"
+Index = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Segments:
@@ -102,3 +105,15 @@ class Segments:
         """
         rows, lengths = torch.unique_consecutive(seq_ids.cpu(), return_counts=True)
         return cls.packed(lengths.tolist(), rows.tolist(), num_mods, seq_ids.device)
+
+
+def as_segments(
+    run: Tensor | None, cu: Tensor | None, run2mod: Tensor | None, mod_off: Tensor | None, mod_runs: Tensor | None
+) -> Segments | None:
+    """The five index arguments of an op; all None when the tables have one row or one row per token.
+
+    int32 [N], [R + 1], [R], [S + 1], [R].
+    """
+    if run is None or cu is None or run2mod is None or mod_off is None or mod_runs is None:
+        return None
+    return Segments(run, cu, run2mod, mod_off, mod_runs)

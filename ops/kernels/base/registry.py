@@ -15,23 +15,27 @@ from torch import Tensor
 LIBRARY = torch.library.Library("heddle", "FRAGMENT")  # owns the registrations; they end with it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 NO_DOUBLE_BACKWARD = (
-    "{}: the fused backward has no derivative of its own; use ops.kernels.reference for create_graph=True."
+    "{}: the fused backward has no derivative of its own; use the op's reference for create_graph=True."
 )
 
 Function = Callable[..., Any]
 
 
-def custom_op(name: str, schema: str, fake: Function) -> Callable[[Function], torch._ops.OpOverload]:
-    """Decorator: register a function as heddle::name. `fake` gives shapes and dtypes of its outputs.
+def custom_op(name: str, schema: str, call: Function, fake: Function) -> Callable[[Function], torch._ops.OpOverload]:
+    """Decorator: register a function of one `call` as heddle::name; `fake` gives shapes and dtypes of its outputs.
 
-    The schema has no defaults. Outputs may share memory neither with inputs nor with each other.
+    `call` is the named tuple of the op's arguments, whose fields are those of the schema in their order. The schema has
+    no defaults. Outputs may share memory neither with inputs nor with each other.
     """
 
     def register(kernel: Function) -> torch._ops.OpOverload:
         LIBRARY.define(name + schema, tags=TAGS)
-        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"heddle::{name}", fake, lib=LIBRARY)
-        return getattr(torch.ops.heddle, name).default
+        op = getattr(torch.ops.heddle, name).default
+        arguments = tuple(argument.name for argument in op._schema.arguments)
+        assert arguments == call._fields, f"heddle::{name} takes {arguments}, its call has {call._fields}"  # type: ignore[attr-defined]
+        LIBRARY.impl(name, lambda *inputs: kernel(call(*inputs)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"heddle::{name}", lambda *inputs: fake(call(*inputs)), lib=LIBRARY)
+        return op
 
     return register
 

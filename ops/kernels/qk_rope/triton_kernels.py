@@ -7,7 +7,7 @@ sin row comes from L2.
 
 The backward rotates the gradient back (the inverse rotation), and keeps the weight gradient in registers over the rows
 of a persistent program, reduced over heads only after the loop: no shuffles for it inside. One slot per program, then
-`norm_kernels.sum_slots_kernel`.
+`norm_modulate.triton_kernels.sum_slots_kernel`.
 """
 
 # Triton code is no Python: tuples grow by +, and types are those of the compiler.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ops.models.dit_config import DiTConfig
+from ops.models.base.config import DiTConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

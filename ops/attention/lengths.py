@@ -1,0 +1,29 @@
+"""Lengths of packed sequences, as attention wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of packed sequences as attention kernels want them: on the host, and as offsets on the device."""
+
+    host: tuple[int, ...]
+    offsets: Tensor  # int32 [S + 1], exclusive cumulative sum on the device
+    longest: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.host)
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
+        host = tuple(int(length) for length in lengths)
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
+        return Lengths(host, offsets.to(device), max(host, default=0))

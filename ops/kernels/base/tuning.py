@@ -1,0 +1,65 @@
+"""Launch configurations of the Triton kernels: a checked-in table per op for shipped widths, a rule for all others.
+
+No @triton.autotune: it recompiles cold for every N, prefers what is fast with a warm L2 (up to 45 % off), and fails in
+the interpreter. A table (<op>/launch_table.py) is keyed by (kernel, D, activation dtype, architecture); the
+ahead-of-time gate compiles every row for its architecture and asserts no spills, wide accesses and no layout conversion
+in the row loop.
+
+Limits that shaped the rows (sm_90: 65536 registers per SM, 228 KB of shared memory): a backward holds 2 (norm) or 3
+(gate and norm) fp32 sums per column, so a thread of the norm backward takes up to 24 columns and one of the gate
+backward 12 to 20; stages - 1 rows per program are in flight by cp.async in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Kernel = str  # the name of a kernel in the op's table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How one kernel runs one width. `chunk` divides the row into power-of-two register tiles."""
+
+    chunk: int
+    warps: int
+    stages: int = 1  # rows in flight + 1, backward only
+    per_sm: int = 1  # persistent programs that a multiprocessor holds at once, backward only
+    load_bits: int = 128  # narrowest row load; 64 where more warps with half the columns each avoid spills
+
+    def chunks(self, width: int) -> int:
+        return -(-width // self.chunk)
+
+
+Table = Mapping[tuple[Kernel, int, str, str], Launch]  # (kernel, D, dtype of x, architecture)
+
+
+# The second stage adds the slots of one table row: SUM_SLOTS x SUM_COLUMNS values are loaded at once, so the 400 to 800
+# slots of a whole sample are a handful of trips to the L2 cache.
+SUM_SLOTS, SUM_COLUMNS, SUM_WARPS = 128, 32, 4
+
+CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat16", arch: str = "sm_90") -> Launch:
+    """The row of the op's table if there is one, else the rule below."""
+    found = table.get((kernel, width, dtype, arch))
+    return rule(kernel, width) if found is None else found
+
+
+def rule(kernel: Kernel, width: int) -> Launch:
+    """Fewest padded lanes, at most `limit` columns per thread, then the fewest warps."""
+    limit = {"backward": 24, "token_backward": 24, "gate_backward": 20}.get(kernel, 40)
+    options = []
+    for chunk in CHUNKS:
+        num_chunks = -(-width // chunk)
+        for warps in (1, 2, 4, 8, 16):
+            per_thread = num_chunks * chunk // (32 * warps)
+            if num_chunks <= 8 and per_thread <= limit and chunk >= 64 * warps:
+                options.append((num_chunks * chunk, warps, num_chunks, chunk))
+    if not options:  # a very wide gate backward: let it spill rather than fail
+        options.append((width, 16, -(-width // 4096), 4096))
+    _, warps, _, chunk = min(options)
+    backward = kernel in ("backward", "gate_backward", "qk_backward")
+    return Launch(chunk=chunk, warps=warps, stages=2 if backward else 1, per_sm=max(8 // warps, 1) if backward else 1)

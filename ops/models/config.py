@@ -1,0 +1,90 @@
+"""Settings of the three modules that a worker hosts; those of a transformer stand with its family.
+
+Imports neither torch nor Ray, so configs load in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ops.geometry import Geometry
+from ops.models.families import AnyDiT
+from ops.models.wan.config import WanConfig
+from ops.ranges import SEED, between, check_numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VAEConfig:
+    """The frozen video autoencoder: `haar` needs no weights, `diffusers` loads a local folder."""
+
+    kind: Literal["haar", "diffusers"] = "haar"
+    path: str | None = None  # a Diffusers folder (the pipeline's, or its vae/)
+    temporal: int = 4  # haar only: stride over time
+    spatial: int = 8  # haar only: stride over height and width
+    channels: int = 48  # haar only: strongest channels kept, at most 3 * temporal * spatial^2
+    tile_sample_min: tuple[int, int] = (256, 256)  # tiled encode above this many pixels (height, width)
+    tile_sample_stride: tuple[int, int] = (192, 192)
+    tiling: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            "model.vae",
+            self,
+            temporal=between(1, 64),
+            spatial=between(1, 64),
+            tile_sample_min=between(1, 1 << 16),
+            tile_sample_stride=between(1, 1 << 16),
+        )
+        if self.kind == "diffusers" and not self.path:
+            raise ValueError(
+                "model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use kind: haar."
+            )
+        if self.kind == "haar" and not 1 <= self.channels <= 3 * self.temporal * self.spatial**2:
+            raise ValueError(
+                f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
+                f"(3 * temporal * spatial^2)."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig:
+    """The frozen text encoder (T5 and UMT5 family). Without a path: a small random T5 over bytes, from `seed`."""
+
+    path: str | None = None  # folder that holds text_encoder/ and tokenizer/, or both in one
+    max_length: int = 226  # longer captions are cut here
+    # 0: true lengths, no padding. Published Wan weights were trained on embeddings followed by zeros up to 512, and
+    # behave as published only with pad_to: 512 (WanPipeline's max_sequence_length).
+    pad_to: int = 0
+    d_model: int = 64  # the random encoder only, like the three below
+    num_layers: int = 2
+    num_heads: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            "model.text",
+            self,
+            max_length=between(1, 1 << 20),
+            pad_to=between(0, 1 << 20),
+            d_model=between(1, 1 << 16),
+            num_layers=between(1, 1000),
+            num_heads=between(1, 1024),
+            seed=between(0, SEED),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The three modules a worker hosts."""
+
+    dit: AnyDiT = field(default_factory=WanConfig)
+    vae: VAEConfig = field(default_factory=VAEConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+
+
+def geometry(model: ModelConfig) -> Geometry:
+    """Pixel to token geometry of a model built from its config alone (a `path` is resolved by ops.models.folders)."""
+    if model.vae.kind == "haar":
+        return Geometry(vae_stride=(model.vae.temporal, model.vae.spatial, model.vae.spatial), patch=model.dit.patch)
+    return Geometry(patch=model.dit.patch)
