@@ -65,7 +65,7 @@ def read_json(path: str | Path, what: str) -> Any:
         ) from None
 
 
-def whole(value: Any, field: str, where: str, minimum: int = 1) -> int:
+def whole(value: object, field: str, where: str, minimum: int = 1) -> int:
     """A whole number of at least `minimum`, or PlanError."""
     if (
         isinstance(value, bool)
@@ -78,7 +78,7 @@ def whole(value: Any, field: str, where: str, minimum: int = 1) -> int:
     return int(value)
 
 
-def _latency(entries: Any, name: str) -> tuple[dict[Key, float], dict[Key, float]]:
+def _latency(entries: object, name: str) -> tuple[dict[Key, float], dict[Key, float]]:
     if not isinstance(entries, list):
         raise PlanError(f'{name}: "latency" must be a list of measured points.')
     measured: dict[Key, float] = {}
@@ -114,7 +114,7 @@ def _latency(entries: Any, name: str) -> tuple[dict[Key, float], dict[Key, float
     return measured, peaks
 
 
-def _degrees(entries: Any, heads: int | None, name: str) -> dict[str, tuple[int, ...]]:
+def _degrees(entries: object, heads: int | None, name: str) -> dict[str, tuple[int, ...]]:
     if not isinstance(entries, Mapping):
         raise PlanError(f'{name}: "degrees" must map each module to a list of degrees.')
     degrees = {}
@@ -133,7 +133,7 @@ def _degrees(entries: Any, heads: int | None, name: str) -> dict[str, tuple[int,
     return degrees
 
 
-def _optional_positive(value: Any, field: str, where: str) -> float | None:
+def _optional_positive(value: object, field: str, where: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
@@ -172,7 +172,7 @@ def _handoff(data: Mapping[str, Any], name: str) -> Handoff:
     return Handoff(**values)
 
 
-def _residual(value: Any, name: str) -> str:
+def _residual(value: object, name: str) -> str:
     """What multiplies the VAE's fit. XGBoost is an extra of the installation: only profiles that name it need it."""
     if value not in RESIDUALS:
         raise PlanError(f"{name}: residual is {value!r}; use one of {', '.join(RESIDUALS)}.")
