@@ -93,7 +93,7 @@ class SnapshotConfig:
     enabled: bool = True
     every: int = 1  # steps between snapshots; with N, a loss costs up to N - 1 steps, which are computed again
     copies: int = 1
-    patience_s: float = 600.0  # so long a keeper that lives and does not answer is waited for, not taken for lost
+    patience_s: float = 600.0  # how long a keeper that lives and does not answer is waited for before it counts as lost
 
     def __post_init__(self) -> None:
         if self.patience_s <= 0:
@@ -112,7 +112,7 @@ class CheckpointConfig:
 
     every: int = 100  # checkpointing_steps; 0: only at the end
     keep_last: int = 3
-    keep_every: int = 0  # besides, keep those after a multiple of so many steps
+    keep_every: int = 0  # also keep every checkpoint whose number of steps is a multiple of this; 0: none of them
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_every < 0 or self.keep_last < 1:

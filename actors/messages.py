@@ -7,16 +7,30 @@ The controller turns every cascade of a plan into one `CascadeTask` per worker o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Concatenate, Protocol
+
+import numpy as np
 
 from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import Module
+from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.config import ModelConfig
+from ops.shards import ShardState
 
-# When a worker starts its part of the step's gradient sum: before this cascade, during its backward, behind it, or not
-# in this cascade. From then on it adds no gradient and joins no bag in this step.
-SumStart = Literal["", "before", "during", "behind"]
+
+class SumStart(StrEnum):
+    """When a worker starts its part of the step's gradient sum, seen from one of its cascades.
+
+    From then on it adds no gradient and joins no bag in this step.
+    """
+
+    NEVER = "never"  # not in this cascade
+    BEFORE = "before"
+    DURING = "during"  # bucket by bucket, in its backward
+    AFTER = "after"
+
 
 IO = "io"  # the concurrency group in which a CUDA worker hands out results while its task thread goes on
 LOADING = "loading"  # activity of a worker until its modules are there
@@ -24,6 +38,11 @@ LOADING = "loading"  # activity of a worker until its modules are there
 
 class StaleGeneration(RuntimeError):
     """The task belongs to a generation that has ended, or an earlier task of this generation failed on this worker."""
+
+
+STORE = -1  # the object store, where the rank of a producer is asked for
+
+SampleId = tuple[int, str, int]  # step, item, index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +94,7 @@ class CascadeTask:
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
     publish: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
-    start_sum: SumStart = ""
+    start_sum: SumStart = SumStart.NEVER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +103,7 @@ class PublishedResult:
 
     module: str
     id: tuple[int, str, int]
-    rows: Any  # NumPy [rows, width]: travels through the object store without a copy, which a tensor would not
+    rows: np.ndarray  # [rows, width]: travels through the object store without a copy, which a tensor would not
     ok: bool
     at: float = 0.0  # unix seconds when it was there; 0: long ago
 
@@ -202,8 +221,19 @@ class Snapshot:
     lo: int
     hi: int
     total: int
-    shard: Any  # reference to a ShardState
-    acknowledgements: tuple[Any, ...] = ()  # resolve when the keepers have copied it
+    shard: Ref[ShardState]
+    acknowledgements: tuple[Ref[bool], ...] = ()  # resolve when the keepers have copied it
+
+
+class ShardKeeper(Protocol):
+    """A keeper as workers and the writer of checkpoints know it (`actors.state.keeper`)."""
+
+    @property
+    def put(self) -> Method[[int, Ref[ShardState], int], bool]: ...
+    @property
+    def held(self) -> Method[[], dict[int, list[tuple[int, int]]]]: ...
+    @property
+    def get(self) -> Method[[int, int, int], list[ShardState]]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,8 +241,8 @@ class Origin:
     """Where the training state of a generation comes from: holders of a step's snapshot, or a checkpoint folder."""
 
     step: int
-    keepers: tuple[Any, ...] = ()  # actor handles
-    exports: tuple[Any, ...] = ()  # references to shards that living workers hold
+    keepers: tuple[ShardKeeper, ...] = ()
+    exports: tuple[Ref[ShardState], ...] = ()  # that living workers hold
     checkpoint: str | None = None
 
 
@@ -235,7 +265,7 @@ class FormTask:
     world: int
     store: tuple[str, int]  # host and port of the controller's TCPStore
     origin: Origin | None
-    snapshot_to: tuple[Any, ...] = ()  # keepers that hold this worker's shards from now on
+    snapshot_to: tuple[ShardKeeper, ...] = ()  # keepers that hold this worker's shards from now on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +276,26 @@ class Handover:
     exports: tuple[Snapshot, ...]
 
 
-STORE = -1
+class WorkerHandle(Protocol):
+    """A worker as the controller knows it (`actors.worker.worker`). Its calls run one at a time and in order."""
 
-
-SampleId = tuple[int, str, int]
+    @property
+    def info(self) -> Method[[], WorkerInfo]: ...
+    @property
+    def form(self) -> Method[[FormTask], Snapshot | None]: ...
+    @property
+    def hand_over(self) -> Method[[int | None], Handover]: ...
+    @property
+    def prepare(self) -> Method[[int, tuple[tuple[int, ...], ...]], None]: ...
+    @property
+    def encode_text(self) -> Method[Concatenate[CascadeTask, ...], list[PublishedResult]]: ...
+    @property
+    def encode_vae(self) -> Method[Concatenate[CascadeTask, ...], list[PublishedResult]]: ...
+    @property
+    def published(self) -> Method[[CascadeTask, list[Ref[list[PublishedResult]]]], list[PublishedResult]]: ...
+    @property
+    def dit(self) -> Method[Concatenate[CascadeTask, ...], None]: ...
+    @property
+    def finish_step(self) -> Method[[FinishTask], tuple[StepReport, Snapshot | None]]: ...
+    @property
+    def set_keepers(self) -> Method[[tuple[ShardKeeper, ...]], Snapshot | None]: ...

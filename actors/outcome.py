@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from actors.records.events import RunEvent
-from actors.records.metrics_line import StepMetrics
-from actors.records.span_record import SpanRecord
-from actors.step import StepAssignment
+from actors.records.events import CheckpointWritten, RunEvent
+
+if TYPE_CHECKING:  # the command line asks for exit codes, and has no time for NumPy
+    from actors.records.metrics_line import StepMetrics
+    from actors.records.span_record import SpanRecord
+    from actors.step import StepAssignment
+
+log = logging.getLogger(__name__)
+
+
+class Exit(IntEnum):
+    """Exit codes of every process of this program; the table of the command line's help."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    PLAN = 3
+    DATA = 4
+    RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity
+    INTERRUPTED = 130
 
 
 class Listener(Protocol):
@@ -21,9 +39,47 @@ class Listener(Protocol):
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 
+Tell = Callable[[RunEvent], None]  # what a part of the run says into events.jsonl; nothing comes back
+
+
+def silent(event: RunEvent) -> None:
+    """Tells nobody."""
+
+
+class Events:
+    """Tells the listener what happens, with the time and the generation. All parts of a run are given the same one."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._generation = 0
+        self._ending = False
+
+    def begin(self, generation: int) -> None:
+        """What happens from now on happens in this generation."""
+        self._generation = generation
+
+    def end(self) -> None:
+        """The run ends: from now on the state comes first, also where no event can be written any more."""
+        self._ending = True
+
+    def tell(self, event: RunEvent) -> None:
+        """Raises what the listener raises, unless the run ends."""
+        try:
+            self._listener.on_event(event.stamped(self._generation))
+        except Exception:
+            if not self._ending:
+                raise
+            log.warning("not written: %s", event)
+
+    def checkpoint(self, folder: Path, step: int) -> None:
+        """This folder holds the whole state after `step`."""
+        self.tell(CheckpointWritten(step=step, folder=folder.name))
+        self._listener.on_checkpoint(folder, step)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended. `code` is the process's exit code: 0 ok, 1 failure, 75 stopped but resumable."""
+    """How a run ended. `code` is the process's exit code."""
 
     code: int
     reason: str
@@ -57,6 +113,3 @@ def only_in_memory(step: int, on_disk: int, run_dir: Path) -> str:
         f"stay: make room in {run_dir} and continue with --resume on this cluster. A local cluster ends with its "
         f"run, which then continues from the disk."
     )
-
-
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the run again when there is capacity

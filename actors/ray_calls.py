@@ -1,22 +1,73 @@
-"""Calls to Ray: its errors for an actor that is gone, and the cause of a task that failed."""
+"""Calls to Ray, with types; its errors for an actor that is gone, and the cause of a task that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError, RayActorError
 
 from actors.plan.types import PlanError
+from actors.refs import Ref
 from data.errors import DataError, DataIOError
 
 FOR_GOOD = (ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError)
 GONE = (RayActorError, *FOR_GOOD)  # also one that is out of reach, and may answer again
 
+T = TypeVar("T")
+R = TypeVar("R")
+_ray: Any = ray  # its types end at ObjectRef; ours begin here
 
-def unwrap(call: Callable[[], Any]) -> Any:
-    """Run `ray.get` and raise a known cause of a task's failure as itself, so that callers can answer it."""
+
+def get(reference: Ref[T], timeout: float | None = None) -> T:
+    """The value. Raises what its task raised, or Ray's error for what is lost or late (seconds)."""
+    value: T = _ray.get(reference) if timeout is None else _ray.get(reference, timeout=timeout)
+    return value
+
+
+def wait(references: Sequence[R], *, num_returns: int = 1, timeout: float | None) -> tuple[list[R], list[R]]:
+    """(done, not done) after `timeout` seconds, or as soon as `num_returns` are done. `references` are not empty."""
+    answer: tuple[list[R], list[R]] = _ray.wait(list(references), num_returns=num_returns, timeout=timeout)
+    return answer
+
+
+def put(value: T) -> Ref[T]:
+    """The value in the object store; it lives as long as this process."""
+    reference: Ref[T] = _ray.put(value)
+    return reference
+
+
+def kill(handle: object, *, no_restart: bool = True) -> None:
+    """End an actor's process without a word to it."""
+    _ray.kill(handle, no_restart=no_restart)
+
+
+def cancel(reference: Ref[object]) -> None:
+    """End the process of a task that takes too long."""
+    _ray.cancel(reference, force=True)
+
+
+def node_address() -> str:
+    """Of this node, as the others of the cluster reach it."""
+    address: str = _ray.util.get_node_ip_address()
+    return address
+
+
+def nodes() -> list[dict[str, Any]]:
+    """All that have ever been in the cluster, as Ray lists them: "NodeID", "Alive", "Resources"."""
+    listed: list[dict[str, Any]] = _ray.nodes()
+    return listed
+
+
+def resources(*, free: bool) -> dict[str, float]:
+    """What the cluster offers, or of it what nobody uses now, by Ray's names: "CPU", "GPU"."""
+    found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()
+    return found
+
+
+def unwrap(call: Callable[[], T]) -> T:
+    """Run `get` and raise a known cause of a task's failure as itself, so that callers can answer it."""
     try:
         return call()
     except ray.exceptions.RayTaskError as error:

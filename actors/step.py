@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.messages import Snapshot, StepReport, StepSample
+from actors.messages import PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import Cascade, Item, Module, StepPlan
+from actors.refs import Ref
 from ops.geometry import Geometry
 
 
@@ -20,6 +21,7 @@ class StepAssignment:
     planning_s: float  # with the question on its way to the planner and back left out
 
 
+Position = Mapping[str, Any]  # of the data: JSON of a few kB (`data.Dataset.token`)
 CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
 
 
@@ -32,17 +34,17 @@ class StepItems:
     keys: tuple[tuple[str, ...], ...]  # per item, per sample
     cache_keys: Mapping[str, CacheKeys] = field(default_factory=dict)
     """Item id -> names of its samples' latents and text embeddings in the cache; empty without a cache."""
-    cached: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    cached: Mapping[tuple[str, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
     """(module, item id) -> reference to what a worker would have published, for modules named in `items`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatches:
-    """The decoded batches of a step, and where the data stands behind it: with the counts of the ledger, so that who
+    """The decoded batches of a step, and where the data stands after it: with the counts of the ledger, so that who
     commits the step holds all that the next feeder needs."""
 
-    references: tuple[Any, ...]  # in item order
-    position: Mapping[str, Any]
+    references: tuple[Ref[object], ...]  # in item order
+    position: Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +104,8 @@ class StepData:
 
     items: StepItems
     samples: StepSamples
-    batches: dict[str, Any]  # item id -> reference
-    cached: dict[tuple[str, str], Any]  # (module, item id) -> reference to results that need no encoding
+    batches: dict[str, Ref[object]]  # by item id
+    cached: dict[tuple[str, str], Ref[list[PublishedResult]]]  # by module and item id: results that need no encoding
 
 
 class GenerationLost(RuntimeError):
@@ -123,7 +125,7 @@ class Seat:
 
     name: str
     node: str
-    handle: Any
+    handle: WorkerHandle
     publishes_later: bool = False
 
 
@@ -134,7 +136,7 @@ class SubmittedCall:
     worker: str
     name: str
     module: Module
-    reference: Any
+    reference: Ref[object]
     reads_data: bool
 
 
@@ -146,8 +148,8 @@ class RunningStep:
     generation: int
     assignment: StepAssignment
     data: StepData
-    finishes: list[Any]
-    results: dict[str, Any]  # cascade id -> reference of its published result
+    finishes: list[Ref[tuple[StepReport, Snapshot | None]]]  # by rank
+    results: dict[str, Ref[list[PublishedResult]]]  # by cascade id: what it has published
     calls: list[SubmittedCall]  # until the step has ended: a call that could not be run says so only here
     dispatched_at: float
     dispatch_s: float

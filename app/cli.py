@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from actors.outcome import Exit
 from actors.plan.registry import STRATEGIES
 from app.cli_bench import app as bench_app
 from app.cli_workers import app as workers_app
@@ -226,7 +227,7 @@ def main() -> None:
         app(args=arguments, prog_name="heddle")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(Exit.INTERRUPTED)
     except Exception as error:  # the last line of defence: it ends as a sentence or a traceback
         if debug or not is_ours(error):
             traceback.print_exc()

@@ -13,7 +13,7 @@ import typer
 
 from app.live_runs import OUTCOME, must_answer
 from app.lock import holder, lock_path
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
-from app.settings import ConfigError, Names, Node, as_plain, build, dotted_names, override, parse, read
+from app.settings import override, read
 from data.config import DataConfig
 from ops.config import ModelConfig, geometry
 from ops.folders import resolve
 from ops.models.families import FAMILIES
 from ops.ranges import SEED, above, between, check_numbers
+from ops.typed import ConfigError, Names, Node, as_plain, build, dotted_names, parse
 
 MaybePath = TypeVar("MaybePath", str, str | None)
 
@@ -347,5 +348,30 @@ def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = F
     if overwrite and folder.is_dir():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (folder / "config.yaml").write_text(_true_numbers(config) + config.to_yaml(), encoding="utf-8")
     return folder
+
+
+def _true_numbers(config: RunConfig) -> str:
+    """Comment lines for config.yaml: numbers of the model that its folders or its other parts decide, where the setting
+    says another one. The settings stay as they are, since a resumed run is compared by them."""
+    model = config.model
+    try:
+        resolved = resolve(model)[0]
+    except (OSError, ValueError):  # the start refuses such a folder with the reason
+        return ""
+    said, true = (dict(_leaves(as_plain(m), "model")) for m in (model, resolved))
+    found = [f"#   {name}: {value}" for name, value in true.items() if said.get(name) != value]
+    if not found:
+        return ""
+    head = "# What the folders and other parts of the model decide; what is written for these below is not used."
+    return "\n".join([head, *found, ""])
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every setting below a node of plain values, with its dotted name."""
+    if isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _leaves(child, f"{path}.{key}")
+    else:
+        yield path, node

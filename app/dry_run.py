@@ -23,6 +23,7 @@ from app.data_account import print_account
 from app.data_synth import make_missing
 from app.plan import PlanInputs, preview_options, step_figures
 from app.plan_inputs import items_from_data, open_dataset, profile_of
+from data.dataset.coverage import account
 from ops.config import ModelConfig
 from ops.folders import resolve
 
@@ -43,7 +44,7 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     make_missing(config.data.sources)
     profile = profile_of(config, model, geometry)
     dataset = open_dataset(config, geometry, profile)
-    print_account(dataset.account(), config.data.min_coverage)
+    print_account(account(dataset), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
     cluster = Cluster(nodes=(config.workers.max,))

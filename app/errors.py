@@ -5,12 +5,13 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-OK, FAILURE, USAGE, PLAN, DATA, RESUMABLE, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
+from actors.outcome import Exit
+
 PACKAGES = ("app", "actors", "data", "ops")
 ROOT = Path(__file__).resolve().parent.parent
 
 # by class name along the inheritance, so that no layer is imported only to be asked
-CODES = {"ConfigError": USAGE, "PlanError": PLAN, "DataError": DATA}
+CODES = {"ConfigError": Exit.USAGE, "PlanError": Exit.PLAN, "DataError": Exit.DATA}
 
 
 def exit_code(error: BaseException) -> int:
@@ -20,10 +21,10 @@ def exit_code(error: BaseException) -> int:
         if cls.__module__.split(".")[0] in PACKAGES and cls.__name__ in CODES:
             return CODES[cls.__name__]
     if type(error).__module__.split(".")[0] in PACKAGES:
-        return FAILURE
+        return Exit.FAILURE
     if is_ours(error) and isinstance(error, ValueError | OSError):
-        return USAGE
-    return FAILURE
+        return Exit.USAGE
+    return Exit.FAILURE
 
 
 def is_ours(error: BaseException) -> bool:

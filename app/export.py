@@ -27,12 +27,12 @@ from app import pipeline_parts
 from app.config import RunConfig
 from app.parity import compare_forward, compare_weights
 from app.sample import checkpoint_folder, put_weights, run_config
-from app.settings import ConfigError
 from ops.folders import component, dit_json, read_json, resolve
 from ops.models.dit_config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.load import build_dit
 from ops.models.lora import for_diffusers, lora_scale, merged
+from ops.typed import ConfigError
 from ops.weights import write_folder
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from actors.outcome import Outcome
+from actors.outcome import Exit, Outcome
 from app.config import RunConfig, run_dir
-from app.errors import RESUMABLE
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +216,6 @@ def came_to_anything(folder: Path) -> bool:
 
 def resumable(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / OUTCOME).read_text(encoding="utf-8"))["code"] == RESUMABLE)
+        return bool(json.loads((folder / OUTCOME).read_text(encoding="utf-8"))["code"] == Exit.RESUMABLE)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 

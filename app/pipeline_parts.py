@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from app.config import RunConfig
-from app.settings import ConfigError
 from ops.folders import component, read_json, tokenizer_of
 from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.load import build_text
+from ops.typed import ConfigError
 
 Parts = tuple[dict[str, Any], dict[str, str], list[str]]
 

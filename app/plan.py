@@ -29,8 +29,9 @@ from actors.records.plan_record import PlanRecord
 from app import plan_inputs
 from app.config import RunConfig, from_here
 from app.data_account import print_account, print_buckets
-from app.settings import ConfigError
+from data.dataset.coverage import account
 from ops.ranges import SECONDS
+from ops.typed import ConfigError
 
 Steps = Sequence[Sequence[Item]]
 
@@ -149,7 +150,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     )
     if request.from_data:
         dataset = plan_inputs.open_dataset(config, geometry, profile)
-        print_account(dataset.account(request.steps or None), config.data.min_coverage)
+        print_account(account(dataset, request.steps or None), config.data.min_coverage)
         steps: Steps = plan_inputs.items_from_data(dataset, request.steps or 8, config, model)
     else:
         batches = plan_inputs.batches_of(config, geometry, profile)

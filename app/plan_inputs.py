@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
-from actors.plan.costs.profile_json import read_profile
+from actors.plan.costs.profile_json import at_least_one, read_profile
 from actors.plan.types import Cluster, Item, Module, PlanError
 from actors.planning.options import profile_of as run_profile_of
-from app.settings import ConfigError, parse, plain
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket, DataItem
 from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.typed import ConfigError, as_plain, build, node_of, parse, read_json
 
 if TYPE_CHECKING:
     from app.config import RunConfig
     from data.dataset.dataset import Dataset
 
-ITEM_KEYS = ("batch", "frames", "height", "width")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadItem:
+    """An item as a workload file gives it."""
+
+    id: str
+    batch: int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "batch", "frames", "height", "width")
+        if self.text_tokens < 0:
+            raise ValueError(f"text_tokens is {self.text_tokens}; it must be a whole number of at least 0.")
+
+    def item(self) -> Item:
+        return Item(**as_plain(self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,59 +53,94 @@ class Workload:
     cluster: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadFile:
+    """A workload as it is written."""
+
+    steps: tuple[tuple[WorkloadItem, ...], ...]
+    cluster: str = ""
+
+    def __post_init__(self) -> None:
+        for number, step in enumerate(self.steps):
+            if not step:
+                raise ValueError(f"step {number} is empty; give it at least one item.")
+            ids = [item.id for item in step]
+            if twice := sorted({name for name in ids if ids.count(name) > 1}):
+                raise ValueError(f"step {number} has the id {twice[0]!r} twice; give each its own.")
+
+    def workload(self) -> Workload:
+        steps = tuple(tuple(item.item() for item in step) for step in self.steps)
+        return Workload(steps=steps, cluster=self.cluster)
+
+
 def read_workload(path: Path) -> Workload:
     """A workload file: {"steps": [[{"id", "batch", "frames", "height", "width", "text_tokens"}, ...], ...]}.
 
     Raises ConfigError for anything malformed.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"workload {path} does not exist.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"workload {path} is not UTF-8 text; give a JSON file.") from None
-    except OSError as error:
-        raise ConfigError(f"workload {path} cannot be read ({error.strerror or error}).") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"workload {path} line {error.lineno} is not JSON: {error.msg}.") from None
+    data = read_json(path, "workload")
     if not isinstance(data, Mapping) or not isinstance(data.get("steps"), list) or not data["steps"]:
         raise ConfigError(f'workload {path} must be an object with a list "steps" of at least one step.')
-    steps = []
-    for number, step in enumerate(data["steps"]):
-        if not isinstance(step, list) or not step:
-            raise ConfigError(f"workload {path}: step {number} is empty or not a list; give it at least one item.")
-        steps.append(tuple(_item(entry, f"workload {path}: step {number} item {i}") for i, entry in enumerate(step)))
-        ids = [item.id for item in steps[-1]]
-        if twice := sorted({name for name in ids if ids.count(name) > 1}):
-            raise ConfigError(f"workload {path}: step {number} has the id {twice[0]!r} twice; give each its own.")
-    return Workload(steps=tuple(steps), cluster=str(data.get("cluster", "")))
+    held = {key: data[key] for key in ("steps", "cluster") if key in data}
+    try:
+        return build(WorkloadFile, node_of(held)).workload()
+    except ConfigError as error:
+        raise ConfigError(f"workload {path}: {error}") from None
 
 
-def _item(entry: Any, where: str) -> Item:
-    if not isinstance(entry, Mapping) or "id" not in entry:
-        raise ConfigError(f"{where} must be an object with id, {', '.join(ITEM_KEYS)}.")
-    if unknown := set(entry) - {"id", "text_tokens", *ITEM_KEYS}:
-        raise ConfigError(f"{where} ({entry['id']}) has the unknown key {sorted(unknown)[0]!r}.")
-    batch, frames, height, width = (_whole(entry.get(key), key, f"{where} ({entry['id']})", 1) for key in ITEM_KEYS)
-    tokens = _whole(entry.get("text_tokens", 0), "text_tokens", f"{where} ({entry['id']})", 0)
-    return Item(id=str(entry["id"]), batch=batch, frames=frames, height=height, width=width, text_tokens=tokens)
-
-
-def _whole(value: Any, key: str, where: str, minimum: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"{where}: {key} is {value!r}; expected a whole number of at least {minimum}.")
-    return value
-
-
-def read_cluster(spec: str) -> Cluster:
-    """`2x8`, or a YAML file. Raises ConfigError.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFile:
+    """A cluster as a YAML file gives it.
 
     nodes: [8, 8, 4]        # GPUs of each node; or `nodes: 2` with `gpus: 8`
     nics: AABBCCDD          # NIC rail of each GPU of a node
     speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
     """
+
+    nodes: int | tuple[int, ...] | None = None
+    gpus: int | None = None
+    nics: str = ""
+    speed: Mapping[str, float] | tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nodes is None:
+            raise ValueError("a cluster file must hold nodes: a list of GPUs per node, or a number with gpus:.")
+        if not self.counts or min(self.counts) < 1:
+            nodes = list(self.nodes) if isinstance(self.nodes, tuple) else self.nodes
+            raise ValueError(
+                f"nodes {nodes} with gpus {self.gpus} is not a number of GPUs for each node; write nodes: [8, 8] or "
+                f"nodes: 2 and gpus: 8."
+            )
+        if self.nics and len(self.nics) != max(self.counts):
+            raise ValueError(
+                f"nics {self.nics!r} names {len(self.nics)} GPUs; the largest node has {max(self.counts)}."
+            )
+        for worker, factor in self._factors():
+            if not factor > 0 or not worker.isdecimal() or int(worker) >= sum(self.counts):
+                raise ValueError(
+                    f"speed of GPU {worker} is {factor:g}; expected a positive number for one of the GPUs 0 to "
+                    f"{sum(self.counts) - 1}."
+                )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """GPUs of each node."""
+        return self.nodes if isinstance(self.nodes, tuple) else (self.gpus or 0,) * (self.nodes or 0)
+
+    def _factors(self) -> Sequence[tuple[str, float]]:
+        if isinstance(self.speed, Mapping):
+            return list(self.speed.items())
+        return [(str(worker), factor) for worker, factor in enumerate(self.speed)]
+
+    def cluster(self) -> Cluster:
+        speeds = [1.0] * sum(self.counts)
+        for worker, factor in self._factors():
+            speeds[int(worker)] = factor
+        return Cluster(nodes=self.counts, rails=self.nics, speed=tuple(speeds) if self.speed else ())
+
+
+def read_cluster(spec: str) -> Cluster:
+    """`2x8`, or a YAML file. Raises ConfigError."""
     path = Path(spec)
     if path.suffix not in (".yaml", ".yml"):
         try:
@@ -98,48 +149,7 @@ def read_cluster(spec: str) -> Cluster:
             raise ConfigError(str(error)) from None
     if not path.is_file():
         raise ConfigError(f"cluster file {path} does not exist.")
-    data = plain(parse(path.read_text(encoding="utf-8"), path.name))
-    if not isinstance(data, dict) or "nodes" not in data:
-        raise ConfigError(f"cluster file {path} must hold nodes: a list of GPUs per node, or a number with gpus:.")
-    if unknown := set(data) - {"nodes", "gpus", "nics", "speed"}:
-        raise ConfigError(
-            f"cluster file {path} has the unknown key {sorted(map(str, unknown))[0]!r}; "
-            f"it may hold nodes, gpus, nics and speed."
-        )
-    nodes = _nodes(data, path)
-    nics = str(data.get("nics", ""))
-    if nics and len(nics) != max(nodes):
-        raise ConfigError(
-            f"cluster file {path}: nics {nics!r} names {len(nics)} GPUs; the largest node has {max(nodes)}."
-        )
-    return Cluster(nodes=nodes, rails=nics, speed=_speed(data.get("speed"), sum(nodes), path))
-
-
-def _nodes(data: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    nodes = data["nodes"]
-    counts = nodes if isinstance(nodes, list) else [data.get("gpus")] * (nodes if isinstance(nodes, int) else 1)
-    if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
-        raise ConfigError(
-            f"cluster file {path}: nodes {nodes!r} with gpus {data.get('gpus')!r} is not a number of "
-            f"GPUs for each node; write nodes: [8, 8] or nodes: 2 and gpus: 8."
-        )
-    return tuple(counts)
-
-
-def _speed(value: Any, workers: int, path: Path) -> tuple[float, ...]:
-    if not value:
-        return ()
-    speeds = [1.0] * workers
-    entries = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [None])
-    for worker, factor in entries:
-        good = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
-        if not good or not isinstance(worker, int) or not 0 <= worker < workers:
-            raise ConfigError(
-                f"cluster file {path}: speed of GPU {worker!r} is {factor!r}; expected a positive number "
-                f"for one of the GPUs 0 to {workers - 1}."
-            )
-        speeds[worker] = float(factor)
-    return tuple(speeds)
+    return build(ClusterFile, parse(path.read_text(encoding="utf-8"), path.name)).cluster()
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -22,11 +22,11 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.types import Module
 from app.config import RunConfig, from_here
-from app.settings import ConfigError
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
 from ops.config import ModelConfig
 from ops.geometry import Geometry
+from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     import torch

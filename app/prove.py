@@ -20,9 +20,9 @@ import numpy as np
 import typer
 
 from app.config import RunConfig, run_dir
-from app.settings import ConfigError
 from app.video import contact_sheet
 from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, synthesize
+from ops.typed import ConfigError
 
 _LEAST_SHARE = 0.01  # of the pixels; with less of every shape colour a clip names none
 

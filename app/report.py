@@ -8,57 +8,81 @@ import logging
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from actors.records.events import RunEvent
-from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
-from app import report_facts as facts
 from app.config import RunConfig
 from app.metrics import clock
+from app.report_facts import Shape, UsualStep, why_slow
 from app.report_style import CSS
 from app.report_svg import Bar, EventMark, Lane, Series, line_chart, timeline
+from app.report_totals import Curve, EventTotals, SpanTotals, StepTotals
 from app.rundir import RunDir
-from app.settings import ConfigError
-from app.timeline import StepWindow, final_windows, lane
+from app.timeline import StepWindow, WindowTimes, final_times, lane, windows
 from ops.folders import resolve
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
 MAX_MEDIA_BYTES = 24 << 20  # clips beyond this are named, not embedded
 MAX_LANES = 32
-MAX_EVENTS = 60
 
 
 def write_report(run: RunDir, out: Path | None = None) -> Path:
     """Write the page and return its path. Raises ConfigError for a run without a single finished step."""
-    metrics = run.metrics()
-    if not metrics:
-        raise ConfigError(f"run {run.path} has no finished step yet: its metrics.jsonl is missing or empty.")
+    facts = read_facts(run)
     path = out or run.path / "report.html"
-    path.write_text(page(run, metrics), encoding="utf-8")
+    path.write_text(page(run, facts), encoding="utf-8")
     return path
 
 
-def page(run: RunDir, metrics: Sequence[StepMetrics]) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """All that the page says of a run's records."""
+
+    steps: StepTotals
+    events: EventTotals
+    spans: SpanTotals
+    shown: Sequence[tuple[str, int]]  # (label, step) of the windows that are drawn
+
+
+def read_facts(run: RunDir) -> RunFacts:
+    """Go through the records of a run, one at a time. Raises ConfigError where there is no step."""
+    steps = StepTotals(run.metrics().count())
+    for line in run.metrics():
+        steps.add(line)
+    if steps.first is None:
+        raise ConfigError(f"run {run.path} has no finished step yet: its metrics.jsonl is missing or empty.")
+    slow = steps.slow()
+    events = EventTotals(slow)
+    for event in run.events():
+        events.add(event)
+    final = final_times(run.spans())
+    shown = _telling(final)
+    spans = SpanTotals(final, wanted=[*(line.step for line in slow), *(step for _, step in shown)])
+    for window in windows(run.spans()):
+        spans.add(window)
+    return RunFacts(steps=steps, events=events, spans=spans, shown=shown)
+
+
+def page(run: RunDir, facts: RunFacts) -> str:
     """The whole document."""
-    config, events = run.config(), run.events()
-    executed = final_windows(run.spans())
-    spans = [span for window in executed for span in window.spans]
-    name = config.get("run", {}).get("name") or run.path.name
+    name = run.config().get("run", {}).get("name") or run.path.name
     parts = [
-        f"<h1>{escape(str(name))}</h1><p class='soft'>{escape(_when(metrics))}</p>",
-        _totals(metrics, spans),
-        _section("Loss", _loss(metrics, events)),
+        f"<h1>{escape(str(name))}</h1><p class='soft'>{escape(_when(facts.steps))}</p>",
+        _totals(facts.steps, facts.spans),
+        _section("Loss", _loss(facts.steps)),
         _section("Samples", _samples(run)),
-        _section("Slow steps explained", _slow(metrics, executed, events)),
-        _section("Planned against measured", _timelines(executed, metrics)),
-        _section("Largest deviations from the plan", _deviations(spans)),
-        _section("Buckets", _buckets(run, spans)),
-        _section("Balance and speed", _balance(metrics)),
-        _section("Workers, generations and events", _elastic(metrics, events)),
+        _section("Slow steps explained", _slow(facts)),
+        _section("Planned against measured", _timelines(facts)),
+        _section("Largest deviations from the plan", _deviations(facts.spans)),
+        _section("Buckets", _buckets(run, facts.spans)),
+        _section("Balance and speed", _balance(facts.steps)),
+        _section("Workers, generations and events", _elastic(facts)),
         _section("Settings", _settings(run)),
     ]
     return (
@@ -78,39 +102,36 @@ def _settings(run: RunDir) -> str:
     return f"<details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
 
 
-def _when(metrics: Sequence[StepMetrics]) -> str:
-    last, started = metrics[-1].time, _start(metrics[0])
-    finished = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
-    return f"{len(metrics)} steps, {clock(last - started)} from the first step to the last, which ended {finished}"
+def _when(steps: StepTotals) -> str:
+    assert steps.last is not None
+    finished = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.last.time))
+    took = clock(steps.last.time - _start(steps))
+    return f"{steps.count} steps, {took} from the first step to the last, which ended {finished}"
 
 
-def _start(first: StepMetrics) -> float:
+def _start(steps: StepTotals) -> float:
     """Unix seconds when the first step began."""
-    return first.time - (first.step_s if math.isfinite(first.step_s) else 0.0)
+    assert steps.first is not None
+    return steps.first.time - (steps.first.step_s if math.isfinite(steps.first.step_s) else 0.0)
 
 
-def _totals(metrics: Sequence[StepMetrics], spans: Sequence[SpanRecord]) -> str:
-    tail = metrics[-max(len(metrics) // 10, 1) :]
-    seconds = sum(value for value in facts.column(metrics, "step_s") if math.isfinite(value))
-    workers = sorted({line.workers for line in metrics if line.workers})
+def _totals(steps: StepTotals, spans: SpanTotals) -> str:
+    medians = {name: values.median for name, values in steps.values.items()}
+    workers = sorted(steps.workers)
     rows = [
-        (_short(facts.median(facts.column(tail, "loss"))), "loss, last tenth"),
-        (f"{_short(facts.median(facts.column(metrics, 'step_s')))} s", "per step, median"),
-        (_short(facts.median(facts.column(metrics, "tokens_per_s"))), "tokens per second"),
-        (_percent(facts.median(facts.column(metrics, "idle_ratio"))), "idle, median"),
-        (_short(facts.median(facts.column(metrics, "wir"))), "WIR, median"),
-        (_percent(facts.plan_error(spans)), "plan error per cascade"),
-        (_percent(_sum(metrics, "data_wait_s") / seconds if seconds else math.nan), "waiting for data"),
+        (_short(steps.last_losses.median), "loss, last tenth"),
+        (f"{_short(medians['step_s'])} s", "per step, median"),
+        (_short(medians["tokens_per_s"]), "tokens per second"),
+        (_percent(medians["idle_ratio"]), "idle, median"),
+        (_short(medians["wir"]), "WIR, median"),
+        (_percent(spans.plan_error), "plan error per cascade"),
+        (_percent(steps.data_wait_s / steps.seconds if steps.seconds else math.nan), "waiting for data"),
         (f"{workers[0]}-{workers[-1]}" if len(workers) > 1 else str(workers[0] if workers else "-"), "workers"),
-        (str(len(facts.generations(metrics))), "generations"),
-        (str(sum(line.recomputed for line in metrics)), "steps recomputed"),
+        (str(steps.generations.count), "generations"),
+        (str(steps.recomputed), "steps recomputed"),
     ]
     cards = [f"<div class='figure'><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in rows]
     return f"<div class='figures'>{''.join(cards)}</div>"
-
-
-def _sum(metrics: Sequence[StepMetrics], name: str) -> float:
-    return sum(value for value in facts.column(metrics, name) if math.isfinite(value))
 
 
 def _short(value: float) -> str:
@@ -123,47 +144,37 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}%" if math.isfinite(value) else "-"
 
 
-def _steps(metrics: Sequence[StepMetrics]) -> list[float]:
-    return [float(line.step) for line in metrics]
+def _series(name: str, curve: Curve, css: str = "c1", hover: bool = False) -> Series:
+    return Series(name=name, xs=curve.xs, ys=curve.ys, css=css, hover=hover)
 
 
-def _generation_marks(metrics: Sequence[StepMetrics]) -> list[EventMark]:
+def _generation_marks(steps: StepTotals) -> list[EventMark]:
     return [
-        EventMark(x=first, title=f"generation {generation} from step {first}, {workers} workers")
-        for generation, first, _, workers in facts.generations(metrics)[1:]
+        EventMark(x=found.first, title=f"generation {found.number} from step {found.first}, {found.workers} workers")
+        for found in steps.generations.listed[1:]
     ]
 
 
-def _loss(metrics: Sequence[StepMetrics], events: Sequence[RunEvent]) -> str:
-    xs, losses = _steps(metrics), facts.column(metrics, "loss")
+def _loss(steps: StepTotals) -> str:
     chart = line_chart(
         [
-            Series(name="loss", xs=xs, ys=losses, css="faint", hover=True),
-            Series(name="smoothed", xs=xs, ys=facts.smooth(losses), css="c1"),
+            _series("loss", steps.curves["loss"], css="faint", hover=True),
+            _series("smoothed", steps.smoothed),
         ],
-        marks=_generation_marks(metrics),
+        marks=_generation_marks(steps),
     )
-    buckets = sorted({name for line in metrics for name in line.loss_by_bucket})
     note = "<p class='soft'>Grey: each step. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
-    if not buckets:
+    cells = [
+        f"<tr><td>{escape(name)}</td><td>{_short(first)}</td><td>{_short(second)}</td></tr>"
+        for name, first, second in steps.losses_by_bucket()
+    ]
+    if not cells:
         return chart + note
-    cells = []
-    half = metrics[len(metrics) // 2 :]
-    for name in buckets:
-        first = _bucket_loss(metrics[: len(metrics) // 2], name)
-        last = _bucket_loss(half, name)
-        cells.append(f"<tr><td>{escape(name)}</td><td>{_short(first)}</td><td>{_short(last)}</td></tr>")
     table = (
         "<details><summary>loss by bucket</summary><div class='wide'><table><tr><th>bucket</th>"
         "<th>first half</th><th>second half</th></tr>" + "".join(cells) + "</table></div></details>"
     )
     return chart + note + table
-
-
-def _bucket_loss(metrics: Sequence[StepMetrics], name: str) -> float:
-    values = [line.loss_by_bucket.get(name, math.nan) for line in metrics]
-    numbers = [value for value in values if math.isfinite(value)]
-    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def _samples(run: RunDir) -> str:
@@ -211,34 +222,46 @@ def _embed(path: Path) -> str:
     return f"<img alt='{escape(path.stem)}' src='data:image/{path.suffix[1:]};base64,{data}'>"
 
 
-def _slow(metrics: Sequence[StepMetrics], executed: Sequence[StepWindow], events: Sequence[RunEvent]) -> str:
-    sentences = facts.slow_steps(metrics, executed, events)
+def _slow(facts: RunFacts) -> str:
+    values = facts.steps.values
+    usual = UsualStep(
+        step_s=values["step_s"].median,
+        data_wait_s=values["data_wait_s"].median,
+        predicted_s=values["predicted_s"].median,
+    )
+    sentences = []
+    for line in facts.steps.slow():
+        window = facts.spans.windows.get(line.step)
+        spans = window.spans if window is not None else ()
+        sentences.append(why_slow(line, spans, facts.events.during[line.step], usual))
     if not sentences:
         return "<p class='soft'>No step took more than 1.3 times the median.</p>"
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _timelines(executed: Sequence[StepWindow], metrics: Sequence[StepMetrics]) -> str:
-    if not executed:
+def _timelines(facts: RunFacts) -> str:
+    if not facts.shown:
         return ""
-    chosen = _telling(executed, metrics)
     kinds = {"text": "text encode", "vae": "VAE encode", "dit": "DiT", "finish": "gradient sum and update"}
     legend = "".join(f"<span><i style='background:var(--{css})'></i>{name}</span>" for css, name in kinds.items())
     parts = [f"<div class='legend'>{legend}<span>thin, pale: as planned</span></div>"]
     parts += [
-        f"<h3>Step {window.step}, {label}: {window.end - window.start:.2f} s</h3>{step_timeline(window)}"
-        for label, window in chosen
+        f"<h3>Step {step}, {label}: {window.times.seconds:.2f} s</h3>{step_timeline(window)}"
+        for label, step in facts.shown
+        if (window := facts.spans.windows.get(step)) is not None
     ]
     return "".join(parts)
 
 
-def _telling(executed: Sequence[StepWindow], metrics: Sequence[StepMetrics]) -> list[tuple[str, StepWindow]]:
+def _telling(final: Mapping[int, WindowTimes]) -> list[tuple[str, int]]:
     """The median step, the slowest and the last one. The first steps, which warm up, only if there are no others."""
-    settled = executed[min(3, len(executed) // 4) :]
-    by_time = sorted(settled, key=lambda window: window.end - window.start)
-    picks = [("a typical one", by_time[len(by_time) // 2]), ("the slowest", by_time[-1]), ("the last", executed[-1])]
-    first_label = {window.step: label for label, window in reversed(picks)}
-    return [(label, window) for label, window in picks if first_label[window.step] == label]
+    if not final:
+        return []
+    settled = list(final)[min(3, len(final) // 4) :]
+    by_time = sorted(settled, key=lambda step: final[step].seconds)
+    picks = [("a typical one", by_time[len(by_time) // 2]), ("the slowest", by_time[-1]), ("the last", settled[-1])]
+    first_label = {step: label for label, step in reversed(picks)}
+    return [(label, step) for label, step in picks if first_label[step] == label]
 
 
 def step_timeline(window: StepWindow) -> str:
@@ -284,17 +307,17 @@ def _measured_bar(span: SpanRecord, window: StepWindow) -> Bar:
         lines.append(f"planned {times[1] - times[0]:.3f} s")
     lines += [f"{phase} {value:.3f} s" for phase, value in span.phases.items() if value >= 0.0005]
     return Bar(
-        start_s=span.start - window.start,
-        end_s=span.end - window.start,
+        start_s=span.start - window.times.start,
+        end_s=span.end - window.times.start,
         css=_css(span),
         title="\n".join(lines),
         label=span.name,
     )
 
 
-def _deviations(spans: Sequence[SpanRecord]) -> str:
+def _deviations(spans: SpanTotals) -> str:
     rows = []
-    for found in facts.deviations(spans):
+    for found in spans.deviations:
         css = "over" if found.excess_s > 0 else "under"
         rows.append(
             f"<tr><td class='words'>{escape(found.name)}</td><td>{found.step}</td>"
@@ -307,8 +330,8 @@ def _deviations(spans: Sequence[SpanRecord]) -> str:
     return f"<div class='wide'><table>{head}{''.join(rows)}</table></div>"
 
 
-def _buckets(run: RunDir, spans: Sequence[SpanRecord]) -> str:
-    rows = facts.buckets(spans, _tokens_of(run, spans))
+def _buckets(run: RunDir, spans: SpanTotals) -> str:
+    rows = spans.buckets(_tokens_of(run, spans.shapes))
     if not rows:
         return ""
     head = (
@@ -329,28 +352,26 @@ def _buckets(run: RunDir, spans: Sequence[SpanRecord]) -> str:
     return f"<div class='wide'><table>{head}{''.join(body)}</table></div>{note}"
 
 
-def _tokens_of(run: RunDir, spans: Sequence[SpanRecord]) -> dict[tuple[int, int, int], int]:
+def _tokens_of(run: RunDir, shapes: Iterable[Shape]) -> dict[Shape, int]:
     """Tokens of one sample per bucket; empty when the model's folders are not on this machine."""
     try:
         _, geometry = resolve(RunConfig.load(run.path / "config.yaml").model)
     except (ValueError, FileNotFoundError) as error:
         log.warning("bucket table without tokens: %s", error)
         return {}
-    shapes = {bucket for span in spans for bucket, *_ in facts.pieces(span)}
     return {shape: geometry.tokens(*shape) for shape in shapes}
 
 
-def _balance(metrics: Sequence[StepMetrics]) -> str:
-    xs = _steps(metrics)
+def _balance(steps: StepTotals) -> str:
     parts = [
         "<h3>Seconds per step: measured, planned (orange), waiting for data (green)</h3>",
         line_chart(
             [
-                Series(name="step_s", xs=xs, ys=facts.column(metrics, "step_s"), hover=True),
-                Series(name="predicted_s", xs=xs, ys=facts.column(metrics, "predicted_s"), css="c2"),
-                Series(name="data_wait_s", xs=xs, ys=facts.column(metrics, "data_wait_s"), css="c3"),
+                _series("step_s", steps.curves["step_s"], hover=True),
+                _series("predicted_s", steps.curves["predicted_s"], css="c2"),
+                _series("data_wait_s", steps.curves["data_wait_s"], css="c3"),
             ],
-            marks=_generation_marks(metrics),
+            marks=_generation_marks(steps),
             zero=True,
             height=180,
         ),
@@ -361,26 +382,27 @@ def _balance(metrics: Sequence[StepMetrics]) -> str:
         ("CV of tokens per worker", "cv_step"),
         ("CV of compute per worker", "cv_compute"),
     ]:
-        values = facts.column(metrics, name)
-        if chart := line_chart([Series(name=name, xs=xs, ys=values, hover=True)], height=120, zero=True):
-            parts.append(f"<h3>{escape(title)}, median {_short(facts.median(values))}</h3>{chart}")
+        if chart := line_chart([_series(name, steps.curves[name], hover=True)], height=120, zero=True):
+            parts.append(f"<h3>{escape(title)}, median {_short(steps.values[name].median)}</h3>{chart}")
     return "".join(parts)
 
 
-def _elastic(metrics: Sequence[StepMetrics], events: Sequence[RunEvent]) -> str:
+def _elastic(facts: RunFacts) -> str:
+    generations, events = facts.steps.generations, facts.events
     rows = "".join(
-        f"<tr><td>{generation}</td><td>{first} - {last}</td><td>{workers}</td></tr>"
-        for generation, first, last, workers in facts.generations(metrics)
+        f"<tr><td>{found.number}</td><td>{found.first} - {found.last}</td><td>{found.workers}</td></tr>"
+        for found in generations.listed
     )
     head = "<tr><th>generation</th><th>steps</th><th>workers</th></tr>"
     table = f"<div class='wide'><table class='narrow'>{head}{rows}</table></div>"
-    told = [(event, text) for event in events if (text := event.describe())]
-    start = _start(metrics[0])
+    if (hidden := generations.count - len(generations.listed)) > 0:
+        table += f"<p class='soft'>{hidden} generations in the middle are left out.</p>"
+    start = _start(facts.steps)
     lines = "".join(
-        f"<li><span class='soft'>{_offset(event, start)}</span> {escape(text)}</li>"
-        for event, text in told[:MAX_EVENTS]
+        f"<li><span class='soft'>{_offset(event, start)}</span> {escape(text)}</li>" for event, text in events.told
     )
-    more = f"<p class='soft'>{len(told) - MAX_EVENTS} more in events.jsonl.</p>" if len(told) > MAX_EVENTS else ""
+    left = events.num_told - len(events.told)
+    more = f"<p class='soft'>{left} more in events.jsonl.</p>" if left > 0 else ""
     return table + (f"<h3>Events</h3><ul>{lines}</ul>{more}" if lines else "")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from app.config import RunConfig, run_dir
-from app.settings import ConfigError, as_plain
+from ops.typed import ConfigError, as_plain
 
 Kind = Literal["function", "weights", "sources", "schedule", "free"]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 
@@ -16,7 +16,7 @@ from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 Record = dict[str, Any]
 R = TypeVar("R")
@@ -43,16 +43,16 @@ class RunDir:
         """The resolved config as plain dicts."""
         return yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {}
 
-    def metrics(self) -> list[StepMetrics]:
-        """One record per step, in step order."""
-        return sorted(read_records(self.path / "metrics.jsonl", metrics_of), key=lambda record: record.step)
+    def metrics(self) -> Records[StepMetrics]:
+        """One record per step, in step order, as the file has them."""
+        return Records((self.path / "metrics.jsonl",), metrics_of)
 
-    def events(self) -> list[RunEvent]:
-        return list(read_records(self.path / "events.jsonl", event_of))
+    def events(self) -> Records[RunEvent]:
+        return Records((self.path / "events.jsonl",), event_of)
 
-    def spans(self) -> list[SpanRecord]:
+    def spans(self) -> Records[SpanRecord]:
         """Executed spans of the timeline, in the order they were written."""
-        return [span for name in (OLDER_TIMELINE, TIMELINE) for span in read_records(self.path / name, span_of)]
+        return Records((self.path / OLDER_TIMELINE, self.path / TIMELINE), span_of)
 
     def plans(self) -> dict[int, PlanRecord]:
         """Executed plans of the newest steps, and of some older ones."""
@@ -60,7 +60,7 @@ class RunDir:
         for path in (self.path / "plans").glob("step-*.json"):
             step = path.stem.removeprefix("step-")
             if step.isdigit():
-                plans[int(step)] = plan_of(json.loads(path.read_text(encoding="utf-8")))
+                plans[int(step)] = _plan(path)
         return dict(sorted(plans.items()))
 
     def samples(self) -> list[Path]:
@@ -69,19 +69,53 @@ class RunDir:
         return sorted(files, key=lambda path: (-_step_of(path), path.name))
 
 
+def _plan(path: Path) -> PlanRecord:
+    try:
+        return plan_of(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:  # no JSON, or no plan
+        raise ConfigError(f"{path} is not a plan: {error}") from None
+
+
 def _step_of(path: Path) -> int:
     """N of step-N-01.mp4; -1 for other names."""
     match = re.match(r"step-(\d+)", path.name)
     return int(match[1]) if match else -1
 
 
-def read_records(path: Path, record_of: Callable[[Record], R]) -> Iterator[R]:
-    """Records of a JSON-lines file. Raises ConfigError with the number of a line that is none."""
-    for number, line in numbered_lines(path):
-        try:
-            yield record_of(line)
-        except RecordError as error:
-            raise ConfigError(f"{path} line {number}: {error}") from None
+@dataclass(frozen=True, slots=True)
+class Records(Generic[R]):
+    """Records of JSON-lines files, read one by one whenever they are gone through; none is held.
+
+    Going through them raises ConfigError with the number of a line that is no record.
+    """
+
+    paths: tuple[Path, ...]
+    record_of: Callable[[Record], R]
+
+    def __iter__(self) -> Iterator[R]:
+        for path in self.paths:
+            for number, line in numbered_lines(path):
+                try:
+                    yield self.record_of(line)
+                except RecordError as error:
+                    raise ConfigError(f"{path} line {number}: {error}") from None
+
+    def count(self) -> int:
+        """How many there are, without reading more of them than where each begins and the last one."""
+        return sum(_count(path) for path in self.paths if path.is_file())
+
+
+def _count(path: Path) -> int:
+    found, last = 0, b""
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                found, last = found + 1, line
+    try:
+        json.loads(last)
+    except ValueError:  # torn, or there is none
+        return max(0, found - 1)
+    return found
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, Record]]:

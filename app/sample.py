@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.config import RunConfig, names
 from app.profile import pick_device
-from app.settings import ConfigError, build, parse
 from app.video import contact_sheet, write_mp4
 from ops.comm import Group
 from ops.folders import resolve
@@ -35,6 +34,7 @@ from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.ranges import SEED, above, between
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.typed import ConfigError, build, parse
 from ops.weights import check_state
 
 log = logging.getLogger(__name__)

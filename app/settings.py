@@ -1,47 +1,18 @@
-"""YAML into frozen dataclasses: unknown keys name the nearest known one, wrong types name key, value and expectation.
+"""The YAML files of a run's settings: one over another, with `--set` over all of them.
 
     node = read("configs/runs/demo.yaml")          # merges the files under `base:` first
     node = override(node, ["train.steps=10"])
-    config = build(RunConfig, node)
+    config = build(RunConfig, node)                # ops/typed.py
 
 Knows nothing about any particular section; `app/config.py` holds those. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import math
-import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
-
-T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """What a person wrote in a config or an override is wrong. One sentence: value, rule, remedy. Exit code 2."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A YAML value and where it was written. A mapping holds Nodes under its keys, a list holds Nodes."""
-
-    value: Any
-    where: str = ""  # "demo.yaml:12", or "--set"
-
-    def at(self) -> str:
-        return f" ({self.where})" if self.where else ""
-
-
-class _Mapping(dict[str, Node]):
-    """Keys of one mapping with their nodes, and where each key stands."""
+from ops.typed import ConfigError, Node, parse, plain
 
 
 def read(path: str | Path) -> Node:
@@ -63,7 +34,7 @@ def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
         raise ConfigError(f"config {path} must hold a mapping of sections such as model:, data: and train:.")
     base = node.value.pop("base", Node([]))
     names = base.value if isinstance(base.value, list) else [base]
-    merged = Node(_Mapping(), path.name)
+    merged = Node({}, path.name)
     for name in names:
         if not isinstance(name.value, str):
             raise ConfigError(f"base must be a file name or a list of them, not {plain(name)!r}{name.at()}.")
@@ -71,58 +42,11 @@ def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
     return merge(merged, node)
 
 
-def parse(text: str, name: str = "") -> Node:
-    """Text of one YAML document as Nodes. Raises ConfigError for broken YAML and for keys written twice."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return Node(_Mapping(), name) if root is None else _convert(root, name)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{name or 'the value'}{line} is not valid YAML: {problem}.") from None
-
-
-def _convert(node: yaml.Node, name: str) -> Node:
-    where = f"{name}:{node.start_mark.line + 1}" if name else ""
-    if isinstance(node, yaml.MappingNode):
-        result = _Mapping()
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            if key in result:
-                raise ConfigError(
-                    f"key {key!r} appears twice in one mapping ({name}:{key_node.start_mark.line + 1}); remove one."
-                )
-            value = _convert(value_node, name)
-            result[key] = Node(value.value, f"{name}:{key_node.start_mark.line + 1}" if name else "")
-        return Node(result, where)
-    if isinstance(node, yaml.SequenceNode):
-        return Node([_convert(child, name) for child in node.value], where)
-    return Node(_scalar(node), where)
-
-
-def _scalar(node: yaml.Node) -> Any:
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_object(node)
-    finally:
-        loader.dispose()
-
-
-def plain(node: Node) -> Any:
-    """The node as ordinary dicts, lists and scalars. Keys of digits are numbers again, as in a bucket table."""
-    if isinstance(node.value, dict):
-        return {int(key) if key.isdigit() else key: plain(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
-    return node.value
-
-
 def merge(below: Node, above: Node) -> Node:
     """Mappings are merged key by key; anything else of `above` replaces what is below."""
     if not (isinstance(below.value, dict) and isinstance(above.value, dict)):
         return above
-    result = _Mapping(below.value)
+    result = dict(below.value)
     for key, node in above.value.items():
         result[key] = merge(result[key], node) if key in result else node
     return Node(result, above.where or below.where)
@@ -149,284 +73,14 @@ def _assign(node: Node, path: list[str], value: Node, full: str) -> Node:
         items = list(node.value)
         items[int(head)] = _assign(items[int(head)], rest, value, full)
         return Node(items, node.where)
-    children = _Mapping(node.value) if isinstance(node.value, dict) else _Mapping()
+    children = dict(node.value) if isinstance(node.value, dict) else {}
     children[head] = _assign(children.get(head, Node(None, "--set")), rest, value, full)
     return Node(children, node.where)
 
 
 def _mark(node: Node) -> Node:
     if isinstance(node.value, dict):
-        return Node(_Mapping({key: _mark(child) for key, child in node.value.items()}), "--set")
+        return Node({key: _mark(child) for key, child in node.value.items()}, "--set")
     if isinstance(node.value, list):
         return Node([_mark(child) for child in node.value], "--set")
     return Node(node.value, "--set")
-
-
-# Words that mean something else in every section: the one elsewhere is not what was meant.
-EVERYWHERE = frozenset(
-    {
-        "name",
-        "path",
-        "dir",
-        "kind",
-        "min",
-        "max",
-        "every",
-        "steps",
-        "seed",
-        "device",
-        "enabled",
-        "width",
-        "height",
-        "frames",
-        "fps",
-        "table",
-        "weight",
-        "index",
-        "text",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """How an unknown key is answered: every legal dotted name, and names of other programs with ours."""
-
-    known: tuple[str, ...] = ()
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
-
-    def nearest(self, path: str, siblings: Sequence[str]) -> str:
-        """The dotted name most likely meant by `path`, or an empty string."""
-        parent, _, leaf = path.rpartition(".")
-        if leaf in self.elsewhere:
-            return self.elsewhere[leaf]
-        if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
-            return f"{parent}.{close[0]}" if parent else close[0]
-        same_leaf = [name for name in self.known if name.rpartition(".")[2] == leaf and leaf not in EVERYWHERE]
-        if same_leaf:
-            return same_leaf[0]
-        if parent and leaf in EVERYWHERE:
-            return ""
-        close = difflib.get_close_matches(path, self.known, n=1, cutoff=0.7)
-        return close[0] if close else ""
-
-
-def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") -> T:
-    """A dataclass from a mapping node. Raises ConfigError for the first key, type or rule that does not hold."""
-    names = names or Names(known=tuple(dotted_names(cls)))
-    if not isinstance(node.value, dict):
-        raise ConfigError(f"{path or 'the config'} must be a mapping of settings, not {plain(node)!r}{node.at()}.")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    values = {}
-    for key, child in node.value.items():
-        full = f"{path}.{key}" if path else key
-        if key not in fields:
-            raise ConfigError(_unknown(full, child, names, list(fields)))
-        values[key] = _value(hints[key], child, names, full)
-    for key, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and key not in values:
-            raise ConfigError(f"{f'{path}.{key}' if path else key} is missing{node.at()}; it has no default.")
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ConfigError(f"{str(error).rstrip('.')}{node.at()}.") from None
-
-
-def _unknown(full: str, node: Node, names: Names, siblings: list[str]) -> str:
-    meant = names.nearest(full, siblings)
-    parent = full.rpartition(".")[0]
-    remedy = f"did you mean {meant}?" if meant else f"{parent or 'the top level'} has {', '.join(sorted(siblings))}."
-    return f"unknown key {full}{node.at()}; {remedy}"
-
-
-def _value(kind: Any, node: Node, names: Names, path: str) -> Any:
-    """`node` as a value of type `kind` (scalars, Literal, unions with None, tuples, dicts, dataclasses)."""
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        return _union(kind, node, names, path)
-    if origin is Literal:
-        return _choice(get_args(kind), node, path)
-    if dataclasses.is_dataclass(kind):
-        return build(kind, node, names, path)  # type: ignore[arg-type]
-    if origin in (tuple, list, Sequence) or kind in (tuple, list):
-        return _sequence(kind, node, names, path)
-    if origin in (dict, Mapping) or kind is dict:
-        return _dict(kind, node, names, path)
-    return _plain_value(kind, node, path)
-
-
-def _wrong(path: str, node: Node, expected: str) -> ConfigError:
-    return ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected {expected}.")
-
-
-def _plain_value(kind: Any, node: Node, path: str) -> Any:
-    value = node.value
-    if kind is Any:
-        return plain(node)
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        raise _wrong(path, node, "true or false")
-    if kind is int:
-        value = _whole_text(value)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        raise _wrong(path, node, "a whole number")
-    if kind is float:
-        return _float(node, path)
-    if kind is str:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)  # `name: 2024` means the text
-        raise _wrong(path, node, "text")
-    if kind is type(None):
-        if value is None:
-            return None
-        raise _wrong(path, node, "null")
-    raise AssertionError(f"{path}: settings of type {kind} cannot be read from YAML")
-
-
-def _whole_text(value: Any) -> Any:
-    """YAML 1.1 reads 1e6 as text."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9.]+[eE][+-]?[0-9]+", value):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _float(node: Node, path: str) -> float:
-    value = node.value
-    if isinstance(value, str):
-        try:
-            value = float(value)  # YAML 1.1 reads 1e-4 as text
-        except ValueError:
-            raise _wrong(path, node, "a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise _wrong(path, node, "a number")
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        number = math.inf
-    if math.isinf(number):
-        raise _wrong(path, node, "a finite number")
-    return number
-
-
-def _choice(choices: Sequence[Any], node: Node, path: str) -> Any:
-    """The node's value, which must be one of `choices`."""
-    if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
-        return node.value
-    close = difflib.get_close_matches(str(node.value), [str(choice) for choice in choices], n=1)
-    hint = f"; did you mean {close[0]}?" if close else "."
-    expected = ", ".join(map(str, choices))
-    raise ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected one of {expected}{hint}")
-
-
-def _union(kind: Any, node: Node, names: Names, path: str) -> Any:
-    members = get_args(kind)
-    if node.value is None and type(None) in members:
-        return None
-    rest = [member for member in members if member is not type(None)]
-    if len(rest) == 1:
-        return _value(rest[0], node, names, path)
-    if all(dataclasses.is_dataclass(member) for member in rest):
-        return _tagged(rest, node, names, path)
-    for member in rest:
-        try:
-            return _value(member, node, names, path)
-        except ConfigError:
-            continue
-    raise _wrong(path, node, " or ".join(describe(member) for member in members))
-
-
-def _tagged(members: Sequence[Any], node: Node, names: Names, path: str) -> Any:
-    """One of several dataclasses, told apart by the default of their first field (`architecture: Literal["wan"]`); the
-    first of them where the field is not given.
-
-    A setting of another member is taken with its default there, as version 0.1 wrote all settings of all of them;
-    another value is an error that names the member whose setting it is.
-    """
-    settings = {member: {f.name: f for f in dataclasses.fields(member) if f.init} for member in members}
-    tag = next(iter(settings[members[0]]))
-    by_value = {fields[tag].default: member for member, fields in settings.items()}
-    children = node.value if isinstance(node.value, dict) else {}
-    chosen = _choice(list(by_value), children[tag], f"{path}.{tag}") if tag in children else next(iter(by_value))
-    own = settings[by_value[chosen]]
-    strangers = set(children) - set(own)
-    for value, key in ((value, key) for value, member in by_value.items() for key in strangers & set(settings[member])):
-        if plain(children[key]) != as_plain(settings[by_value[value]][key].default):
-            raise ConfigError(
-                f"{path}.{key} is a setting of {tag} {value}{children[key].at()}; {path}.{tag} is {chosen}."
-            )
-    elsewhere = {key for key in strangers if any(key in fields for fields in settings.values())}
-    if elsewhere:
-        node = Node(_Mapping({key: child for key, child in children.items() if key not in elsewhere}), node.where)
-    return build(by_value[chosen], node, names, path)
-
-
-def _sequence(kind: Any, node: Node, names: Names, path: str) -> Any:
-    items = node.value
-    args = get_args(kind)
-    make = list if get_origin(kind) is list or kind is list else tuple
-    if not isinstance(items, list):
-        raise _wrong(path, node, describe(kind))
-    fixed = make is tuple and args and args[-1] is not Ellipsis
-    if fixed and len(items) != len(args):
-        raise _wrong(path, node, describe(kind))
-    kinds = list(args) if fixed else [args[0] if args else Any] * len(items)
-    return make(_value(k, item, names, f"{path}.{i}") for i, (k, item) in enumerate(zip(kinds, items, strict=True)))
-
-
-def _dict(kind: Any, node: Node, names: Names, path: str) -> dict[str, Any]:
-    if not isinstance(node.value, dict):
-        raise _wrong(path, node, "a mapping")
-    args = get_args(kind)
-    return {key: _value(args[1] if args else Any, child, names, f"{path}.{key}") for key, child in node.value.items()}
-
-
-def describe(kind: Any) -> str:
-    """A type in words, for error messages."""
-    simple = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if kind in simple:
-        return simple[kind]
-    if get_origin(kind) is tuple and get_args(kind)[-1] is not Ellipsis:
-        return f"a list of {len(get_args(kind))}: {', '.join(describe(k) for k in get_args(kind))}"
-    if get_origin(kind) in (tuple, list):
-        return f"a list, each {describe(get_args(kind)[0])}"
-    return "a mapping"
-
-
-def dotted_names(cls: type, path: str = "") -> list[str]:
-    """Every setting below a dataclass as section.key; lists and dicts end a path."""
-    hints = typing.get_type_hints(cls)
-    names = []
-    for f in dataclasses.fields(cls):
-        full = f"{path}.{f.name}" if path else f.name
-        names.append(full)
-        for member in _members(hints[f.name]):
-            names += [name for name in dotted_names(member, full) if name not in names]
-    return names
-
-
-def _members(kind: Any) -> list[Any]:
-    """The dataclasses that a setting may be: itself, or the members of a union."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-
-
-def as_plain(value: Any) -> Any:
-    """A dataclass as dicts, lists and scalars, ready for YAML."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: as_plain(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(child) for child in value]
-    return value

@@ -22,7 +22,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def end_of_whole_lines(file: BinaryIO) -> int:
-    """Offset behind the last line break; 0 without one."""
+    """Offset after the last line break; 0 without one."""
     end = file.seek(0, 2)
     while end > 0:
         start = max(0, end - _CHUNK)

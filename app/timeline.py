@@ -7,10 +7,11 @@ steps and the events of the run (joins, losses, recoveries).
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +30,67 @@ COLOURS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class WindowTimes:
+    """When an execution of a step began and ended, in unix seconds."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow:
     """One execution of a step: what ran from its start to its end, encodes for later steps included."""
 
     step: int
-    start: float  # unix seconds
-    end: float
+    times: WindowTimes
     spans: tuple[SpanRecord, ...]
 
 
-def windows(spans: Iterable[SpanRecord]) -> list[StepWindow]:
-    """Executions in the order they happened. A step that was run again has several."""
-    groups: dict[float, list[SpanRecord]] = defaultdict(list)
-    for span in spans:
-        groups[span.step_start].append(span)
-    found = []
-    for start, members in sorted(groups.items()):
-        finished = [span.step for span in members if span.module == "finish"]
-        step = finished[0] if finished else min(span.step for span in members)
-        found.append(StepWindow(step=step, start=start, end=max(span.end for span in members), spans=tuple(members)))
-    return found
+def windows(spans: Iterable[SpanRecord]) -> Iterator[StepWindow]:
+    """Executions in the order they happened, one at a time: a step's spans are written together. A step that was run
+    again has several."""
+    for start, members in groupby(spans, key=lambda span: span.step_start):
+        held = tuple(members)
+        finished = [span.step for span in held if span.module == "finish"]
+        step = finished[0] if finished else min(span.step for span in held)
+        yield StepWindow(step=step, times=WindowTimes(start, max(span.end for span in held)), spans=held)
 
 
-def final_windows(spans: Iterable[SpanRecord]) -> list[StepWindow]:
-    """The last execution of every step, in step order."""
-    return [window for _, window in sorted({window.step: window for window in windows(spans)}.items())]
+def final_times(spans: Iterable[SpanRecord]) -> dict[int, WindowTimes]:
+    """When the last execution of every step ran, in step order."""
+    return dict(sorted({window.step: window.times for window in windows(spans)}.items()))
 
 
-def trace(spans: Sequence[SpanRecord], events: Iterable[RunEvent] = ()) -> Record:
+def trace(spans: Iterable[SpanRecord], events: Iterable[RunEvent] = ()) -> Record:
     """A Chrome trace of executed spans and run events. Times are microseconds from the first span."""
-    if not spans:
-        return {"traceEvents": [], "displayTimeUnit": "ms"}
-    origin = min(min(span.start, span.step_start) for span in spans)
-    entries = list(_lane_names(spans))
+    return {"traceEvents": list(_entries(spans, events)), "displayTimeUnit": "ms"}
+
+
+def _entries(spans: Iterable[SpanRecord], events: Iterable[RunEvent]) -> Iterator[Record]:
+    """Entries of the trace, one at a time; `spans` is gone through three times."""
+    origin, nodes = math.inf, {}
     for span in spans:
-        entries += _span_entries(span, origin)
-    entries += _step_entries(spans, origin)
-    entries += [_event_entry(event, origin) for event in events if event.time >= origin]
-    return {"traceEvents": entries, "displayTimeUnit": "ms"}
+        origin = min(origin, span.start, span.step_start)
+        nodes[span.worker] = span.node
+    if not nodes:
+        return
+    yield from _lane_names(nodes)
+    for span in spans:
+        yield from _span_entries(span, origin)
+    for window in windows(spans):
+        yield _step_entry(window, origin)
+    yield from (_event_entry(event, origin) for event in events if event.time >= origin)
 
 
-def _lane_names(spans: Sequence[SpanRecord]) -> Iterable[Record]:
+def _lane_names(nodes: Mapping[str, str]) -> Iterator[Record]:
+    """Names of the lanes of workers, which are given with their nodes, and of the run's own."""
     yield _meta(RUN_PID, "process_name", "run")
     yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
-    nodes = {span.worker: span.node for span in spans}
     for worker, node in sorted(nodes.items(), key=lambda pair: lane(pair[0])):
         pid = lane(worker)
         yield _meta(pid, "process_name", f"worker {worker}{f' on {node}' if node else ''}")
@@ -119,13 +136,9 @@ def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, detail
     }
 
 
-def _step_entries(spans: Sequence[SpanRecord], origin: float) -> list[Record]:
-    return [
-        _slice(
-            RUN_PID, 0, f"step {window.step}", window.start - origin, window.end - window.start, {"step": window.step}
-        )
-        for window in windows(spans)
-    ]
+def _step_entry(window: StepWindow, origin: float) -> Record:
+    name, start = f"step {window.step}", window.times.start - origin
+    return _slice(RUN_PID, 0, name, start, window.times.seconds, {"step": window.step})
 
 
 def _event_entry(event: RunEvent, origin: float) -> Record:
@@ -144,5 +157,9 @@ def _event_entry(event: RunEvent, origin: float) -> Record:
 def write_timeline(run: RunDir) -> Path:
     """Write `timeline.json` of a run and return its path."""
     path = run.path / "timeline.json"
-    path.write_text(json.dumps(trace(run.spans(), run.events())), encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for number, entry in enumerate(_entries(run.spans(), run.events())):
+            file.write((", " if number else "") + json.dumps(entry))
+        file.write('], "displayTimeUnit": "ms"}')
     return path

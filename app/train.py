@@ -1,34 +1,30 @@
 """Trains one run. On a cluster:  ray job submit --working-dir . -- python -m app.train --config configs/runs/demo.yaml
 
-Ray Train owns the run: its single worker is the controller, which it starts again when it dies. The controller starts
-the GPU workers (`actors/run/controller.py`) and writes the run directory through `Recorder`; this process follows the
-files and shows the progress.
+Ray Train owns the run: its single worker is the controller (`app/controller_process.py`), which it starts again when it
+dies. The controller starts the GPU workers (`actors/run/controller.py`) and writes the run directory; this process
+follows the files and shows the progress.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
-import json
 import logging
 import os
 import shutil
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.outcome import Outcome
-from actors.records.events import SettingsChanged
+from actors.outcome import Exit, Outcome
 from app.apart import is_inner, join_lifeline, run_apart
 from app.config import RunConfig, check_run_dir, from_here, notes, prepare_run_dir, run_dir
+from app.controller_process import CONTROLLER, CONTROLLER_S, DRIVER, controller_loop, runtime_config
 from app.data_synth import make_missing
-from app.errors import FAILURE, INTERRUPTED, PACKAGES, exit_code, is_ours, one_line, unwrap
+from app.errors import PACKAGES, exit_code, is_ours, one_line
 from app.follow import Follower
 from app.live_runs import (
     OUTCOME,
@@ -42,20 +38,15 @@ from app.live_runs import (
     stops_on_signal,
     wait_while_ray_lives,
 )
-from app.live_samples import LiveSamples
-from app.lock import FolderLock, holder, lock_path
-from app.recorder import Recorder
+from app.lock import FolderLock, lock_path
 from app.resume import Change, check_resume
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
-DRIVER, CONTROLLER = "driver", "controller"  # who holds a lock of a run's folder
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _DRIVER_S = 3.0  # a run that was killed frees its folder within this
-_CONTROLLER_S = 60.0  # and its controller, on whichever node, within this
 UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working directory of a submitted job
 
 
@@ -81,7 +72,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         lock.take(_DRIVER_S, _note)
         check_run_dir(config, resume=resume, overwrite=overwrite)
         changes = check_resume(config) if resume else []
-        predecessor.take(_CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
+        predecessor.take(CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
         fresh = not folder.exists()
         _say_before(config, resume=resume)
         make_missing(config.data.sources)
@@ -129,7 +120,9 @@ def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Chan
         try:
             returned = _fit(config, folder, token, changes)
         except RayGone as error:
-            return Outcome(code=FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1)
+            return Outcome(
+                code=Exit.FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1
+            )
         except Exception as error:  # of Ray Train's many kinds: it has given up
             log.debug("Ray Train has given up", exc_info=True)
             return _rescued(config, folder, error)
@@ -154,7 +147,7 @@ def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     except Exception as second:  # the state is where it was; both errors are told
         left = f"its last steps could not be saved from the keepers ({one_line(second)})"
     left = left or "Its last committed step is on disk; go on with --resume"
-    return Outcome(code=FAILURE, reason=f"{reason}. {left}", last_step=-1)
+    return Outcome(code=Exit.FAILURE, reason=f"{reason}. {left}", last_step=-1)
 
 
 def _connect(config: RunConfig) -> None:
@@ -270,111 +263,6 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
     return Outcome(**returned) if returned else None
 
 
-def controller_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Runs in Ray Train's worker process. Ends normally also when the run failed for a reason that a retry repeats;
-    returns the outcome, also for a disk that takes no file any more."""
-    from actors.outcome import Superseded
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, token = Path(settings["run_dir"]), settings.get("token", "")
-    with FolderLock(lock_path(folder, CONTROLLER)) as lock:
-        lock.take(_CONTROLLER_S, log.warning)
-        try:
-            outcome = _controlled(settings, _guard(folder, token, lock))
-        except Superseded as error:
-            log.error("%s", error)
-            return None
-    ended = {"code": outcome.code, "reason": outcome.reason, "last_step": outcome.last_step}
-    try:
-        aside = folder / f".{OUTCOME}.part"
-        aside.write_text(json.dumps({**ended, "token": token}), encoding="utf-8")
-        os.replace(aside, folder / OUTCOME)
-    except OSError as error:
-        log.error("%s was not written: %s", folder / OUTCOME, error)
-    return ended
-
-
-def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
-    """Raises Superseded once another start writes in this folder."""
-    from actors.outcome import Superseded
-
-    def check() -> None:
-        driver = holder(lock_path(folder, DRIVER))
-        if lock.lost or (token and driver is not None and driver.token != token):
-            raise Superseded(f"another start has taken over {folder}")
-
-    return check
-
-
-def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
-    """The controller's life with its files. Raises Superseded, and Ray's errors that another controller answers."""
-    from actors.outcome import Superseded, continues
-    from actors.run.controller import Controller
-    from actors.run.rescue import rescue
-
-    folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
-    controller: Any = None
-    try:
-        guard()
-        with Recorder(folder, samples=LiveSamples(config, folder), guard=guard) as recorder:
-            if changes := settings.get("changes"):
-                recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
-            controller = Controller(runtime_config(config, folder), recorder)
-            outcome: Outcome = controller.train()
-            left = controller.left
-    except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
-        if continues(error) or isinstance(error, Superseded):
-            raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
-        log.exception("the controller failed")
-        left = controller.left if controller is not None else rescue(runtime_config(config, folder))
-        outcome = Outcome(code=code_of(error, folder), reason=_told(error, folder), last_step=-1)
-    return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
-
-
-def code_of(error: Exception, folder: Path) -> int:
-    """The exit code of a run that this error ended. A run folder that can no longer be written is a failure of its
-    storage, although a path that cannot be opened at a start is a mistake."""
-    cause = unwrap(error)
-    if isinstance(cause, OSError) and cause.filename is not None:
-        path = Path(os.fsdecode(cause.filename)) if isinstance(cause.filename, str | bytes) else None
-        if path is not None and path.is_relative_to(folder):
-            return FAILURE
-    return exit_code(error) or FAILURE
-
-
-def _told(error: Exception, folder: Path) -> str:
-    """A sentence for the person at the terminal; the traceback of what is not ours stays in the folder."""
-    if isinstance(error, OSError) and error.errno in FULL:
-        return (
-            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Make room for {folder}, "
-            f"then continue with --resume"
-        )
-    if is_ours(error):
-        return str(error)
-    try:
-        (folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    except OSError:
-        return f"{type(error).__name__}: {error}"
-    return f"{type(error).__name__}: {error} (see {folder / 'error.txt'})"
-
-
-def runtime_config(config: RunConfig, run_dir: Path) -> Any:
-    """The part of the settings that the controller needs."""
-    from actors.config import RuntimeConfig
-
-    return RuntimeConfig(
-        run_dir=str(run_dir),
-        model=config.model,
-        data=config.data,
-        train=config.train,
-        workers=config.workers,
-        planner=config.planner,
-        snapshot=config.snapshot,
-        checkpoint=config.checkpoint,
-        config_yaml=config.to_yaml(),
-    )
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m app.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -399,7 +287,7 @@ def _main() -> int:
         return main(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Exit.INTERRUPTED
     except Exception as error:
         if debug or not is_ours(error):
             traceback.print_exc()

@@ -84,6 +84,12 @@ class DeepSpeedSync:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
+    def watch_backward(self) -> None:
+        """Nothing: DeepSpeed sums everything in one call at the end of the step."""
+
+    def start_sum(self) -> None:
+        """Nothing, see `watch_backward`."""
+
     def finish_step(
         self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
     ) -> StepResult:
@@ -123,7 +129,7 @@ class DeepSpeedSync:
             arrays["ema"] = self._ema
         size = self.hi - self.lo
         copies = {name: array[:size].detach().to("cpu", copy=True).numpy() for name, array in arrays.items()}
-        return ShardState(step=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
+        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
 
     # Engine -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +189,7 @@ class DeepSpeedSync:
         mine = cut(shards, *bounds[self._group.rank])
         if mine.total != self.total:
             raise ValueError(f"the state has {mine.total} parameters, the model {self.total}; use the run's own model.")
-        self.updates = mine.step
+        self.updates = mine.updates
         # From our ranges to DeepSpeed's: one full vector at a time.
         state = {name: self._regather(mine.arrays[name], bounds) for name in ARRAYS if name in mine.arrays}
         self._set_state(state)

@@ -20,10 +20,10 @@ class ShardState:
     """Optimizer state of the range [lo, hi) of the flat vector. Made by a sync engine, held by keepers and checkpoints.
 
     `arrays` has "master", "exp_avg" and "exp_avg_sq", and "ema" when the EMA is on; float32 (float64 for a float64
-    model), each hi - lo long. `step` counts the optimizer updates applied so far: skipped steps do not count.
+    model), each hi - lo long.
     """
 
-    step: int
+    updates: int  # of the optimizer, applied so far: skipped steps do not count
     lo: int
     hi: int
     total: int
@@ -45,7 +45,7 @@ class ShardState:
     def copy(self) -> ShardState:
         """The same state in memory of its own."""
         arrays = {name: np.array(array) for name, array in self.arrays.items()}
-        return ShardState(step=self.step, lo=self.lo, hi=self.hi, total=self.total, arrays=arrays)
+        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=arrays)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +93,10 @@ def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
     if not shards:
         raise ValueError(f"no shards given for the range [{lo}, {hi}).")
     first = shards[0]
-    if len({(shard.step, shard.total) for shard in shards}) > 1:
-        raise ValueError(f"shards of different states: (updates, total) {sorted({(s.step, s.total) for s in shards})}.")
+    if len({(shard.updates, shard.total) for shard in shards}) > 1:
+        raise ValueError(
+            f"shards of different states: (updates, total) {sorted({(s.updates, s.total) for s in shards})}."
+        )
     gaps = missing([(shard.lo, shard.hi) for shard in shards], lo, hi)
     if gaps:
         raise ValueError(f"state of [{lo}, {hi}) is incomplete: {gaps} is in none of the {len(shards)} shards.")
@@ -104,4 +106,4 @@ def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
         if a < b:
             for name, array in arrays.items():
                 array[a - lo : b - lo] = shard.arrays[name][a - shard.lo : b - shard.lo]
-    return ShardState(step=first.step, lo=lo, hi=hi, total=first.total, arrays=arrays)
+    return ShardState(updates=first.updates, lo=lo, hi=hi, total=first.total, arrays=arrays)

@@ -6,7 +6,7 @@ none, into its flat gradient; there is no averaging over ranks, and numbers of p
     sync.form(groups.get(world), shards)      # once per generation
     sync.begin_step()
     for cascade in mine: cascade.loss().backward()
-        # optional: sync.sum.watch() before the last one, sync.sum.start() behind it
+        # optional: sync.watch_backward() before the last one, sync.start_sum() after it
     result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase)
     keeper.put(step, sync.export_shard())
 """
@@ -65,6 +65,14 @@ class Sync(Protocol):
     def layout(self) -> tuple[Slot, ...]: ...
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
     def begin_step(self) -> None: ...
+    def watch_backward(self) -> None:
+        """The next backward is the last of this worker in the step: parts of the sum may start inside it."""
+        ...
+
+    def start_sum(self) -> None:
+        """This worker adds no more gradient in this step, and joins no bag before its end: its sum may start."""
+        ...
+
     def finish_step(
         self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
     ) -> StepResult: ...
@@ -116,7 +124,7 @@ def initial_shard(named: Sequence[tuple[str, Tensor]], lo: int, hi: int) -> Shar
     ]
     master = torch.cat(pieces).to("cpu", dtype, copy=True).numpy() if pieces else torch.empty(0, dtype=dtype).numpy()
     moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    return ShardState(step=0, lo=lo, hi=hi, total=layout[-1].hi, arrays={"master": master, **moments})
+    return ShardState(updates=0, lo=lo, hi=hi, total=layout[-1].hi, arrays={"master": master, **moments})
 
 
 class FlatSync:
@@ -173,6 +181,14 @@ class FlatSync:
             for parameter, view in zip(self._parameters, self._grad_views, strict=True):
                 parameter.grad = view
 
+    def watch_backward(self) -> None:
+        """Start buckets of the sum inside the next backward, as they become final."""
+        self.sum.watch()
+
+    def start_sum(self) -> None:
+        """Start the sum of what has not started yet."""
+        self.sum.start()
+
     def finish_step(
         self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
     ) -> StepResult:
@@ -211,7 +227,7 @@ class FlatSync:
         if self._ema is not None:
             arrays["ema"] = self._ema
         copies = {name: array.to("cpu", copy=True).numpy() for name, array in arrays.items()}
-        return ShardState(step=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
+        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
 
     def gradient(self) -> Tensor:
         """The flat gradient, [total]: this worker's partial one before `finish_step`."""
@@ -268,7 +284,7 @@ class FlatSync:
         state = {
             name: torch.from_numpy(array).to(self._device, self._state_dtype) for name, array in shard.arrays.items()
         }
-        self.updates = shard.step
+        self.updates = shard.updates
         self._own().copy_(state["master"])
         self._master = self._own() if self._is_master else state["master"]
         self._exp_avg, self._exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]

@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("ops", "data", "actors", "app")  # each may import itself and those before it
-PURE = ("ops/geometry.py", "ops/config.py", "data/config.py", "actors/config.py", "app/config.py", "app/settings.py")
+PURE = (
+    "ops/geometry.py",
+    "ops/config.py",
+    "ops/typed.py",
+    "data/config.py",
+    "actors/config.py",
+    "app/config.py",
+    "app/settings.py",
+)
 HEAVY = ("torch", "ray", "diffusers", "transformers", "deepspeed", "pandas", "pyarrow", "av", "matplotlib")
 
 

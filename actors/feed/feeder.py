@@ -17,6 +17,7 @@ import ray
 from actors.feed.encoders import ENCODED, Encoders, modules_in_cache, plan_item, text_keys
 from actors.messages import PublishedResult
 from actors.plan.types import Module
+from actors.ray_calls import put
 from actors.step import CacheKeys, StepBatches, StepItems
 from data.buckets import BatchSize
 from data.cache import Cache, CachedLatents, Kind
@@ -98,7 +99,7 @@ class Feeder:
     def batches(self, step: int) -> StepBatches:
         """References to the decoded batches of a step; returns when all are decoded."""
         values = self._engine.batches(step)  # references, or batches of an engine without Ray
-        references = tuple(value if isinstance(value, ray.ObjectRef) else ray.put(value) for value in values)
+        references: tuple[Any, ...] = tuple(v if isinstance(v, ray.ObjectRef) else put(v) for v in values)
         return StepBatches(references=references, position=self.token(step + 1))
 
     def release(self, step: int) -> None:

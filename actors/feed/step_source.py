@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import ray
 
@@ -16,14 +16,18 @@ from actors.feed.encoders import Encoders
 from actors.feed.feeder import Feeder
 from actors.planning.options import profile_of
 from actors.pool.workers import uses_gpu
-from actors.ray_calls import GONE, unwrap
-from actors.step import DataLost, StepData, StepItems, StepSamples
+from actors.ray_calls import GONE, get, kill, unwrap, wait
+from actors.refs import Method, Ref
+from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
 from data.engines.placement import beside_me
 from ops.config import ModelConfig
 from ops.geometry import Geometry
 from ops.models.text import text_dtype
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Accounting = dict[str, Any]  # JSON, as the data set counts itself
 
 
 _ALARMS = 5  # so many times the engine's own stall alarm without an answer, and the feeder is replaced
@@ -32,23 +36,40 @@ _STARTS = 3
 _POSITIONS_KEPT = 256  # of a few kB each: what a checkpoint or a fallback of some steps asks for
 
 
+class FeederHandle(Protocol):
+    """The feeder as the controller knows it (`actors.feed.feeder`)."""
+
+    @property
+    def start(self) -> Method[[int, Position | None], Accounting]: ...
+    @property
+    def items(self) -> Method[[int], StepItems]: ...
+    @property
+    def batches(self) -> Method[[int], StepBatches]: ...
+    @property
+    def release(self) -> Method[[int], None]: ...
+    @property
+    def ledger(self) -> Method[[], Accounting]: ...
+    @property
+    def token(self) -> Method[[int], Position]: ...
+
+
 class StepSource:
     """Data of coming steps, requested ahead. A step's references live until `release`."""
 
     def __init__(
-        self, make: Callable[[], Any], geometry: Geometry, loss_weight: str, last_step: int, stall_s: float
+        self, make: Callable[[], FeederHandle], geometry: Geometry, loss_weight: str, last_step: int, stall_s: float
     ) -> None:
         """`stall_s` is the engine's alarm (`data.engine.stall_s`); a feeder silent for several of them is replaced."""
         self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
-        self._feeder: Any = None
-        self._items: dict[int, Any] = {}
-        self._batches: dict[int, Any] = {}
+        self._feeder: FeederHandle | None = None
+        self._items: dict[int, Ref[StepItems]] = {}
+        self._batches: dict[int, Ref[StepBatches]] = {}
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
-        self._positions: OrderedDict[int, Mapping[str, Any]] = OrderedDict()  # before each of the last steps
+        self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
 
-    def open(self, first_step: int, token: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def open(self, first_step: int, token: Position | None = None) -> Accounting:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
         the data is not that of the checkpoint whose `token` is given.
 
@@ -68,20 +89,20 @@ class StepSource:
                 log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
         raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
 
-    def _open(self, first_step: int, token: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _open(self, first_step: int, token: Position | None) -> Accounting:
         if self._feeder is not None:
-            ray.kill(self._feeder, no_restart=True)
+            kill(self._feeder)
         self._feeder = self._make()
         started, opened = time.monotonic(), self._feeder.start.remote(first_step, token)
-        while not ray.wait([opened], timeout=_LEAST_PATIENCE_S)[0]:  # a first index of a large data set takes its time
+        while not wait([opened], timeout=_LEAST_PATIENCE_S)[0]:  # a first index of a large data set takes its time
             log.warning("the data is being opened since %.0f s", time.monotonic() - started)
-        return unwrap(lambda: ray.get(opened))
+        return unwrap(lambda: get(opened))
 
     def request(self, step: int) -> None:
         """Ask for a step ahead of its use; idempotent, steps past the end of the run are ignored."""
         if step < self._last and step not in self._items and step not in self._ready:
-            self._items[step] = self._feeder.items.remote(step)
-            self._batches[step] = self._feeder.batches.remote(step)
+            self._items[step] = self._open_feeder.items.remote(step)
+            self._batches[step] = self._open_feeder.batches.remote(step)
             self._asked_at[step] = time.monotonic()
 
     def has(self, step: int, timeout_s: float = 0.0) -> bool:
@@ -93,7 +114,7 @@ class StepSource:
         for wanted in (step, step + 1):
             self.request(wanted)
         asked = [known[s] for s in (step, step + 1) for known in (self._items, self._batches) if s in known]
-        done = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)[0] if asked else []
+        done = wait(asked, num_returns=len(asked), timeout=timeout_s)[0] if asked else []
         for answer in done:
             self._get(answer)  # of a failed one its error; the others are lists of references
         if len(done) == len(asked):
@@ -130,17 +151,17 @@ class StepSource:
             del self._items[step], self._batches[step], self._asked_at[step]
         return self._ready[step]
 
-    def release(self, step: int) -> Mapping[str, Any] | None:
-        """The step is committed. Returns the data's position behind it."""
+    def release(self, step: int) -> Position | None:
+        """The step is committed. Returns the data's position after it."""
         for known in [s for s in self._ready if s <= step]:
             del self._ready[known]
-        self._feeder.release.remote(step)
+        self._open_feeder.release.remote(step)
         return self._positions.get(step + 1)
 
-    def ledger(self) -> dict[str, Any]:
+    def ledger(self) -> Accounting:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
-    def token(self, step: int) -> Mapping[str, Any]:
+    def token(self, step: int) -> Position:
         """The data's position before a step. Raises DataLost when no feeder can tell."""
         if step in self._positions:
             return self._positions[step]
@@ -150,24 +171,35 @@ class StepSource:
 
     def close(self) -> None:
         if self._feeder is not None:
-            ray.kill(self._feeder, no_restart=True)
+            kill(self._feeder)
             self._feeder = None
 
-    def _get(self, reference: Any) -> Any:
+    @property
+    def _open_feeder(self) -> FeederHandle:
+        assert self._feeder is not None, "open() comes before the first step"
+        return self._feeder
+
+    def _get(self, reference: Ref[T]) -> T:
         try:
-            return unwrap(lambda: ray.get(reference, timeout=self._patience_s))
+            return unwrap(lambda: get(reference, timeout=self._patience_s))
         except GONE as error:
             raise DataLost(f"the feeder died: {error}") from None
         except ray.exceptions.GetTimeoutError:
             raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
 
 
-def actor_factory(plain: type, *arguments: Any, **named: Any) -> Callable[[], Any]:
+def actor_factory(plain: type, *arguments: Any, **named: Any) -> Callable[[], FeederHandle]:
     """A function that starts an actor of this class beside the caller; used again when the actor dies."""
-    return lambda: ray.remote(plain).options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
+
+    def start() -> FeederHandle:
+        actor: Any = ray.remote(plain)
+        handle: FeederHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
+        return handle
+
+    return start
 
 
-def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> Callable[[], Any]:
+def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> Callable[[], FeederHandle]:
     """The feeder that a run's config describes."""
     return actor_factory(
         Feeder,

@@ -14,7 +14,8 @@ from actors.messages import Span
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, EarlyEncode
 from actors.planning.actor import Planner
-from actors.ray_calls import GONE, unwrap
+from actors.ray_calls import GONE, get, unwrap
+from actors.refs import Ref
 from actors.step import StepAssignment
 from data.engines.placement import beside_me
 
@@ -27,7 +28,7 @@ class PlannerClient:
     def __init__(self, profile: Profile, config: PlannerConfig) -> None:
         self._profile, self._config = profile, config
         self._actor = self._start()
-        self._asked: tuple[tuple[Any, ...], Any] | None = None
+        self._asked: tuple[tuple[Any, ...], Ref[StepAssignment]] | None = None
 
     def request(
         self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
@@ -47,7 +48,7 @@ class PlannerClient:
             assert self._asked is not None
             reference = self._asked[1]
             try:
-                return unwrap(partial(ray.get, reference, timeout=60 + 10 * budget_s))
+                return unwrap(partial(get, reference, timeout=60 + 10 * budget_s))
             except (*GONE, ray.exceptions.GetTimeoutError) as error:
                 log.warning("the planner is started again, step %d is planned anew: %s", step, error)
                 ray.kill(self._actor, no_restart=True)

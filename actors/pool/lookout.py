@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import ray
 
 from actors.config import WorkersConfig
 from actors.messages import LOADING, Progress
+from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
 from actors.pool.membership_types import (
     Alive,
     Event,
     Joined,
     Leaving,
-    Ready,
+    Loaded,
     Refused,
     Resize,
     Resources,
     Suspect,
 )
-from actors.pool.monitor import MonitorReport, OperatorRequests
-from actors.pool.workers import Pool, uses_gpu
+from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
+from actors.pool.workers import PoolNews, uses_gpu
+from actors.ray_calls import get, resources
 from actors.records.events import (
     MonitorRestarted,
     PoolResized,
-    RunEvent,
     StackDumped,
     WorkerLeaving,
     WorkerLost,
@@ -42,11 +42,22 @@ _ANSWER_S = 10.0  # the monitor answers at once, or is being started again
 _FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
 
 
+class Starts(Protocol):
+    """What is looked at of a pool (`actors.pool.workers.Pool`)."""
+
+    @property
+    def pending(self) -> list[str]: ...
+    @property
+    def names(self) -> list[str]: ...
+    def poll(self) -> PoolNews: ...
+    def remove(self, name: str) -> None: ...
+
+
 class Lookout:
     """Looks once per call and never waits for a worker. `tell` is told what people want to read."""
 
     def __init__(
-        self, config: WorkersConfig, pool: Pool, monitor: Any, tell: Callable[[RunEvent], None], start_s: float = 600.0
+        self, config: WorkersConfig, pool: Starts, monitor: MonitorHandle, tell: Tell, start_s: float = 600.0
     ) -> None:
         """`start_s` is how long a worker may load its modules."""
         self._start_s = start_s
@@ -57,11 +68,8 @@ class Lookout:
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
         self._doing: dict[str, Progress] = {}  # at the last look
-        self._life, self._generation, self._wishes = (
-            "",
-            -1,
-            OperatorRequests(),
-        )  # what a monitor started anew has to be told
+        # What a monitor that is started anew has to be told.
+        self._life, self._generation, self._wishes = "", -1, OperatorRequests()
 
     def look(self) -> list[Event]:
         """Everything that has changed since the last look, in an order the membership can take."""
@@ -72,7 +80,7 @@ class Lookout:
         return [*events, Resources(available=self._room())]
 
     def try_again(self) -> None:
-        """A worker has started, or the pool has become smaller: what failed to start before says nothing any more."""
+        """Forget failed starts: a worker has started, or the pool has become smaller, so they say nothing any more."""
         self._failed_starts, self.hopeless = 0, ""
 
     def doing(self, name: str) -> str:
@@ -91,7 +99,7 @@ class Lookout:
     def _report(self) -> MonitorReport | None:
         """The monitor's report, or None while it is being started again; a new one is told what the old one knew."""
         try:
-            report: MonitorReport = ray.get(self._monitor.collect.remote(), timeout=_ANSWER_S)
+            report = get(self._monitor.collect.remote(), timeout=_ANSWER_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             log.warning("the monitor does not answer: %s", type(error).__name__)
             return None
@@ -110,7 +118,7 @@ class Lookout:
             self.try_again()
             self._tell(WorkerReady(worker=info.worker, node=info.node, pid=info.pid, host=info.host))
             number = worker_number(info.worker)
-            events += [Joined(worker=number, node=info.node), Ready(worker=number)]
+            events += [Joined(worker=number, node=info.node), Loaded(worker=number)]
         return events + [self._failed_start(name, why) for name, why in news.lost]
 
     def _failed_start(self, name: str, why: str) -> Event:
@@ -122,13 +130,14 @@ class Lookout:
         return Refused(count=1)
 
     def _hanging_starts(self, report: MonitorReport) -> list[Event]:
-        """Its heartbeat begins before its modules are loaded; one that still waits for resources has none."""
-        events = []
+        """Starts that take too long. A worker sends heartbeats as soon as its process runs, also while it loads its
+        modules; one that still waits for resources sends none."""
+        events: list[Event] = []
         for name in self._pool.pending:
             seen = report.seen.get(name)
             if seen is not None and seen.progress.activity == LOADING and report.now - seen.since > self._start_s:
-                self._pool.discard(name)
-                self._monitor.forget.remote(name)
+                self._pool.remove(name)
+                self._monitor.remove.remote(name)
                 why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
                 events.append(self._failed_start(name, why))
         return events
@@ -166,7 +175,7 @@ class Lookout:
 
     def _room(self) -> int:
         """How many more workers the cluster could start right now."""
-        free = ray.available_resources()
+        free = resources(free=True)
         room = int(free.get("CPU", 0) / self._config.cpus_per_worker + 1e-6)
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))
@@ -174,7 +183,7 @@ class Lookout:
 
 
 def worker_number(name: str) -> int:
-    """The membership counts workers, people and actors name them: w7 is 7."""
+    """The number of a worker in the membership: that of w7, as people and actors name it, is 7."""
     return int(name.removeprefix("w"))
 
 

@@ -2,15 +2,22 @@
 
 The controller feeds what it sees and applies what comes out (all words are in actors.pool.membership_types):
 
-    view, decisions = membership.observe(Ready(worker=3), now=time.monotonic())
+    view, decisions = membership.observe(Loaded(worker=3), now=time.monotonic())
     for decision in decisions:
         match decision:
             case Form(): self.form(decision.generation, decision.workers)
             ...
 
-Life of a worker:    Request -> Joined -> starting -> Ready -> ready -> Form -> active -> (loss of a peer) recovering
-                     -> Ready (it left its old groups) -> ready -> Form -> active ...
-It ends by Drain (it hands over and goes, at a step boundary), Dead, or Replace (it does not answer: kill it).
+Life of a worker:    Request -> Joined -> starting -> Loaded -> ready -> Form -> active -> (loss of a peer) recovering
+                     -> HandedOver -> ready -> Form -> active ...
+It ends by Drain (it goes, at a step boundary), Dead, or Replace (it does not answer: kill it).
+
+Words for parting, each for one thing in all rooms:
+    leave       a worker announces that it goes, after a preemption notice or `heddle workers drain` (Leaving)
+    drain       it is let go at a step boundary, when it is in no generation any more (Drain)
+    hand over   it closes the groups of an ended generation and says which shards it holds (HandedOver)
+    remove      pool, monitor or keepers know it no more, its process is ended (Pool.remove, Monitor.remove)
+    release     the data of a committed step may leave the memory (StepSource.release); never of workers
 
 Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; numbers of generations
 only grow; after a bounded number of generations in a row that finish no step, whatever ended them, the run fails; a
@@ -22,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.outcome import EXIT_RESUMABLE
+from actors.outcome import Exit
 from actors.pool.membership_types import (
     Alive,
     Boundary,
@@ -35,13 +42,14 @@ from actors.pool.membership_types import (
     Fail,
     Finished,
     Form,
+    HandedOver,
     Joined,
     Leaving,
     Limits,
+    Loaded,
     Member,
     NodeDead,
     Phase,
-    Ready,
     Refused,
     Replace,
     Request,
@@ -107,8 +115,10 @@ class Membership:
         match event:
             case Joined():
                 self._join(event, now)
-            case Ready():
-                self._ready(event.worker, now)
+            case Loaded():
+                self._ready(event.worker, "starting", now)
+            case HandedOver():
+                self._ready(event.worker, "recovering", now)
             case Alive():
                 self._update(event.worker, suspected_at=None, suspicion="")
             case Suspect():
@@ -141,9 +151,9 @@ class Membership:
         self._requested = max(0, self._requested - 1)
         self._members[event.worker] = Member(worker=event.worker, node=event.node, phase="starting", since=now)
 
-    def _ready(self, worker: int, now: float) -> None:
+    def _ready(self, worker: int, after: Phase, now: float) -> None:
         member = self._members.get(worker)
-        if member is not None and member.phase in ("starting", "recovering"):
+        if member is not None and member.phase == after:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="")
 
     def _broken(self, event: Broken, now: float) -> None:
@@ -151,7 +161,9 @@ class Membership:
             return  # a late report of what was already answered
         self._breaks += 1
         if self._breaks > self._limits.max_breaks:
-            self._fail(1, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}")
+            self._fail(
+                Exit.FAILURE, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}"
+            )
         else:
             self._break(event.reason, now)
 
@@ -164,7 +176,7 @@ class Membership:
         self._losses += 1
         if self._losses > self._limits.max_losses:
             self._fail(
-                1,
+                Exit.FAILURE,
                 f"{self._losses} generations in a row lost a worker before they finished a step; the last one: "
                 f"{reason}. Such a step ends its worker every time: look at that worker's log, or give it more memory",
             )
@@ -202,16 +214,19 @@ class Membership:
         self._state, self._workers = "failed", ()
         self._out.append(Fail(code=code, reason=reason))
 
+    def _has_failed(self) -> bool:
+        return self._state == "failed"
+
     def _with(self, *phases: Phase) -> list[Member]:
         return [member for member in self._members.values() if member.phase in phases]
 
     # Decisions --------------------------------------------------------------------------------------------------
 
     def _settle(self, boundary: bool, now: float) -> None:
-        if self._state == "failed":
+        if self._has_failed():
             return
         self._replace_silent(now)
-        if self._state == "failed":
+        if self._has_failed():
             return
         self._shrink()
         if boundary and self._state == "running":
@@ -219,7 +234,7 @@ class Membership:
         self._drain()
         if self._state != "running":
             self._form_or_wait(now)
-        if self._state != "failed":
+        if not self._has_failed():
             self._request(now)
 
     def _replace_silent(self, now: float) -> None:
@@ -228,7 +243,7 @@ class Membership:
             if reason and member.worker in self._members:
                 self._out.append(Replace(worker=member.worker, reason=reason))
                 self._lose(member.worker, f"was replaced: {reason}", now, replaced=True)
-                if self._state == "failed":
+                if self._has_failed():
                     return
 
     def _overdue(self, member: Member, now: float) -> str:
@@ -315,7 +330,7 @@ class Membership:
         until = self._waiting_since + self._limits.wait_s
         if now >= until:
             self._fail(
-                EXIT_RESUMABLE,
+                Exit.RESUMABLE,
                 f"{have} of at least {self._limits.min} workers for more than {self._limits.wait_s:g} s "
                 f"(workers.wait_s); resume when there is capacity, or lower workers.min",
             )

@@ -61,8 +61,15 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
-    """A starting worker has loaded, or a recovering one has left its old groups: it can join a generation."""
+class Loaded:
+    """A starting worker has loaded its modules: it can join a generation."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandedOver:
+    """A recovering worker has left its old groups and said what it holds: it can join a generation again."""
 
     worker: int
 
@@ -154,7 +161,8 @@ class Tick:
 
 Event = (
     Joined
-    | Ready
+    | Loaded
+    | HandedOver
     | Alive
     | Leaving
     | Suspect
@@ -188,7 +196,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The generation is over: cancel what waits in it. Survivors close their groups, then report Ready if not clean."""
+    """The generation is over: cancel what waits in it. If not clean, survivors hand over before they can join again."""
 
     generation: int
     reason: str
@@ -197,7 +205,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drain:
-    """Let this worker hand over and go. It is in no generation any more."""
+    """End this worker. It is in no generation any more."""
 
     worker: int
     reason: str
@@ -265,3 +273,11 @@ class View:
     requested: int
     limits: Limits
     changed: bool  # state, generation or workers differ from the view before
+
+    @property
+    def change_pending(self) -> bool:
+        """Whether another set of workers than the running generation's is wanted: steps make room for a boundary."""
+        return any(
+            (member.leaving and member.phase == "active") or (member.phase == "ready" and not member.leaving)
+            for member in self.members
+        )

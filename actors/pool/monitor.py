@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from actors.messages import Orders, Progress
+from actors.refs import Method
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,29 @@ class MonitorReport:
     now: float = 0.0  # on the same clock as `seen`
     generation: int = -1  # the newest one announced
     life: str = ""  # changes when the monitor was started anew
+
+
+class MonitorHandle(Protocol):
+    """The monitor as the controller knows it."""
+
+    @property
+    def begin(self) -> Method[[], MonitorReport]: ...
+    @property
+    def collect(self) -> Method[[], MonitorReport]: ...
+    @property
+    def announce(self) -> Method[[int], None]: ...
+    @property
+    def restore(self) -> Method[[int, OperatorRequests], None]: ...
+    @property
+    def ask_stacks(self) -> Method[[tuple[str, ...]], None]: ...
+    @property
+    def remove(self) -> Method[[str], None]: ...
+    @property
+    def stopped(self) -> Method[[], None]: ...
+    @property
+    def beat(self) -> Method[[Progress], Orders]: ...
+    @property
+    def stack(self) -> Method[[str, str], None]: ...
 
 
 class Monitor:
@@ -110,7 +135,8 @@ class Monitor:
         target = wishes.target if self._wishes.target is None else self._wishes.target
         self._wishes = OperatorRequests(target=target, drain=drain, stop=self._wishes.stop or wishes.stop)
 
-    def forget(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
+        """The worker is gone, and with it the wish that it leaves."""
         self._seen.pop(worker, None)
         self._wishes = replace(self._wishes, drain=tuple(w for w in self._wishes.drain if w != worker))
 

@@ -13,9 +13,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import process
 from actors.config import WorkersConfig
-from actors.messages import IO, WorkerInfo, WorkerSettings
+from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
-from actors.pool.monitor import Monitor
+from actors.pool.monitor import Monitor, MonitorHandle
+from actors.ray_calls import get, kill, resources, wait
+from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
 
@@ -30,8 +32,8 @@ class PoolMember:
     """One worker actor, from its request to its end."""
 
     name: str
-    handle: Any
-    info_ref: Any
+    handle: WorkerHandle
+    info_ref: Ref[WorkerInfo]
     requested_at: float
     info: WorkerInfo | None = None  # None while it waits for resources or loads its modules
 
@@ -47,7 +49,9 @@ class PoolNews:
 class Pool:
     """The worker actors of a run. Not thread-safe; used by the controller alone."""
 
-    def __init__(self, run: str, settings: WorkerSettings, monitor: Any, worker_class: type[Worker] = Worker) -> None:
+    def __init__(
+        self, run: str, settings: WorkerSettings, monitor: MonitorHandle, worker_class: type[Worker] = Worker
+    ) -> None:
         self._run, self._settings, self._monitor = run, settings, monitor
         # With a concurrency group Ray runs the other calls, still one at a time and in order, off the main thread.
         self._actor: Any = (
@@ -65,19 +69,20 @@ class Pool:
     def poll(self) -> PoolNews:
         """Look once, without waiting, at workers that are coming up."""
         pending = {m.info_ref: m for m in self._members.values() if m.info is None}
-        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
-        ready, lost = [], []
+        done, _ = wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
+        ready: list[WorkerInfo] = []
+        lost: list[tuple[str, str]] = []
         for reference in done:
             member = pending[reference]
             try:
-                member.info = ray.get(reference)
+                member.info = get(reference)
                 ready.append(member.info)
             except ray.exceptions.RayError as error:
                 del self._members[member.name]
                 lost.append((member.name, _cause(error)))
         return PoolNews(ready=tuple(ready), lost=tuple(lost))
 
-    def handle(self, name: str) -> Any:
+    def handle(self, name: str) -> WorkerHandle:
         return self._members[name].handle
 
     def info(self, name: str) -> WorkerInfo:
@@ -94,25 +99,29 @@ class Pool:
     def names(self) -> list[str]:
         return list(self._members)
 
-    def discard(self, name: str, frozen: bool = False) -> None:
+    def node_of(self, name: str) -> str:
+        """The first digits of the node's id, as people read it; "" for a worker that is gone."""
+        return self.info(name).node[:8] if name in self._members else ""
+
+    def remove(self, name: str, frozen: bool = False) -> None:
         """End a worker; with `frozen`, also by a signal, since a stopped process answers nobody."""
         member = self._members.pop(name, None)
         if member is None:
             return
-        ray.kill(member.handle, no_restart=True)
+        kill(member.handle)
         if frozen and member.info is not None:
             kill_process(member.info.node, member.info.pid, member.info.born)
 
     def close(self) -> None:
         for name in list(self._members):
             member = self._members.pop(name)
-            ray.kill(member.handle, no_restart=True)
+            kill(member.handle)
 
     def _start_one(self) -> str:
         name = f"w{self._serial}"
         self._serial += 1
         workers = self._settings.workers
-        handle: Any = self._actor.options(
+        handle: WorkerHandle = self._actor.options(
             name=f"{self._run}/{name}",
             namespace=NAMESPACE,
             num_cpus=workers.cpus_per_worker,
@@ -130,13 +139,13 @@ class Pool:
 def uses_gpu(workers: WorkersConfig) -> bool:
     """`auto` means CUDA as soon as any node of the cluster offers a GPU."""
     if workers.device == "auto":
-        return ray.cluster_resources().get("GPU", 0) > 0
+        return resources(free=False).get("GPU", 0) > 0
     return workers.device == "cuda"
 
 
-def start_monitor(run: str) -> Any:
+def start_monitor(run: str) -> MonitorHandle:
     """The run's monitor, found again by a restarted controller."""
-    return (
+    handle: Any = (
         ray.remote(Monitor)
         .options(
             name=monitor_name(run),
@@ -150,6 +159,8 @@ def start_monitor(run: str) -> Any:
         )
         .remote()
     )
+    monitor: MonitorHandle = handle
+    return monitor
 
 
 def kill_process(node: str, pid: int, born: str) -> None:

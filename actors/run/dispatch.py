@@ -77,11 +77,11 @@ def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
     """
     starts: dict[int, tuple[int, SumStart]] = {}
     for position, call in enumerate(calls):
-        starts.setdefault(call.rank, (position, "before"))
+        starts.setdefault(call.rank, (position, SumStart.BEFORE))
         if len(call.task.bag) > 1:
-            starts[call.rank] = (position, "behind")
+            starts[call.rank] = (position, SumStart.AFTER)
         elif call.task.module == "dit":
-            starts[call.rank] = (position, "during")
+            starts[call.rank] = (position, SumStart.DURING)
     marked = list(calls)
     for position, start in starts.values():
         marked[position] = replace(marked[position], task=replace(marked[position].task, start_sum=start))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from actors.outcome import Outcome, StopRun
-from actors.records.events import RunEvent, StepSkipped, event_of
+from actors.outcome import Exit, Outcome, StopRun, Tell
+from actors.records.events import StepSkipped, event_of
 from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Skips:
     `tell` gets what belongs into events.jsonl, `known` are steps that earlier controllers of the run have skipped.
     """
 
-    def __init__(self, limit: int, tell: Callable[[RunEvent], None], known: Iterable[int] = ()) -> None:
+    def __init__(self, limit: int, tell: Tell, known: Iterable[int] = ()) -> None:
         self._limit, self._tell, self._steps = limit, tell, set(known)
 
     def check(self, done: CollectedStep, committed: int) -> None:
@@ -49,7 +49,7 @@ class Skips:
                 f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. Lower the learning rate or check "
                 f"these clips."
             )
-            raise StopRun(Outcome(code=1, last_step=committed, reason=reason))
+            raise StopRun(Outcome(code=Exit.FAILURE, last_step=committed, reason=reason))
 
 
 def skipped_before(run_dir: Path) -> list[int]:

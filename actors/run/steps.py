@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.messages import IO, StepReport
-from actors.plan.types import Cluster, EarlyEncode, Module
+from actors.messages import IO, PublishedResult, Snapshot, StepReport
+from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
-from actors.ray_calls import GONE
+from actors.ray_calls import GONE, get, wait
+from actors.refs import Ref
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 _ENDED_S = 60.0  # a call whose worker has finished the step after it has ended; its answer may come a little later
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
-_LOST_ARGUMENT = "input arguments for this task could not be computed"  # Ray's words; its type is that of the cause
+# Ray raises the cause of a lost argument; only these words tell that the call itself never ran.
+_LOST_ARGUMENT = "input arguments for this task could not be computed"
 
 
 @dataclass(kw_only=True)
@@ -39,24 +41,29 @@ class StepRunner:
     cluster: Cluster
     source: StepSource
     planner: PlannerClient
-    budget_s: float
+    budget_s: float  # to find a plan
     lookahead: int
     exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
     last_step: int
-    forming: list[Any]  # references that resolve when the workers have formed the generation
+    forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
+    first_budget_s: float | None = None  # the same for the first plan of the generation
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
-    _early: dict[int, list[EarlyEncode]] = field(
-        default_factory=dict
-    )  # step -> encode work of it that an earlier one does
-    _results: dict[str, Any] = field(default_factory=dict)
+    _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
+    _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
     _bags: set[tuple[int, ...]] = field(default_factory=set)
+    _planned: bool = False
+
+    def count_on(self, speed: tuple[float, ...]) -> None:
+        """Plan from now on with these speeds of the workers, in order of ranks."""
+        self.cluster = replace(self.cluster, speed=speed)
 
     def dispatch(self, step: int) -> RunningStep:
         """Plan and submit one step. Raises PlanError, DataError, DataLost."""
         started = time.perf_counter()
+        budget_s = self.budget_s if self._planned or self.first_budget_s is None else self.first_budget_s
         window, done = self._question(step)
-        assignment = self.planner.plan(step, window, self.cluster, done, self.budget_s)
+        assignment = self.planner.plan(step, window, self.cluster, done, budget_s)
         plan_s = time.perf_counter() - started
         steps = sorted({c.step for c in assignment.cascades} | {step})
         data = {s: self.source.data(s) for s in steps}
@@ -89,18 +96,19 @@ class StepRunner:
         self._remember_early(assignment, step)
         if step + 1 < self.last_step:
             window, done = self._question(step + 1)
-            self.planner.request(step + 1, window, self.cluster, done, self.budget_s)
+            self.planner.request(step + 1, window, self.cluster, done, budget_s)
+        self._planned = True
         return running
 
     def collect(self, timeout_s: float) -> CollectedStep | None:
         """The oldest running step if it ends within the timeout, else None. Raises GenerationLost."""
         running = self.running[0]
         self._check_forming()
-        ready, waiting = ray.wait(running.finishes, num_returns=len(running.finishes), timeout=timeout_s)
+        ready, waiting = wait(running.finishes, num_returns=len(running.finishes), timeout=timeout_s)
         self._raise_failures(ready, ended=not waiting)
         if waiting:
             return None
-        answers = ray.get(running.finishes)
+        answers = [get(reference) for reference in running.finishes]
         self._check_weights([report for report, _ in answers])
         self.running.pop(0)
         return CollectedStep(
@@ -110,9 +118,9 @@ class StepRunner:
             collected_at=time.time(),
         )
 
-    def _question(self, step: int) -> tuple[list[tuple[Any, ...]], list[EarlyEncode]]:
+    def _question(self, step: int) -> tuple[list[tuple[Item, ...]], list[EarlyEncode]]:
         """Items of the step and of those whose encode work may run early, and what of it has already been planned."""
-        window = []
+        window: list[tuple[Item, ...]] = []
         for s in range(step, step + 1 + self.lookahead):
             items = self.source.items(s)
             if items is not None:
@@ -121,7 +129,7 @@ class StepRunner:
         return window, [done for s in sorted(self._early) for done in self._early[s]]
 
     def _connect(self, calls: Sequence[Call]) -> None:
-        """Have the members of bags that this generation has not used yet connect behind the running work."""
+        """Have the members of bags that this generation has not used yet connect while the running work goes on."""
         fresh = {c.task.bag for c in calls if len(c.task.bag) > 1} - self._bags
         self._bags |= fresh
         for rank, seat in enumerate(self.world):
@@ -140,18 +148,21 @@ class StepRunner:
         seat, task = self.world[call.rank], call.task
         handle, shown = seat.handle, shape_of(task.name)
         if task.module == "dit":
-            reference = handle.dit.options(name=shown).remote(task, *[self._results[c] for c in call.needs])
+            reference: Ref[object] = handle.dit.options(name=shown).remote(
+                task, *[self._results[c] for c in call.needs]
+            )
             reads_data = any(source.startswith(_CACHED) for source in call.needs)
         else:
             batches = [data[task.step].batches[item] for item in call.items]
             method = handle.encode_text if task.module == "text" else handle.encode_vae
-            reference, reads_data = method.options(name=shown).remote(task, *batches), True
-            self._publish(call, reference)
+            encoded = method.options(name=shown).remote(task, *batches)
+            reference, reads_data = encoded, True
+            self._publish(call, encoded)
         return SubmittedCall(
             worker=seat.name, name=task.name, module=task.module, reference=reference, reads_data=reads_data
         )
 
-    def _publish(self, call: Call, reference: Any) -> None:
+    def _publish(self, call: Call, reference: Ref[list[PublishedResult]]) -> None:
         task, handle, shown = call.task, self.world[call.rank].handle, shape_of(call.task.name)
         if task.publish and self.world[call.rank].publishes_later:
             later = handle.published.options(name=f"handoff {shown}", concurrency_group=IO)
@@ -174,12 +185,12 @@ class StepRunner:
         """A worker that could not form the generation leaves the others waiting for it in a collective."""
         if not self.forming:
             return
-        done, waiting = ray.wait(self.forming, num_returns=len(self.forming), timeout=0)
+        done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=0)
         failed: dict[str, str] = {}
         for seat, reference in zip(self.world, self.forming, strict=False):
             if reference in done:
                 try:
-                    ray.get(reference)
+                    get(reference)
                 except ray.exceptions.RayTaskError as error:
                     failed[seat.name] = f"could not form the generation: {error.cause}"
                 except GONE:
@@ -196,7 +207,7 @@ class StepRunner:
                 why = f"step {report.step} has samples of weight {report.weight + report.bad_weight:g} of 1"
                 raise GenerationLost([], {report.worker: why})
 
-    def _raise_failures(self, references: Sequence[Any], ended: bool) -> None:
+    def _raise_failures(self, references: Sequence[Ref[object]], ended: bool) -> None:
         """Of the oldest step's finishes that are ready, and of the DiT calls of all steps. After `ended`, when all its
         workers have finished the oldest step, its DiT calls have ended, too."""
         dead: list[str] = []
@@ -205,7 +216,7 @@ class StepRunner:
             if reference not in references:
                 continue
             try:
-                ray.get(reference)
+                get(reference)
             except GONE as error:
                 log.debug("%s is gone: %s", seat.name, error)
                 dead.append(seat.name)
@@ -223,7 +234,7 @@ class StepRunner:
         for running in self.running:
             patience = _ENDED_S if ended and running is self.running[0] else 0.0
             dits = {call.reference: call for call in running.calls if call.module == "dit"}
-            done, waiting = ray.wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
+            done, waiting = wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
             if patience and waiting:
                 call = dits[waiting[0]]
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
@@ -235,7 +246,7 @@ class StepRunner:
     def _pixels_lost(self) -> bool:
         """An encode call whose argument is gone never reaches its worker; only its reference knows."""
         references = [call.reference for running in self.running for call in running.calls if call.reads_data]
-        done, _ = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
+        done, _ = wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         return any(has_lost_argument(reference) for reference in done)
 
 
@@ -244,10 +255,10 @@ def shape_of(name: str) -> str:
     return name.rpartition(" s")[0]
 
 
-def failure_of(call: Any) -> str:
+def failure_of(call: Ref[object]) -> str:
     """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead."""
     try:
-        ray.get(call)
+        get(call)
     except ray.exceptions.RayTaskError as error:
         return "" if isinstance(error.cause, GONE) else _last_line(str(error.cause) or str(error))
     except GONE as error:
@@ -261,10 +272,10 @@ def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def has_lost_argument(call: Any) -> bool:
+def has_lost_argument(call: Ref[object]) -> bool:
     """Whether an ended call of a worker never ran because its pixels were lost, or could not be decoded again."""
     try:
-        ray.get(call)
+        get(call)
     except ray.exceptions.RayTaskError as error:
         return isinstance(error.cause, ray.exceptions.ObjectLostError) or _LOST_ARGUMENT in str(error)
     except GONE as error:

@@ -77,7 +77,7 @@ def begin(folder: Path) -> bool:
 
 def write_shard(folder: Path, shard: ShardState) -> File:
     """Write one worker's shard. Safe to call from several processes at once."""
-    numbers = {"step": shard.step, "lo": shard.lo, "hi": shard.hi, "total": shard.total}
+    numbers = {"step": shard.updates, "lo": shard.lo, "hi": shard.hi, "total": shard.total}
     header: dict[str, Any] = {"__metadata__": {name: str(value) for name, value in numbers.items()}}
     at = 0
     for name, array in shard.arrays.items():
@@ -119,7 +119,7 @@ def seal(
     ranges = [(shard.lo, shard.hi) for shard in shards]
     gaps = missing(ranges, 0, total)
     overlap = sum(b - a for a, b in ranges) != total
-    if gaps or overlap or len({(shard.step, shard.total) for shard in shards}) > 1:
+    if gaps or overlap or len({(shard.updates, shard.total) for shard in shards}) > 1:
         raise CheckpointError(
             f"{folder}: shards {ranges} of {total} elements "
             + (f"leave {gaps} uncovered" if gaps else "overlap or belong to different states")
@@ -289,7 +289,9 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _select(shard: ShardState, name: str) -> ShardState:
-    return ShardState(step=shard.step, lo=shard.lo, hi=shard.hi, total=shard.total, arrays={name: shard.arrays[name]})
+    return ShardState(
+        updates=shard.updates, lo=shard.lo, hi=shard.hi, total=shard.total, arrays={name: shard.arrays[name]}
+    )
 
 
 def _open_shard(path: Path) -> ShardState:
@@ -304,7 +306,7 @@ def _open_shard(path: Path) -> ShardState:
         numbers = header.pop("__metadata__")
         arrays = {name: _map(path, entry, 8 + length, size) for name, entry in header.items()}
         return ShardState(
-            step=int(numbers["step"]),
+            updates=int(numbers["step"]),
             lo=int(numbers["lo"]),
             hi=int(numbers["hi"]),
             total=int(numbers["total"]),

@@ -7,20 +7,26 @@ waits for the disk, and no state passes through the controller. One checkpoint i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors.config import CheckpointConfig
-from actors.messages import Origin, Snapshot
+from actors.messages import Origin, ShardKeeper, Snapshot
+from actors.outcome import Events
+from actors.ray_calls import cancel, get, wait
+from actors.records.events import CheckpointFailed
+from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from ops.shards import ShardState
 
 log = logging.getLogger(__name__)
 
 _WRITE_S = 3600.0
+
+Meta = dict[str, Any]  # JSON, see `checkpoint_files.seal`
 
 
 def root_of(run_dir: Path) -> Path:
@@ -38,21 +44,11 @@ def step_of(folder: Path) -> int:
 
 
 class Writer:
-    """Checkpoints of one run. `meta` gives what a checkpoint says about itself; `sealed` is told when one is whole,
-    `failed` when one could not be written."""
+    """Checkpoints of one run. What becomes whole, or could not be written, is told to `events`."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: CheckpointConfig,
-        last_step: int,
-        meta: Callable[[int], dict[str, Any]],
-        sealed: Callable[[Path, int], None],
-        failed: Callable[[int, str], None],
-    ) -> None:
-        self._root, self._config, self._last = root_of(run_dir), config, last_step
-        self._meta, self._sealed, self._failed = meta, sealed, failed
-        self._writing: dict[Any, tuple[int, Path]] = {}
+    def __init__(self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events) -> None:
+        self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
+        self._writing: dict[Ref[None], tuple[int, Path]] = {}
         self._owed = False  # shards were lost with their workers before they were read
 
     def due(self, step: int) -> bool:
@@ -60,21 +56,25 @@ class Writer:
         was lost with its workers."""
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
-    def save(self, step: int, snapshots: Sequence[Snapshot]) -> None:
-        """Begin to write this step; while an earlier one is still being written, a later step is taken instead."""
-        if self._writing and step != self._last:
-            late = min(s for s, _ in self._writing.values())
-            if not self._owed:
-                log.warning("the checkpoint of step %d is still being written: that of step %d is put off", late, step)
-            self._owed = True
-            return
-        self._owed = False
-        self._begin(step, [s.shard for s in snapshots])
+    def puts_off(self, step: int) -> bool:
+        """Whether an earlier checkpoint is still being written: then a later step is taken instead. Never the last."""
+        if not self._writing or step == self._last:
+            return False
+        late = min(s for s, _ in self._writing.values())
+        if not self._owed:
+            log.warning("the checkpoint of step %d is still being written: that of step %d is put off", late, step)
+        self._owed = True
+        return True
 
-    def save_origin(self, origin: Origin) -> None:
+    def save(self, snapshots: Sequence[Snapshot], meta: Meta) -> None:
+        """Begin to write a step; `meta` is what the checkpoint says about itself, with that step."""
+        self._owed = False
+        self._begin([s.shard for s in snapshots], (), meta)
+
+    def save_origin(self, origin: Origin, meta: Meta) -> None:
         """Write the last committed step from keepers and living workers, and wait for it: the run is about to stop."""
         self.wait()  # for an attempt at this step that may have lost its shards with their workers
-        self._begin(origin.step, list(origin.exports), list(origin.keepers))
+        self._begin(origin.exports, origin.keepers, meta)
         self.wait()
 
     def poll(self) -> None:
@@ -86,30 +86,33 @@ class Writer:
         while self._writing:
             if not self._collect(timeout_s=_WRITE_S):
                 for reference, (step, folder) in self._writing.items():
-                    ray.cancel(reference, force=True)
+                    cancel(reference)
                     self._give_up(step, f"{folder} was not written in {_WRITE_S:.0f} s")
                 self._writing.clear()
 
-    def _begin(self, step: int, shards: Sequence[Any], keepers: Sequence[Any] = ()) -> None:
+    def _begin(self, shards: Sequence[Ref[ShardState]], keepers: Sequence[ShardKeeper], meta: Meta) -> None:
+        step: int = meta["step"]
         folder = checkpoint.step_folder(self._root, step)
         if any(f == folder for _, f in self._writing.values()):
             return
-        task = ray.remote(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
-        self._writing[task.remote(str(folder), self._meta(step), list(shards), list(keepers))] = (step, folder)
+        task: Any = ray.remote(_write)
+        named = task.options(num_cpus=0, max_retries=0, name="checkpoint")
+        reference: Ref[None] = named.remote(str(folder), meta, list(shards), list(keepers))
+        self._writing[reference] = (step, folder)
 
     def _give_up(self, step: int, why: str) -> None:
         log.error("the checkpoint of step %d was not written: %s", step, why)
-        self._failed(step, why)
+        self._events.tell(CheckpointFailed(step=step, why=why))
 
     def _collect(self, timeout_s: float) -> bool:
         """Take what is done within the timeout. False when nothing was."""
         if not self._writing:
             return False
-        done, _ = ray.wait(list(self._writing), num_returns=1, timeout=timeout_s)
+        done, _ = wait(list(self._writing), num_returns=1, timeout=timeout_s)
         for reference in done:
             step, folder = self._writing.pop(reference)
             try:
-                ray.get(reference)
+                get(reference)
             except ray.exceptions.RayTaskError as error:
                 self._owed |= isinstance(error.cause, ray.exceptions.ObjectLostError)
                 self._give_up(step, str(error.cause))
@@ -120,11 +123,11 @@ class Writer:
                 continue
             for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
                 log.info("removed %s", removed.name)
-            self._sealed(folder, step)
+            self._events.checkpoint(folder, step)
         return bool(done)
 
 
-def _write(folder: str, meta: dict[str, Any], shards: list[Any], keepers: list[Any]) -> None:
+def _write(folder: str, meta: Meta, shards: list[Ref[ShardState]], keepers: list[ShardKeeper]) -> None:
     """Runs as a Ray task. Every range is written once, also when several holders have it. What a failed attempt has
     written is removed: on a full disk it would make the next one fail, too."""
     target = Path(folder)
@@ -149,10 +152,10 @@ def _write(folder: str, meta: dict[str, Any], shards: list[Any], keepers: list[A
         raise
 
 
-def _one_by_one(step: int, shards: list[Any], keepers: list[Any]) -> Iterator[ShardState]:
+def _one_by_one(step: int, shards: list[Ref[ShardState]], keepers: list[ShardKeeper]) -> Iterator[ShardState]:
     """A large state does not fit into one node's memory: each shard is fetched when the one before it is written."""
     while shards:
-        yield ray.get(shards.pop(0))
+        yield get(shards.pop(0))
     for keeper in keepers:
-        for lo, hi in ray.get(keeper.held.remote()).get(step, []):
-            yield from ray.get(keeper.get.remote(step, lo, hi))
+        for lo, hi in get(keeper.held.remote()).get(step, []):
+            yield from get(keeper.get.remote(step, lo, hi))

@@ -18,14 +18,18 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from actors.messages import ShardKeeper
+from actors.refs import Method
 from actors.state.memory import node_room
+from actors.step import Position
 from ops.shards import ShardState, cut, missing
 
 log = logging.getLogger(__name__)
+
 
 KEEP_STEPS = 2  # committed steps that stay; a third one is being filled meanwhile
 _SMALL = 64 << 20  # bytes; what a full node dies of is larger
@@ -49,7 +53,22 @@ class Standing:
 
     committed: int = -1  # newest committed step
     generation: int = 0  # older ones are refused
-    position: tuple[int, Mapping[str, Any]] | None = None  # newest step whose data position it was told, and that
+    position: tuple[int, Position] | None = None  # newest step whose data position it was told, and that
+
+
+class KeeperHandle(ShardKeeper, Protocol):
+    """A keeper as the controller knows it."""
+
+    @property
+    def commit(self) -> Method[[int, Position | None], None]: ...
+    @property
+    def rollback(self) -> Method[[int, int], None]: ...
+    @property
+    def inventory(self) -> Method[[], list[HeldShard]]: ...
+    @property
+    def standing(self) -> Method[[], Standing]: ...
+    @property
+    def room(self) -> Method[[], tuple[str, int]]: ...
 
 
 @dataclass
@@ -72,7 +91,7 @@ class Keeper:
         self._steps: dict[int, _Step] = {}
         self._committed: set[int] = set()
         self._generation = 0  # older ones are refused
-        self._position: tuple[int, Mapping[str, Any]] | None = None
+        self._position: tuple[int, Position] | None = None
         self._free: list[dict[str, np.ndarray]] = []  # buffers of dropped shards, reused: no page faults per step
 
     def put(self, step: int, shard: ShardState, generation: int = 0) -> bool:
@@ -92,9 +111,9 @@ class Keeper:
         held.shards[shard.lo, shard.hi] = self._copy(shard)
         return True
 
-    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+    def commit(self, step: int, position: Position | None = None) -> None:
         """`step` is complete over all keepers: keep it and the one before it, let older ones go. `position` is where
-        the data stands behind it: a few kB of JSON (`data.Dataset.token`), never one without the other."""
+        the data stands after it, never one without the other."""
         if position is not None:
             self._position = (step, position)
         self._committed.add(step)
@@ -132,7 +151,7 @@ class Keeper:
         ]
 
     def standing(self) -> Standing:
-        """For a restarted controller: it goes on behind the committed step, in a generation that is not refused."""
+        """For a restarted controller: it goes on after the committed step, in a generation that is not refused."""
         committed = max(self._committed, default=-1)
         return Standing(committed=committed, generation=self._generation, position=self._position)
 
@@ -164,7 +183,7 @@ class Keeper:
         buffers = self._take_buffers(shard)
         for name, array in shard.arrays.items():
             np.copyto(buffers[name], array)
-        return ShardState(step=shard.step, lo=shard.lo, hi=shard.hi, total=shard.total, arrays=buffers)
+        return ShardState(updates=shard.updates, lo=shard.lo, hi=shard.hi, total=shard.total, arrays=buffers)
 
     def _take_buffers(self, shard: ShardState) -> dict[str, np.ndarray]:
         want = {name: (array.shape, array.dtype) for name, array in shard.arrays.items()}
@@ -261,12 +280,12 @@ def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> i
 # Ray ----------------------------------------------------------------------------------------------------------------
 
 
-def spawn(name: str, node_id: str, *, namespace: str) -> Any:
+def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:
     """A keeper as a detached actor on this node: it outlives the controller and is found again by `attach`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    options = {
+    options: dict[str, Any] = {
         "name": name,
         "namespace": namespace,
         "lifetime": "detached",
@@ -274,14 +293,16 @@ def spawn(name: str, node_id: str, *, namespace: str) -> Any:
         "num_cpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
     }
-    return ray.remote(Keeper).options(**options).remote()
+    handle: Any = ray.remote(Keeper).options(**options).remote()
+    keeper: KeeperHandle = handle
+    return keeper
 
 
-def attach(names: Sequence[str], *, namespace: str) -> dict[str, Any]:
+def attach(names: Sequence[str], *, namespace: str) -> dict[str, KeeperHandle]:
     """Handles of those of these keepers that exist."""
     import ray
 
-    found = {}
+    found: dict[str, KeeperHandle] = {}
     for name in names:
         try:
             found[name] = ray.get_actor(name, namespace=namespace)

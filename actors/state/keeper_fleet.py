@@ -7,16 +7,22 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TypeVar
 
 import ray
 
 from actors.config import SnapshotConfig
 from actors.names import NAMESPACE, keeper_name
-from actors.ray_calls import FOR_GOOD
-from actors.state.keeper import HeldShard, Standing, attach, place, spawn
+from actors.outcome import Tell, silent
+from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
+from actors.records.events import KeeperLost, KeeperSlow
+from actors.refs import Ref
+from actors.state.keeper import HeldShard, KeeperHandle, Standing, attach, place, spawn
+from actors.step import Position
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK_S = 10.0  # an idle keeper answers at once; one that copies a large shard, or whose node swaps, takes longer
 _AGAIN_S = 1.0  # before one that was out of reach is asked again
@@ -29,32 +35,24 @@ class Keepers:
     `snapshot.patience_s`; after a question `silent` names those that have not answered it.
     """
 
-    def __init__(
-        self,
-        run: str,
-        config: SnapshotConfig,
-        lost: Callable[[str], None],
-        slow: Callable[[str, float], None] = lambda name, seconds: None,
-        needs: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`lost` is told the name of every keeper that is given up, `slow` once per question who is waited for.
-
-        `needs` gives the bytes that a node without workers must have to be worth a keeper: a small head node has not.
-        """
-        self._needs = needs
+    def __init__(self, run: str, config: SnapshotConfig, tell: Tell = silent) -> None:
+        """`tell` hears of every keeper that is given up, and once per question of those that are waited for."""
+        self._run, self._config, self._tell = run, config, tell
         self._unfit: set[str] = set()  # nodes without workers that had no room for the state
-        self._run, self._config, self._lost, self._slow = run, config, lost, slow
-        self._handles: dict[str, Any] = {}  # actor name -> handle
+        self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle
         self._nodes: dict[str, str] = {}  # actor name -> node
         self._placed: dict[int, tuple[str, ...]] = {}
         self._silent_since: dict[str, float] = {}  # monotonic seconds
         self.silent: tuple[str, ...] = ()
 
-    def prepare(self, worker_nodes: Sequence[str]) -> None:
-        """Have keepers on the nodes that suit these workers and choose those of each worker (by rank)."""
+    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None:
+        """Have keepers on the nodes that suit these workers and choose those of each worker (by rank).
+
+        A node without workers must have `needs_bytes` to be worth a keeper: a small head node has not.
+        """
         if not self._config.enabled:
             return
-        alive = {node: memory for node, memory in alive_nodes().items() if memory >= self._needs()}
+        alive = {node: memory for node, memory in alive_nodes().items() if memory >= needs_bytes}
         fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
         homes = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._config.copies)
         for node in homes:
@@ -65,28 +63,30 @@ class Keepers:
         here = {name: node for name, node in self._nodes.items() if node in homes}
         self._placed = place(dict(enumerate(worker_nodes)), here, self._config.copies)
 
-    def of(self, rank: int) -> tuple[Any, ...]:
+    def of(self, rank: int) -> tuple[KeeperHandle, ...]:
         """Keepers that hold this worker's shards."""
         return tuple(self._handles[name] for name in self._placed.get(rank, ()))
 
-    def in_use(self) -> dict[str, Any]:
+    def in_use(self) -> dict[str, KeeperHandle]:
         """Those that are given shards now."""
         return {name: self._handles[name] for names in self._placed.values() for name in names if name in self._handles}
 
-    def repair(self, worker_nodes: Sequence[str], give_up_s: float, timeout_s: float = 5.0) -> None:
-        """Forget keepers that are gone and those that have been silent for `give_up_s`; start others in their place."""
-        for name, (host, room) in self._ask("room", timeout_s).items():
-            if room < self._needs() and self._nodes.get(name) not in {None, *worker_nodes}:
+    def repair(
+        self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
+    ) -> None:
+        """Remove keepers that are gone and those that have been silent for `give_up_s`; start others in their place."""
+        for name, (host, room) in self._ask(lambda keeper: keeper.room.remote(), timeout_s).items():
+            if room < needs_bytes and self._nodes.get(name) not in {None, *worker_nodes}:
                 log.warning("%s has no room for the state: its keeper is used no more", host)
                 self._unfit.add(self._nodes[name])
         for name in self.silent:
             silent_s = time.monotonic() - self._silent_since[name]
             if silent_s >= give_up_s:
                 log.error("keeper %s has not answered for %.0f s and is given up", name, silent_s)
-                ray.kill(self._forget(name))
-        self.prepare(worker_nodes)
+                kill(self._remove(name))
+        self.prepare(worker_nodes, needs_bytes)
 
-    def find(self) -> dict[str, Any]:
+    def find(self) -> dict[str, KeeperHandle]:
         """Live keepers of this run, also those of an earlier controller."""
         if not self._config.enabled:
             return {}
@@ -103,11 +103,11 @@ class Keepers:
         self, patience_s: float, enough: Callable[[Mapping[str, Sequence[HeldShard]]], bool] = lambda found: False
     ) -> dict[str, Sequence[HeldShard]]:
         """What each keeper holds. `enough` says whether what has been found makes further waiting needless."""
-        return self._ask("inventory", patience_s, enough)
+        return self._ask(lambda keeper: keeper.inventory.remote(), patience_s, enough)
 
     def standing(self, patience_s: float) -> Standing:
         """How far the run is by what its keepers were told."""
-        told: list[Standing] = list(self._ask("standing", patience_s).values())
+        told = list(self._ask(lambda keeper: keeper.standing.remote(), patience_s).values())
         return Standing(
             committed=max((s.committed for s in told), default=-1),
             generation=max((s.generation for s in told), default=0),
@@ -117,24 +117,29 @@ class Keepers:
     def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
         """(host, bytes that the state may take there) of the keepers that are given shards."""
         used = self.in_use()
-        return [room for name, room in self._ask("room", timeout_s).items() if name in used]
+        return [
+            room for name, room in self._ask(lambda keeper: keeper.room.remote(), timeout_s).items() if name in used
+        ]
 
     def _ask(
-        self, question: str, patience_s: float, enough: Callable[[Mapping[str, Any]], bool] = lambda found: False
-    ) -> dict[str, Any]:
+        self,
+        question: Callable[[KeeperHandle], Ref[T]],
+        patience_s: float,
+        enough: Callable[[Mapping[str, T]], bool] = lambda found: False,
+    ) -> dict[str, T]:
         """The answers of all keepers that live, by name."""
         started = time.monotonic()
         handles = self.find()
-        waiting = {getattr(handle, question).remote(): name for name, handle in handles.items()}
-        found: dict[str, Any] = {}
+        waiting = {question(handle): name for name, handle in handles.items()}
+        found: dict[str, T] = {}
         told: set[str] = set()
         while waiting:
             left_s = started + patience_s - time.monotonic()
-            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, min(_LOOK_S, left_s)))
+            done, _ = wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, min(_LOOK_S, left_s)))
             again = [name for reference in done if not self._took(name := waiting.pop(reference), reference, found)]
             if again:
                 time.sleep(_AGAIN_S)
-            waiting |= {getattr(handles[name], question).remote(): name for name in again}
+            waiting |= {question(handles[name]): name for name in again}
             if left_s <= 0 or enough(found):
                 break
             if time.monotonic() - started >= _LOOK_S:
@@ -145,13 +150,13 @@ class Keepers:
             self._silent_since.setdefault(name, started)
         return found
 
-    def _took(self, name: str, reference: Any, found: dict[str, Any]) -> bool:
+    def _took(self, name: str, reference: Ref[T], found: dict[str, T]) -> bool:
         """Take in an answer, or that there will be none. False: ask again."""
         try:
-            found[name] = ray.get(reference, timeout=_LOOK_S)
+            found[name] = get(reference, timeout=_LOOK_S)
         except FOR_GOOD as error:  # `prepare` starts another
             log.warning("keeper %s is gone: %s", name, type(error).__name__)
-            self._forget(name)
+            self._remove(name)
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             log.warning("keeper %s is out of reach: %s", name, type(error).__name__)
             return False
@@ -163,19 +168,19 @@ class Keepers:
         for name in sorted(names):
             waited = time.monotonic() - started
             log.warning("keeper %s lives and has not answered for %.0f s; waiting for it", name, waited)
-            self._slow(name, waited)
+            self._tell(KeeperSlow(keeper=name, seconds=round(waited, 1)))
 
-    def _forget(self, name: str) -> Any:
-        self._lost(name)
+    def _remove(self, name: str) -> KeeperHandle:
+        self._tell(KeeperLost(keeper=name))
         self._nodes.pop(name, None)
         self._silent_since.pop(name, None)
         return self._handles.pop(name)
 
-    def handles(self, names: Mapping[str, Any] | Sequence[str]) -> tuple[Any, ...]:
+    def handles(self, names: Sequence[str]) -> tuple[KeeperHandle, ...]:
         return tuple(self._handles[name] for name in names if name in self._handles)
 
-    def commit(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """The step is held whole, older ones may go; `position` is the data's behind it."""
+    def commit(self, step: int, position: Position | None = None) -> None:
+        """The step is held whole, older ones may go; `position` is that of the data after it."""
         for handle in self._handles.values():
             handle.commit.remote(step, position)
 
@@ -186,13 +191,13 @@ class Keepers:
 
     def close(self) -> None:
         for handle in self._handles.values():
-            ray.kill(handle)
+            kill(handle)
         self._handles.clear()
 
 
 def alive_nodes() -> dict[str, float]:
     """Nodes of the cluster that live, and the memory that each offers to Ray."""
-    return {node["NodeID"]: node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"]}
+    return {node["NodeID"]: node["Resources"].get("memory", 0.0) for node in nodes() if node["Alive"]}
 
 
 def keeper_nodes(

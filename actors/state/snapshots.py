@@ -27,8 +27,8 @@ def origin_of(
     Keepers that live are waited for as long as `patience_s`, unless what the others hold gives `newest`; afterwards
     `keepers.silent` names those that have not answered and may hold more than was found.
 
-    `newest` leaves out snapshots of later steps: all workers may have finished a step whose reports were lost, with a
-    worker or with the controller, so it has no metrics and is computed again.
+    Snapshots of steps after `newest` are ignored. Every worker may have finished such a step, but its reports are lost
+    with a worker or with the controller: it has no metrics, so it is computed again.
     """
     exports = [snapshot for snapshot in exports if newest is None or snapshot.step <= newest]
     offered = {f"export/{i}": [held_of(snapshot)] for i, snapshot in enumerate(exports)}

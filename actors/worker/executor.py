@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from actors.messages import CascadeTask, FinishTask, Span, StaleGeneration, StepSample
-from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, SampleId, gather_inputs
+from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGeneration, StepSample, SumStart
+from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inputs
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.config import ModelConfig
@@ -28,7 +28,8 @@ from ops.flow import draw, flow_loss, sequence_losses
 from ops.geometry import Geometry
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
-from ops.sync import FlatSync, StepIncomplete, StepResult
+from ops.shards import ShardState
+from ops.sync import StepIncomplete, StepResult, Sync
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -38,12 +39,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
+Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
+
+
+def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
+    """Nobody wants to have the encode results."""
+
+
 _MAX_DIMS = 6
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
-
-
-class NonFiniteLoss(RuntimeError):
-    """A cascade's loss is NaN or infinite."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,16 +77,18 @@ class Executor:
     def __init__(
         self,
         modules: Modules,
-        sync: Any,
+        sync: Sync,
         train: TrainConfig,
         device: torch.device,
         on_phase: Phase = lambda phase: None,
+        on_encoded: Encoded = nobody,
+        copies: HostCopies | None = None,
     ) -> None:
+        """`on_phase` hears what the worker does now, `on_encoded` the results of each encode cascade that it leads.
+        With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
-        self.on_phase = on_phase
-        self.on_encoded: Callable[[CascadeTask, list[EncodeResult]], None] = lambda task, results: None
+        self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
         self.store = EncodeStore()
-        self.copies: HostCopies | None = None  # on CUDA: published results are copied behind the next cascades
         self.generation = -1
         self.groups: Groups | None = None
         self.world: tuple[int, ...] = ()
@@ -97,7 +103,9 @@ class Executor:
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
-    def form(self, generation: int, groups: Groups, world: tuple[int, ...], shards: Sequence[Any] | None) -> None:
+    def form(
+        self, generation: int, groups: Groups, world: tuple[int, ...], shards: Sequence[ShardState] | None
+    ) -> None:
         """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
         self.leave()
         self.groups, self.world = groups, world
@@ -129,11 +137,6 @@ class Executor:
             raise StaleGeneration(f"task of generation {generation}; this worker is in {self.generation}.")
         if self.broken is not None:
             raise StaleGeneration(f"an earlier task of generation {generation} failed here: {self.broken}")
-
-    def _start_sum(self) -> None:
-        """This worker adds no more gradient in this step. DeepSpeed sums everything in one call at its end."""
-        if isinstance(self.sync, FlatSync):
-            self.sync.sum.start()
 
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
@@ -222,9 +225,9 @@ class Executor:
             predicted = predicted.to(compute)
             loss = flow_loss(predicted, target, layout, weights)
             measure.phase("backward")
-            if task.start_sum == "during" and isinstance(self.sync, FlatSync):
-                self.sync.sum.watch()
-            loss.backward()
+            if task.start_sum == SumStart.DURING:
+                self.sync.watch_backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._account(task, inputs.ok, loss.detach(), group)
             self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
 
@@ -317,7 +320,8 @@ class Executor:
         return torch.cat(noisy), torch.cat(target), timesteps
 
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
-        self.on_encoded(task, results)
+        if self.groups is not None and self.groups.rank == task.bag[0]:
+            self.on_encoded(task, results)
         for i in task.keep:
             self.store.keep(task.module, results[i])
         published = [results[i] for i in task.publish]
@@ -376,8 +380,8 @@ class _Measure:
 
     def __enter__(self) -> _Measure:
         self._executor.admit(self._task.generation)
-        if self._task.start_sum == "before" and self._executor.device.type != "cuda":
-            self._executor._start_sum()  # an NCCL kernel would take SMs from the encodes until the others come
+        if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
+            self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others come
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase)
         return self
@@ -398,8 +402,8 @@ class _Measure:
         if error is not None:
             executor.broken = f"{task.name}: {error!r}"
             return
-        if task.start_sum in ("during", "behind"):
-            executor._start_sum()
+        if task.start_sum in (SumStart.DURING, SumStart.AFTER):
+            executor.sync.start_sum()
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")

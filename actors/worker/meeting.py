@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-import ray
-
+from actors.ray_calls import get, wait
+from actors.refs import Ref
 from ops.waiting import CancelToken, GroupError
+
+T = TypeVar("T")
 
 _LOOK_S = 0.25
 _PAUSES_S = (0.02, 0.5)  # between two looks at the store: the first and the longest
@@ -25,13 +27,13 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-def fetch(references: Sequence[Any], cancel: CancelToken, patience_s: float) -> list[Any]:
+def fetch(references: Sequence[Ref[T]], cancel: CancelToken, patience_s: float) -> list[T]:
     """The values, in order. Raises Ray's error where the process that held one is gone."""
     until, waiting = time.monotonic() + patience_s, list(references)
     while waiting:
-        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK_S)
+        _, waiting = wait(waiting, num_returns=len(waiting), timeout=_LOOK_S)
         _go_on(cancel, until, waiting, patience_s, "fetching the state")
-    return list(ray.get(list(references)))
+    return [get(reference) for reference in references]
 
 
 def meet(store: Store, generation: int, rank: int, world: int, cancel: CancelToken, patience_s: float) -> None:
@@ -45,7 +47,7 @@ def meet(store: Store, generation: int, rank: int, world: int, cancel: CancelTok
         pause = min(2 * pause, _PAUSES_S[1])
 
 
-def _go_on(cancel: CancelToken, until: float, waiting: Sequence[Any], patience_s: float, doing: str) -> None:
+def _go_on(cancel: CancelToken, until: float, waiting: Sequence[object], patience_s: float, doing: str) -> None:
     cancel.check(doing)
     if waiting and time.monotonic() > until:
         raise GroupError(f"{doing} took more than {patience_s:g} s (workers.state_timeout_s)")

@@ -1,6 +1,6 @@
 """Encode results on their way from the device to host memory while the worker goes on with its next cascade. No Ray.
 
-A published result leaves a CUDA worker in three parts that overlap with the cascades behind it: a copy to pinned memory
+A published result leaves a CUDA worker in three parts that overlap with the cascades after it: a copy to pinned memory
 on a side stream, which the task thread only queues (`start`); the wait for that copy and the write into the object
 store, both in the actor's "io" thread (`take`, called by Worker.published). The task thread never waits for a copy.
 """
@@ -28,7 +28,7 @@ class CopyInFlight:
 
 
 class PinnedCopy:
-    """Copies to pinned host memory on a stream of its own, behind what the current stream has queued so far."""
+    """Copies to pinned host memory on a stream of its own, after what the current stream has queued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -129,7 +129,7 @@ class Lab:
         return RunConfig.from_yaml(yaml.safe_dump(tree))
 
     def start(self, config: RunConfig, worker_class: Any = None, **replacements: Any) -> LabRun:
-        """Begin a run in a thread of this process; `replacements` go to the Controller."""
+        """Begin a run in a thread of this process; `replacements` go to `start_controller`."""
         run = LabRun(config, worker_class, replacements)
         self.runs.append(run)
         return run
@@ -289,11 +289,11 @@ class LabRun:
     # -- the controller's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        from actors.run.controller import Controller
-        from app.train import runtime_config
+        from actors.run.assemble import start_controller
+        from app.controller_process import runtime_config
 
         try:
-            self.controller = Controller(
+            self.controller = start_controller(
                 runtime_config(self.config, self.run_dir),
                 self,
                 worker_class=self._worker_class,

@@ -28,6 +28,7 @@ import typer
 from actors.messages import CascadeTask
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
+from actors.ray_calls import put
 from actors.step import StepBatches, StepItems
 from actors.worker.executor import Executor, Modules, _Measure
 from actors.worker.handoff import EncodeResult
@@ -89,10 +90,8 @@ class WorkloadFeeder:
         )
 
     def batches(self, step: int) -> StepBatches:
-        import ray
-
         references = tuple(
-            ray.put(
+            put(
                 Batch(
                     item=i.id,
                     video=np.zeros((i.batch, 1, 1, 1, 3), np.uint8),

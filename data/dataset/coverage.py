@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data.dataset.dataset import Dataset
 from data.dataset.order import OrderState
 from data.types import Bucket
-
-if TYPE_CHECKING:
-    from data.dataset.dataset import Dataset
 
 NAMED = 1000  # dropped samples that are listed by name
 PATIENCE = 5  # epochs after which a sample counts as never trained
@@ -75,8 +72,9 @@ class Accounting:
         )
 
 
-def account(dataset: Dataset, steps: int | None) -> Accounting:
-    """Run the plan alone. Without `steps`: until every admitted sample is trained, or 5 epochs of draws are over."""
+def account(dataset: Dataset, steps: int | None = None) -> Accounting:
+    """Where every sample goes: per bucket, trained, repeated, dropped and why. Runs the order of draws alone, about
+    30 000 samples/s; without `steps` until every admitted sample is trained, or 5 epochs of draws are over."""
     planner, state = dataset.planner, dataset.planner.start()
     times = [np.zeros(len(code), np.int32) for code in dataset.codes]
     drawn_rows = [np.zeros(len(code), bool) for code in dataset.codes]

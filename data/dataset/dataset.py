@@ -22,7 +22,6 @@ import numpy as np
 from data.buckets import BatchSize, BucketTable, Choice, ClipShape, Refusal, available_frames, last_start, planned_batch
 from data.cache import CachedLatents
 from data.config import DataConfig, SegmentConfig
-from data.dataset.coverage import Accounting, account
 from data.dataset.index import Index, IndexRow, build_index
 from data.dataset.order import (
     DROP,
@@ -218,11 +217,6 @@ class Dataset:
     def accounting(self) -> dict[str, Any]:
         """The ledger as JSON: indexed, planned, rejected by reason; scheduled, delivered, skipped. Costs nothing."""
         return self.ledger.summary()
-
-    def account(self, steps: int | None = None) -> Accounting:
-        """Where every sample goes: per bucket, trained, repeated, dropped and why; over `steps` steps, or as many as
-        train every admitted sample once. Runs the plan, about 30 000 samples/s."""
-        return account(self, steps)
 
     def refusal(self, source: int, row: int) -> Refusal:
         """Why no bucket of the last segment takes a row that the index admits."""

@@ -16,8 +16,7 @@ class ChaosWorker(Worker):
 
     def _phase(self, phase: str) -> None:
         super()._phase(phase)
-        executor = getattr(self, "executor", None)
-        if executor is None or len(executor.world) < 2 or self._progress.step < 1:
+        if len(self.executor.world) < 2 or self.heartbeat.progress.step < 1:
             return
         folder = Path(os.environ[FOLDER])
         order = (folder / "order").read_text().split()

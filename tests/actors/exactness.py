@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from actors.config import TrainConfig
+from actors.messages import SumStart
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
@@ -56,8 +58,8 @@ def close_hosts() -> None:
         _MADE.pop().executor.leave()
 
 
-def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: int = 1) -> list[Host]:
-    """Executors that have formed one generation."""
+def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: int = 1, **hooks: Any) -> list[Host]:
+    """Executors that have formed one generation; `hooks` go to each of them."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
@@ -76,7 +78,8 @@ def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: i
             vae=build_vae(model.vae, "cpu"),
             text=build_text(model.text, "cpu"),
         )
-        hosts.append(Host(Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, torch.device("cpu"))))
+        sync = FlatSync(dit, train.optimizer, train.steps)
+        hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:
@@ -153,7 +156,7 @@ def run_step(
     )
     calls = calls_of(cascades, {step: samples}, generation, step, Holdings())
     if not finish:  # the caller looks at partial gradients, or runs more cascades before the end
-        calls = [replace(call, task=replace(call.task, start_sum="")) for call in calls]
+        calls = [replace(call, task=replace(call.task, start_sum=SumStart.NEVER)) for call in calls]
     published: dict[str, list] = {}
     ready = {call.task.cascade: threading.Event() for call in calls}
     losses: dict[int, float] = {}

@@ -7,19 +7,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import ray
 
 from actors.feed.step_source import feeder_of
 from actors.names import run_id
-from actors.outcome import Outcome, StopRun, Superseded, continues, only_in_memory
+from actors.outcome import Events, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.records.events import RunFinished
 from actors.run.controller import Controller
 from actors.state.checkpoint_files import load
 from app.bench.lab import OPEN_END, Lab, LabRun
 from data.errors import DataError
+from tests.actors.fakes import Handle, Listening, SourceHere, StateHere, controller_of, pool_here
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -103,7 +103,7 @@ def test_rejected_data_ends_with_the_last_committed_step_on_disk(lab: Lab, monke
         return found
 
     def made() -> Any:
-        from app.train import runtime_config
+        from app.controller_process import runtime_config
         from ops.folders import resolve
 
         model, geometry = resolve(config.model)
@@ -129,49 +129,39 @@ def _kill_wrapped(kill: Any) -> Any:
     return unwrapped
 
 
-def controller(state: Any) -> Controller:
-    made = Controller.__new__(Controller)
-    made.config, made.state, made.commits, made.monitor = Mock(), state, Mock(committed=5), Mock()
-    made.config.train.steps, made.run_dir, made.runner, made.source = 6, Path("runs/demo"), None, Mock()
-    made.listener, made.left, made._ending = Mock(), "", False
-    return made
-
-
-def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_the_run_is_judged() -> None:
-    state = Mock()
-    state.on_disk.side_effect = [None, (5, Path("step-5"))]
-    made = controller(state)
-    made._finish_checkpoint()
-    assert state.keep_last.called
-    assert isinstance(made.listener.on_event.call_args.args[0], RunFinished)
+def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_the_run_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda monitor, no_restart: None)
+    state, listener = StateHere(-1, 5), Listening()
+    outcome = controller_of(state, events=Events(listener)).train()
+    assert state.asked == ["keep_last", "free_memory"]
+    assert outcome.code == 0 and listener.kinds[-1] is RunFinished
 
 
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run() -> None:
-    state = Mock()
-    state.on_disk.return_value = (3, Path("step-3"))
-    with pytest.raises(StopRun, match="checkpoint of step 5 was not written"):
-        controller(state)._finish_checkpoint()
+    outcome = controller_of(StateHere(3)).train()
+    assert outcome.code == 1 and "checkpoint of step 5 was not written" in outcome.reason
 
 
 def test_what_no_disk_has_taken_stays_in_memory_and_is_named() -> None:
-    state = Mock(keep_last=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    state.let_go.return_value = False
-    state.on_disk.return_value = (3, Path("step-3"))
-    made = controller(state)
-    made._keep_last()
-    assert made.monitor.stopped.remote.called
+    state = StateHere(3, frees=False, full=OSError(errno.ENOSPC, "No space left on device"))
+    monitor = Handle()
+    made = controller_of(state, monitor=monitor, source=SourceHere(ZeroDivisionError("a defect")))
+    with pytest.raises(ZeroDivisionError):
+        made.train()
+    assert monitor.stopped.asked == [()]
     assert made.left == only_in_memory(5, 3, Path("runs/demo"))
     assert "6 steps are committed" in made.left and "checkpoint after 4 steps" in made.left and "--resume" in made.left
 
 
-def ending(error: Exception) -> tuple[Controller, type[Exception]]:
-    made = controller(Mock())
-    made.state.let_go.return_value = False
-    made.state.on_disk.return_value = None
-    made._begin = Mock(side_effect=error)  # type: ignore[method-assign]
-    made.pool, made.planner = Mock(), Mock()
-    made.pool.close.side_effect = ValueError("Ray is gone")
-    return made, type(error)
+def no_pool() -> None:
+    raise ValueError("Ray is gone")
+
+
+def ending(error: Exception) -> Controller:
+    """A controller whose run ends with this error as soon as its data is opened."""
+    return controller_of(StateHere(-1, frees=False), pool=pool_here(close=no_pool), source=SourceHere(error))
 
 
 @pytest.mark.parametrize(
@@ -188,16 +178,18 @@ def ending(error: Exception) -> tuple[Controller, type[Exception]]:
 def test_every_error_but_those_that_another_controller_answers_keeps_the_last_step(
     error: Exception, kept: bool
 ) -> None:
-    made, kind = ending(error)
-    with pytest.raises(kind):
+    made = ending(error)
+    with pytest.raises(type(error)):
         made.train()
-    assert made.state.keep_last.called is kept and made.state.let_go.called is kept
-    assert made.source.close.called and made.planner.close.called, "what cannot be ended does not keep the others"
+    state: Any = made.state
+    assert state.asked == (["keep_last", "free_memory"] if kept else [])
+    source, planner = made.source, made.planner
+    assert source.closed and planner.closed, "what cannot be ended does not keep the others"  # type: ignore[attr-defined]
 
 
 def test_an_outcome_keeps_the_last_step_too() -> None:
-    made, _ = ending(StopRun(Outcome(code=75, reason="Ctrl-C", last_step=5)))
-    assert made.train().code == 75 and made.state.keep_last.called
+    made = ending(StopRun(Outcome(code=75, reason="Ctrl-C", last_step=5)))
+    assert made.train().code == 75 and made.state.asked == ["keep_last", "free_memory"]  # type: ignore[attr-defined]
 
 
 def test_the_clusters_faults_are_told_from_those_of_what_ran_on_it() -> None:

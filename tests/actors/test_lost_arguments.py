@@ -44,8 +44,10 @@ class GpuLikeWorker(Worker):
     def _load(self) -> Executor:
         executor = super()._load()
         executor.modules.text.encoder.bfloat16()
-        executor.copies = HostCopies(_copy)
         return executor
+
+    def _host_copies(self) -> HostCopies:
+        return HostCopies(_copy)
 
     def published(self, task: CascadeTask, encode: Any) -> list[PublishedResult]:
         self._fail_once("published")
@@ -60,7 +62,7 @@ class GpuLikeWorker(Worker):
         return super().encode_text(task, *batches)
 
     def _fail_once(self, call: str) -> None:
-        if self._progress.step >= 1:
+        if self.heartbeat.progress.step >= 1:
             try:
                 (Path(os.environ[FAILS]) / call).unlink()
             except FileNotFoundError:

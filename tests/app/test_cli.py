@@ -13,9 +13,9 @@ import pytest
 
 from app.cli import main
 from app.errors import exit_code, is_ours
-from app.settings import ConfigError
 from ops.folders import dit_json
 from ops.models.wan.config import WanConfig
+from ops.typed import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "configs" / "runs" / "demo.yaml"

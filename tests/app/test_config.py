@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 
 from app.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
 from app.data_synth import make_missing
-from app.settings import ConfigError
 from data.config import SourceConfig
+from ops.folders import dit_json
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.wan.config import WanConfig
+from ops.typed import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
@@ -134,6 +137,23 @@ def test_a_run_directory_is_made_once(tmp_path: Path) -> None:
     assert RunConfig.load(folder / "config.yaml") == config
     with pytest.raises(ConfigError, match=r"already exists; continue it with --resume"):
         prepare_run_dir(config)
+
+
+def test_the_config_of_a_run_says_which_numbers_its_folders_decide(tmp_path: Path) -> None:
+    folder = tmp_path / "weights" / "transformer"
+    folder.mkdir(parents=True)
+    true = WanConfig(num_layers=3, in_channels=24, out_channels=24, text_dim=48)
+    (folder / "config.json").write_text(json.dumps(dit_json(true)))
+    model = [f"model.dit.path={folder.parent}", "model.vae.channels=24", "model.text.d_model=48"]
+    config = load(tmp_path, "", f"run.dir={tmp_path / 'runs'}", *model)
+    made = prepare_run_dir(config)
+    text = (made / "config.yaml").read_text()
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert comments[0].endswith("what is written for these below is not used.")
+    assert "#   model.dit.num_layers: 3" in comments and f"num_layers: {config.model.dit.num_layers}" in text
+    assert RunConfig.load(made / "config.yaml") == config, "a resumed run is compared by what was set"
+    (folder / "config.json").unlink()
+    assert prepare_run_dir(config, overwrite=True) and "#" not in (made / "config.yaml").read_text()
 
 
 def test_a_run_is_not_written_to_a_uri(tmp_path: Path) -> None:

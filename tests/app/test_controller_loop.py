@@ -14,9 +14,9 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemory
 
 from actors.outcome import Outcome
 from app.config import RunConfig
-from app.live_runs import came_to_anything, read_outcome
+from app.controller_process import code_of, controller_loop
+from app.live_runs import OUTCOME, came_to_anything, read_outcome
 from app.lock import FolderLock, lock_path
-from app.train import OUTCOME, code_of, controller_loop
 from data.errors import DataIOError
 
 LEFT = "7 steps are only in memory"
@@ -25,7 +25,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]:
     train = Mock(side_effect=error)
-    monkeypatch.setattr("actors.run.controller.Controller", Mock(return_value=Mock(train=train, left=LEFT)))
+    monkeypatch.setattr("actors.run.assemble.start_controller", Mock(return_value=Mock(train=train, left=LEFT)))
     controller_loop({"yaml": RunConfig.load(DEMO).to_yaml(), "run_dir": str(folder)})
     outcome: dict[str, object] = json.loads((folder / OUTCOME).read_text())
     return outcome
@@ -68,7 +68,7 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 ) -> None:
     """Before there is a controller, and with no place for the outcome either: it is returned."""
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "events"))
-    monkeypatch.setattr("app.train.Recorder", Mock(side_effect=full))
+    monkeypatch.setattr("app.controller_process.Recorder", Mock(side_effect=full))
     monkeypatch.setattr("actors.run.rescue.rescue", Mock(return_value=LEFT))
     monkeypatch.setattr("os.replace", Mock(side_effect=full))
     outcome = controller_loop(settings(tmp_path))
@@ -81,7 +81,7 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 def test_a_controller_whose_folder_another_start_has_taken_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.run.controller.Controller", Mock())
+    monkeypatch.setattr("actors.run.assemble.start_controller", Mock())
     folder = tmp_path / "run"
     folder.mkdir()
     with FolderLock(lock_path(folder, "driver"), token="the other start") as other:

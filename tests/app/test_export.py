@@ -23,7 +23,6 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.state import checkpoint_files as checkpoint
 from app import export, parity, sample
 from app.config import RunConfig, RunSection
-from app.settings import ConfigError
 from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.flow import sigma_schedule
 from ops.folders import dit_json, resolve
@@ -33,6 +32,7 @@ from ops.models.lora import lora_scale, merged
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
+from ops.typed import ConfigError
 
 DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
@@ -94,7 +94,7 @@ def write_checkpoint(run: Path, config: RunConfig) -> Path:
         arrays[name] = torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad]).numpy()
     assert module is not None
     total = len(arrays["ema"])
-    checkpoint.write_shard(folder, ShardState(step=7, lo=0, hi=total, total=total, arrays=arrays))
+    checkpoint.write_shard(folder, ShardState(updates=7, lo=0, hi=total, total=total, arrays=arrays))
     parameters = [{"name": n, "shape": list(p.shape)} for n, p in module.named_parameters() if p.requires_grad]
     checkpoint.seal(folder, {"step": 7, "parameters": parameters, "config": config.to_yaml()})
     return run

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from actors.outcome import Exit
 from app import lock
-from app.errors import USAGE, exit_code
+from app.errors import exit_code
 from app.lock import FolderHeld, FolderLock, holder, lock_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def other_process(path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_live_run_is_not_joined_and_is_named(path: Path) -> None:
     with other_process(path) as process, pytest.raises(FolderHeld, match=r"demo is alive \(process") as refused:
         FolderLock(path).take(0.5, ignore)
-    assert exit_code(refused.value) == USAGE and f"process {process.pid} on " in str(refused.value)
+    assert exit_code(refused.value) == Exit.USAGE and f"process {process.pid} on " in str(refused.value)
 
 
 def test_a_killed_run_blocks_nobody(path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from actors.outcome import Exit
 from app.config import RunConfig
-from app.errors import USAGE, exit_code, is_ours
-from app.settings import ConfigError, build, override, parse
+from app.errors import exit_code, is_ours
+from app.settings import override
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
+from ops.typed import ConfigError, build, parse
 
 BAD = ("-1", "-2.5", "0", ".nan", ".inf", "-.inf", "1" + 30 * "0", "1e300", "many", "[1, x]", "true", "null")
 SIGNED = {"train.flow.logit_mean", "train.flow.mode_scale"}
@@ -89,7 +91,7 @@ def test_a_number_that_nobody_means_is_refused_or_usable(path: str, length: int)
         try:
             use(config_with(path, text), path.startswith("model."))
         except Exception as error:
-            assert is_ours(error) and exit_code(error) in (USAGE, 3), f"{path}={text}: {error!r}"
+            assert is_ours(error) and exit_code(error) in (Exit.USAGE, Exit.PLAN), f"{path}={text}: {error!r}"
             assert "\n" not in str(error) and len(str(error)) < 400, f"{path}={text}: {error}"
         else:
             assert value == "0" or (value[0] == "-" and path in SIGNED) or (value == "null" and path in OPTIONAL), (

@@ -12,7 +12,7 @@ import pytest
 from actors.plan.types import Cluster, PlanError
 from app.cli import main
 from app.plan_inputs import bucket_shares, read_cluster, read_workload
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
@@ -192,13 +192,13 @@ def test_an_item_that_no_degree_can_hold_ends_with_code_3(
 
 
 BAD_WORKLOADS = {
-    "{": "is not JSON",
+    "{": "is not valid JSON",
     "[]": 'must be an object with a list "steps"',
     '{"steps": []}': 'must be an object with a list "steps"',
     '{"steps": [[]]}': "step 0 is empty",
-    '{"steps": [[{"id": "a"}]]}': "batch is None",
+    '{"steps": [[{"id": "a"}]]}': "steps.0.0.batch is missing",
     '{"steps": [[{"id": "a", "batch": 0, "frames": 1, "height": 8, "width": 8}]]}': "batch is 0",
-    '{"steps": [[{"id": "a", "batch": 1, "frames": 1, "height": 8, "width": 8, "fps": 3}]]}': "unknown key 'fps'",
+    '{"steps": [[{"id": "a", "batch": 1, "frames": 1, "height": 8, "width": 8, "fps": 3}]]}': "steps.0.0.fps",
     '{"steps": [[{"id": "a", "batch": 1, "frames": NaN, "height": 8, "width": 8}]]}': "frames is nan",
 }
 
@@ -241,7 +241,7 @@ BAD_CLUSTERS = {
     "nodes: 1\ngpus: 4\nnics: AB\n": "names 2 GPUs",
     "nodes: 1\ngpus: 2\nspeed: {7: 0.5}\n": "speed of GPU 7",
     "nodes: 1\ngpus: 2\nspeed: [1, -1]\n": "speed of GPU 1 is -1",
-    "nodes: 1\ngpus: 2\ncolor: 3\n": "unknown key 'color'",
+    "nodes: 1\ngpus: 2\ncolor: 3\n": "unknown key color (c.yaml:3)",
 }
 
 

@@ -10,8 +10,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from app.config import RunConfig
 from app.profile import pick_device, run_profile, shapes_of
-from app.settings import ConfigError
 from ops.folders import resolve
+from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "model.dit.num_layers=1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,13 +15,29 @@ import pytest
 
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
-from app import report_facts as facts
 from app.report import write_report
+from app.report_facts import UsualStep, late_cascade, why_slow
 from app.report_svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
+from app.report_totals import SpanTotals, StepTotals
 from app.rundir import RunDir
 from app.sample import write_clips
-from app.settings import ConfigError
-from app.timeline import final_windows
+from app.timeline import final_times, windows
+from ops.typed import ConfigError
+
+
+def steps_of(lines: Iterable[StepMetrics]) -> StepTotals:
+    held = list(lines)
+    totals = StepTotals(len(held))
+    for line in held:
+        totals.add(line)
+    return totals
+
+
+def totals_of(spans: Iterable[SpanRecord]) -> SpanTotals:
+    totals = SpanTotals(final_times(spans), wanted=())
+    for window in windows(spans):
+        totals.add(window)
+    return totals
 
 
 class Balanced(HTMLParser):
@@ -114,14 +131,15 @@ def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:
         }
         return span_of(line)
 
-    rows = facts.buckets([span("w0", "dit", 2.0), span("w1", "dit", 3.0), span("w0", "vae", 1.0)], {(17, 64, 96): 120})
+    spans = [span("w0", "dit", 2.0), span("w1", "dit", 3.0), span("w0", "vae", 1.0)]
+    rows = totals_of(spans).buckets({(17, 64, 96): 120})
     assert len(rows) == 1
     assert (rows[0].samples, rows[0].items, rows[0].batch, rows[0].tokens) == (4, 1, 4.0, 120)
     assert (rows[0].dit_s, rows[0].vae_s, rows[0].worker_seconds, rows[0].share) == (5.0, 1.0, 6.0, 1.0)
 
 
 def test_the_largest_deviation_comes_first(run_folder: Path) -> None:
-    found = facts.deviations(RunDir.open(run_folder).spans())
+    found = totals_of(RunDir.open(run_folder).spans()).deviations
     assert (found[0].step, found[0].worker) == (12, "w1")
     assert found[0].excess_s == pytest.approx(1.5, abs=1e-3)
 
@@ -133,8 +151,9 @@ def test_a_slow_step_is_blamed_on_data_or_on_heavy_items_when_they_are_the_cause
 
     usual = [line(step, 1.0, 0.0, 0.9) for step in range(10)]
     waited, heavy = line(10, 3.0, 2.0, 0.9), line(11, 3.0, 0.0, 2.9)
-    sentences = facts.slow_steps([*usual, waited, heavy], [], [])
-    assert sentences == [
+    steps = steps_of([*usual, waited, heavy])
+    medians = UsualStep(step_s=1.0, data_wait_s=0.0, predicted_s=0.9)
+    assert [why_slow(line, (), (), medians) for line in steps.slow()] == [
         "Step 10 took 3.00 s, 3.0x the median: it waited 2.00 s for data (0.00 s is usual).",
         "Step 11 took 3.00 s, 3.0x the median: its items are heavy, 2.90 s were planned (0.90 s is usual).",
     ]
@@ -142,13 +161,15 @@ def test_a_slow_step_is_blamed_on_data_or_on_heavy_items_when_they_are_the_cause
 
 def test_waiting_for_others_is_not_mistaken_for_work(run_folder: Path) -> None:
     """The gradient sum makes all workers end together; the cascade behind it is the one to name."""
-    window = next(w for w in final_windows(RunDir.open(run_folder).spans()) if w.step == 12)
-    late = facts.late_cascade(window.spans)
+    window = next(w for w in windows(RunDir.open(run_folder).spans()) if w.step == 12)
+    late = late_cascade(window.spans)
     assert late is not None and late.worker == "w1"
 
 
 def test_generations_list_their_steps_and_workers(run_folder: Path) -> None:
-    assert facts.generations(RunDir.open(run_folder).metrics()) == [(0, 0, 19, 3), (1, 20, 29, 2)]
+    found = steps_of(RunDir.open(run_folder).metrics()).generations
+    assert [(g.number, g.first, g.last, g.workers) for g in found.listed] == [(0, 0, 19, 3), (1, 20, 29, 2)]
+    assert found.count == 2
 
 
 def test_a_live_run_with_a_torn_line_can_be_reported(run_folder: Path) -> None:

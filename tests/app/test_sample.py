@@ -18,7 +18,6 @@ from actors.state import checkpoint_files as checkpoint
 from app import sample
 from app.config import RunConfig, RunSection, SampleConfig
 from app.sample import ClipSettings, read_prompts, run
-from app.settings import ConfigError
 from app.video import contact_sheet, write_mp4
 from ops.config import ModelConfig, TextConfig, VAEConfig
 from ops.folders import resolve
@@ -27,6 +26,7 @@ from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, sample_latents
 from ops.shards import ShardState
+from ops.typed import ConfigError
 
 PROMPTS = ["a red circle", "a blue square moving up"]
 
@@ -58,7 +58,7 @@ def write_checkpoint(run: Path, config: RunConfig, step: int = 3) -> Path:
         checkpoint.write_shard(
             folder,
             ShardState(
-                step=step, lo=lo, hi=hi, total=total, arrays={name: array[lo:hi] for name, array in flat.items()}
+                updates=step, lo=lo, hi=hi, total=total, arrays={name: array[lo:hi] for name, array in flat.items()}
             ),
         )
     parameters = [{"name": name, "shape": list(p.shape)} for name, p in module.named_parameters()]

@@ -9,7 +9,7 @@ import pytest
 
 from actors.records.span_record import SpanRecord, span_of
 from app.rundir import RunDir
-from app.timeline import MEASURED, PLANNED, RUN_PID, final_windows, lane, trace, windows, write_timeline
+from app.timeline import MEASURED, PLANNED, RUN_PID, WindowTimes, final_times, lane, trace, windows, write_timeline
 
 
 def slices(entries: list[dict], pid: int, tid: int) -> list[dict]:
@@ -27,7 +27,7 @@ def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_fo
 
 
 def test_measured_and_planned_slices_keep_their_times(run_folder: Path) -> None:
-    spans = RunDir.open(run_folder).spans()
+    spans = list(RunDir.open(run_folder).spans())
     entries = trace(spans)["traceEvents"]
     late = next(span for span in spans if span.step == 12 and span.worker == "w1" and span.module == "dit")
     origin = min(span.start for span in spans)
@@ -36,6 +36,11 @@ def test_measured_and_planned_slices_keep_their_times(run_folder: Path) -> None:
     assert measured["ts"] == pytest.approx((late.start - origin) * 1e6, abs=1)
     assert measured["dur"] == pytest.approx(2.2e6, abs=10)
     assert foreseen["dur"] == pytest.approx(0.7e6, abs=10)
+
+
+def test_the_trace_is_written_as_it_is_made(run_folder: Path) -> None:
+    run = RunDir.open(run_folder)
+    assert write_timeline(run).read_text() == json.dumps(trace(run.spans(), run.events()))
 
 
 def test_steps_and_events_have_their_own_lane(run_folder: Path) -> None:
@@ -61,12 +66,12 @@ def span(step: int, start: float, module: str = "dit", ran_in: float = 0.0) -> S
 
 def test_an_encode_for_the_next_step_belongs_to_the_step_it_ran_in() -> None:
     found = windows([span(4, 10, ran_in=10), span(5, 11, "vae", ran_in=10), span(4, 12, "finish", ran_in=10)])
-    assert [(window.step, len(window.spans)) for window in found] == [(4, 3)]
+    assert [(window.step, len(window.spans), window.times.seconds) for window in found] == [(4, 3, 3)]
 
 
 def test_only_the_last_execution_of_a_recomputed_step_counts() -> None:
     spans = [span(4, 10, ran_in=10), span(4, 20, ran_in=20), span(5, 30, ran_in=30)]
-    assert [(window.step, window.start) for window in final_windows(spans)] == [(4, 20), (5, 30)]
+    assert final_times(spans) == {4: WindowTimes(20, 21), 5: WindowTimes(30, 31)}
 
 
 def test_a_run_without_spans_gives_an_empty_trace() -> None:

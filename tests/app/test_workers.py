@@ -17,7 +17,7 @@ from app.cli_workers import drain, how_it_ended, list_workers, scale, stop
 from app.config import RunConfig
 from app.live_runs import end_leftovers, must_answer
 from app.lock import FolderLock, lock_path
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 

@@ -109,7 +109,7 @@ def test_missing_is_what_no_range_covers(found: list[tuple[int, int]], one: int,
 def test_cutting_again_for_another_number_of_workers_loses_nothing(total: int, before: int, after: int) -> None:
     whole = np.arange(total, dtype=np.float32)
     shards = [
-        ShardState(step=3, lo=lo, hi=hi, total=total, arrays={"master": whole[lo:hi]})
+        ShardState(updates=3, lo=lo, hi=hi, total=total, arrays={"master": whole[lo:hi]})
         for lo, hi in shard_bounds(total, before)
     ]
     parts = [cut(shards, lo, hi) for lo, hi in shard_bounds(total, after)]
@@ -119,7 +119,7 @@ def test_cutting_again_for_another_number_of_workers_loses_nothing(total: int, b
 
 def test_cut_refuses_gaps_and_shards_of_different_states() -> None:
     def shard(step: int, lo: int, hi: int) -> ShardState:
-        return ShardState(step=step, lo=lo, hi=hi, total=10, arrays={"master": np.zeros(hi - lo, np.float32)})
+        return ShardState(updates=step, lo=lo, hi=hi, total=10, arrays={"master": np.zeros(hi - lo, np.float32)})
 
     with pytest.raises(ValueError, match=r"\[\(4, 6\)\] is in none of the 2 shards"):
         cut([shard(1, 0, 4), shard(1, 6, 10)], 0, 10)
@@ -128,4 +128,4 @@ def test_cut_refuses_gaps_and_shards_of_different_states() -> None:
     with pytest.raises(ValueError, match="no shards"):
         cut([], 0, 10)
     with pytest.raises(ValueError, match="has shape"):
-        ShardState(step=1, lo=0, hi=5, total=10, arrays={"master": np.zeros(4, np.float32)})
+        ShardState(updates=1, lo=0, hi=5, total=10, arrays={"master": np.zeros(4, np.float32)})

@@ -192,7 +192,7 @@ def reference(case: Case) -> Outcome:
     if config.ema_decay:
         arrays["ema"] = ema.numpy()
     total = len(weights)
-    return Outcome(records, [weights], ShardState(step=updates, lo=0, hi=total, total=total, arrays=arrays))
+    return Outcome(records, [weights], ShardState(updates=updates, lo=0, hi=total, total=total, arrays=arrays))
 
 
 def on_threads(size: int, work: Callable[[int, Group], Any], generation: int = 0) -> list[Any]:
@@ -245,14 +245,16 @@ def run_flat(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
 
 
 def save_shard(folder: Path, key: str, shard: ShardState) -> None:
-    meta = np.array([shard.step, shard.lo, shard.hi, shard.total])
+    meta = np.array([shard.updates, shard.lo, shard.hi, shard.total])
     np.savez(folder / f"{key}.npz", meta=meta, **shard.arrays)
 
 
 def load_shard(folder: Path, key: str) -> ShardState:
     with np.load(folder / f"{key}.npz") as file:
         step, lo, hi, total = (int(n) for n in file["meta"])
-        return ShardState(step=step, lo=lo, hi=hi, total=total, arrays={n: file[n] for n in file.files if n != "meta"})
+        return ShardState(
+            updates=step, lo=lo, hi=hi, total=total, arrays={n: file[n] for n in file.files if n != "meta"}
+        )
 
 
 def deepspeed_rank(rank: int, port: int, folder: Path) -> None:
@@ -336,7 +338,7 @@ def assert_same_training(found: Outcome, expected: Outcome, case: Case, toleranc
     for weights in found.weights:
         np.testing.assert_array_equal(weights, found.weights[0], err_msg="workers hold different parameters")
         np.testing.assert_allclose(weights, expected.weights[0], rtol=0, atol=tolerance)
-    assert found.state.step == expected.state.step and set(found.state.arrays) == set(expected.state.arrays)
+    assert found.state.updates == expected.state.updates and set(found.state.arrays) == set(expected.state.arrays)
     for name, array in expected.state.arrays.items():
         np.testing.assert_allclose(found.state.arrays[name], array, rtol=0, atol=tolerance, err_msg=name)
 
@@ -453,7 +455,7 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
     assert not np.array_equal(flat_weights(model), flat_weights(first))
     sync.form(Group.solo(), [initial_shard(trainable(first), *part) for part in ((0, 100), (100, sync.total))])
     again = sync.export_shard()
-    assert again.step == 0
+    assert again.updates == 0
     np.testing.assert_array_equal(flat_weights(model), flat_weights(first))
     for name, array in fresh.arrays.items():
         np.testing.assert_array_equal(again.arrays[name], array)
@@ -463,7 +465,7 @@ def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
     sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS)
     arrays = {name: np.zeros(500, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match="500 parameters, the model 12"):
-        sync.form(Group.solo(), [ShardState(step=1, lo=0, hi=500, total=500, arrays=arrays)])
+        sync.form(Group.solo(), [ShardState(updates=1, lo=0, hi=500, total=500, arrays=arrays)])
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     with pytest.raises(ValueError, match="cast the module to one dtype"):
         FlatSync(mixed, PLAIN, TOTAL_STEPS)

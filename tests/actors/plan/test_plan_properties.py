@@ -105,7 +105,8 @@ def test_what_runs_in_a_step_is_free_of_deadlock_and_complete(steps: list, clust
 @settings(max_examples=15, deadline=None)
 @given(workloads, clusters)
 def test_nothing_that_runs_in_a_step_outlasts_it_where_the_update_waits(steps: list, cluster: Cluster) -> None:
-    """Otherwise all workers would wait for it before the update. The step is no longer than one planned alone."""
+    """Otherwise all workers would wait for it before the update. What the step takes longer than one planned alone is
+    repaid by encodes of later steps, or less than the gain that a run asks for before it packs or cuts a batch."""
     workload = named(steps)
     options = PlanOptions(budget_s=0.01, update_waits=True, replans=True)
     plan = make_plan(workload, FLOPS, cluster, options)
@@ -115,7 +116,8 @@ def test_nothing_that_runs_in_a_step_outlasts_it_where_the_update_waits(steps: l
     assert all(c.end_s <= end + 1e-6 for c in executed)
     assert {c.id for c in plan.steps[0].cascades} <= {c.id for c in executed if c.step == 0}
     alone = make_plan(workload[:1], FLOPS, cluster, options)
-    assert plan.steps[0].makespan_s <= alone.steps[0].makespan_s * (1 + 1e-9)
+    repaid = sum(c.seconds * c.degree for c in executed if c.step > 0) / cluster.num_workers
+    assert plan.steps[0].makespan_s - repaid <= alone.steps[0].makespan_s * (1 + options.least_gain) + 1e-9
 
 
 def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:

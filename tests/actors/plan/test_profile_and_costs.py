@@ -168,13 +168,13 @@ def test_cross_node_factor_follows_common_rails() -> None:
     "change, sentence",
     [
         ({"latency": [{**ENTRY, "seconds": -1}]}, "positive"),
-        ({"latency": [{**ENTRY, "seconds": float("nan")}]}, "positive"),
-        ({"latency": [{**ENTRY, "module": "audio"}]}, "unknown module 'audio'"),
+        ({"latency": [{**ENTRY, "seconds": float("nan")}]}, r"latency\.0\.seconds is nan; expected a number"),
+        ({"latency": [{**ENTRY, "module": "audio"}]}, r"latency\.0\.module is 'audio'; expected one of text, vae, dit"),
         ({"latency": []}, "nothing can be priced"),
         ({"latency": [{**ENTRY, "degree": 0}]}, "degree is 0"),
         ({"latency": [ENTRY], "degrees": {"dit": [5]}, "num_heads": 12}, "does not divide the 12"),
-        ({"latency": [ENTRY], "residual": "trees"}, "residual is 'trees'; use one of none, xgboost"),
-        ({"latency": [ENTRY], "degrees": []}, "must map"),
+        ({"latency": [ENTRY], "residual": "trees"}, "residual is 'trees'; expected one of none, xgboost"),
+        ({"latency": [ENTRY], "degrees": []}, "degrees is .*; expected a mapping"),
         ({"latency": [ENTRY], "cross_node": {"decay": "x"}}, "decay"),
     ],
 )

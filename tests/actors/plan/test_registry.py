@@ -10,7 +10,7 @@ from actors.plan.registry import STRATEGIES
 from actors.plan.types import PlanError
 from actors.planning.make_plan import strategy_named
 from app.config import RunConfig
-from app.settings import ConfigError
+from ops.typed import ConfigError
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "runs" / "demo.yaml"
 

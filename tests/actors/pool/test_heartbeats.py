@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import pytest
 import ray
-import torch
 
 from actors.config import WorkersConfig
 from actors.messages import Orders, Progress
 from actors.pool.heartbeats import Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
-from actors.worker.worker import Worker
-from ops.comm import CancelToken
+from actors.worker.heartbeat import Heartbeat
+from tests.actors.fakes import Handle
 
 CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
 
@@ -105,7 +104,7 @@ def test_the_monitor_forgets_a_worker_and_the_wish_that_it_leaves() -> None:
     monitor.beat(progress("w0", 0))
     monitor.drain(("w0", "w1"))
     monitor.scale(3)
-    monitor.forget("w0")
+    monitor.remove("w0")
     seen = monitor.collect()
     assert seen.seen == {} and seen.wishes == OperatorRequests(target=3, drain=("w1",))
 
@@ -130,24 +129,30 @@ def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
     assert new.report().wishes == OperatorRequests(target=3, drain=("w1", "w2"))
 
 
+def heartbeat(device: str = "cpu") -> Heartbeat:
+    """Of a worker in generation 1."""
+    config = WorkersConfig(collective_timeout_s=30)
+    made = Heartbeat("w0", config, Handle(), waits_on_device=device == "cuda")  # type: ignore[arg-type]
+    made.begin(1)
+    return made
+
+
 def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = Worker.__new__(Worker)
-    old, new = CancelToken(), CancelToken()
-    worker._progress, worker._cancel, worker._leaving = progress("w0", since=0.0), old, False
-    worker._monitor = Mock()
+    sent = heartbeat()
+    old, new = sent.cancel, []
 
     def answer(reference: object, timeout: float) -> Orders:
         """While the answer is on its way, the worker forms the next generation."""
-        worker._progress, worker._cancel = replace(worker._progress, generation=2), new
+        new.append(sent.begin(2))
         return Orders(generation=2)
 
     monkeypatch.setattr(ray, "get", answer)
-    worker._beat()
-    assert old.is_set() and not new.is_set()
-    worker._beat()
-    assert not new.is_set()
+    sent.beat()
+    assert old.is_set() and not new[0].is_set()
+    sent.beat()
+    assert not any(token.is_set() for token in new)
 
 
 @pytest.mark.parametrize(
@@ -162,16 +167,17 @@ def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_me
 def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_out(
     monkeypatch: pytest.MonkeyPatch, device: str, age_s: float, activity: str, cancelled: bool
 ) -> None:
-    worker = Worker.__new__(Worker)
-    set_forward = 1000.0  # the wall clock, since the activity has begun: it says nothing about how long that takes
-    began = replace(progress("w0", since=time.time() - age_s - set_forward), activity=activity, predicted_s=0.0)
-    worker._progress, worker._cancel, worker._leaving, worker._monitor = began, CancelToken(), False, Mock()
-    worker._since = time.monotonic() - age_s
-    worker.device, worker.executor = torch.device(device), Mock(groups=Mock(progress={}))
-    worker.settings = Mock(workers=WorkersConfig(collective_timeout_s=30))
-    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=began.generation))
-    worker._beat()
-    assert worker._cancel.is_set() == cancelled
+    sent, clocks = heartbeat(device), Clocks(monkeypatch)
+    sent.groups = SimpleNamespace(progress={})  # type: ignore[assignment]
+    if activity == "idle":
+        sent.idle()
+    else:
+        sent.activity(activity, "reduce", step=3, predicted_s=0.0)
+    clocks.now += age_s
+    clocks.wall += 1000  # it is set, which says nothing about how long that takes
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    sent.beat()
+    assert sent.cancel.is_set() == cancelled
 
 
 class Clocks:

@@ -52,7 +52,7 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
     monkeypatch.setattr(ray, "available_resources", dict)
     events: list[Any] = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, told, start_s=600).look()
     assert (Refused(count=1) in events) == given_up
-    assert pool.discard.called == handle.forget.remote.called == told.called == given_up
+    assert pool.remove.called == handle.remove.remote.called == told.called == given_up
 
 
 def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

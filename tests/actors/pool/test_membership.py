@@ -19,11 +19,12 @@ from actors.pool.membership_types import (
     Fail,
     Finished,
     Form,
+    HandedOver,
     Joined,
     Leaving,
     Limits,
+    Loaded,
     NodeDead,
-    Ready,
     Refused,
     Replace,
     Request,
@@ -59,7 +60,7 @@ class Pool:
     def run(self, *workers: int) -> Pool:
         """Bring up these workers, node = number // 2, and form the first generation."""
         self.see(*(Joined(worker=worker, node=f"n{worker // 2}") for worker in workers))
-        self.see(*(Ready(worker=worker) for worker in workers))
+        self.see(*(Loaded(worker=worker) for worker in workers))
         assert self.view.workers == workers
         return self
 
@@ -87,27 +88,27 @@ def test_request_without_answer_is_made_again() -> None:
 def test_first_generation_gathers_workers_that_are_still_starting() -> None:
     pool = Pool()
     pool.see(Resources(available=4), *(Joined(worker=w, node="n") for w in range(4)))
-    assert of(Form, pool.see(Ready(worker=0), Ready(worker=1), Ready(worker=2))) == []
-    assert [f.workers for f in of(Form, pool.see(Ready(worker=3)))] == [(0, 1, 2, 3)]
+    assert of(Form, pool.see(Loaded(worker=0), Loaded(worker=1), Loaded(worker=2))) == []
+    assert [f.workers for f in of(Form, pool.see(Loaded(worker=3)))] == [(0, 1, 2, 3)]
 
 
 def test_first_generation_does_not_wait_for_a_slow_starter_for_ever() -> None:
     pool = Pool()
     pool.see(Resources(available=3), *(Joined(worker=w, node="n") for w in range(3)))
-    assert of(Form, pool.see(Ready(worker=0), Ready(worker=2))) == []
+    assert of(Form, pool.see(Loaded(worker=0), Loaded(worker=2))) == []
     assert [f.workers for f in of(Form, pool.see(Tick(), after=5))] == [(0, 2)]
 
 
 def test_workers_are_numbered_node_by_node() -> None:
     pool = Pool()
     pool.see(*(Joined(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
-    pool.see(*(Ready(worker=worker) for worker in range(4)))
+    pool.see(*(Loaded(worker=worker) for worker in range(4)))
     assert pool.view.workers == (1, 3, 0, 2)
 
 
 def test_newcomer_joins_at_the_step_boundary_only() -> None:
     pool = Pool().run(0, 1)
-    assert of(Form, pool.see(Joined(worker=2, node="n1"), Ready(worker=2), Tick())) == []
+    assert of(Form, pool.see(Joined(worker=2, node="n1"), Loaded(worker=2), Tick())) == []
     forms = of(Form, pool.see(Boundary(step=7)))
     assert forms == [Form(generation=2, workers=(0, 1, 2), reason="join [2]", clean=True)]
 
@@ -132,7 +133,7 @@ def test_leaving_below_min_ends_the_generation_cleanly_and_waits() -> None:
     decisions = pool.see(Boundary(step=3))
     assert of(End, decisions)[0].clean and of(Drain, decisions)[0].worker == 0
     assert of(Wait, decisions)[0].have == 1 and pool.view.state == "waiting"
-    forms = of(Form, pool.see(Joined(worker=5, node="n"), Ready(worker=5)))
+    forms = of(Form, pool.see(Joined(worker=5, node="n"), Loaded(worker=5)))
     assert forms[0].workers == (5, 1) and forms[0].clean
 
 
@@ -141,20 +142,20 @@ def test_death_ends_the_generation_at_once_and_survivors_form_when_all_answered(
     decisions = pool.see(Dead(worker=1))
     assert of(End, decisions) == [End(generation=1, reason="worker 1 died", clean=False)]
     assert pool.view.state == "recovering" and pool.view.workers == ()
-    assert of(Form, pool.see(Ready(worker=0))) == []
-    forms = of(Form, pool.see(Ready(worker=2)))
+    assert of(Form, pool.see(HandedOver(worker=0))) == []
+    forms = of(Form, pool.see(HandedOver(worker=2)))
     assert forms == [Form(generation=2, workers=(0, 2), reason="worker 1 died", clean=False)]
 
 
 def test_spare_worker_replaces_a_dead_one_at_once() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Joined(worker=2, node="n1"), Ready(worker=2), Dead(worker=0))
-    assert of(Form, pool.see(Ready(worker=1)))[0].workers == (1, 2)
+    pool.see(Joined(worker=2, node="n1"), Loaded(worker=2), Dead(worker=0))
+    assert of(Form, pool.see(HandedOver(worker=1)))[0].workers == (1, 2)
 
 
 def test_survivor_that_does_not_answer_is_replaced_and_the_rest_goes_on() -> None:
     pool = Pool().run(0, 1, 2, 3)
-    pool.see(Dead(worker=0), Ready(worker=1), Ready(worker=2))
+    pool.see(Dead(worker=0), HandedOver(worker=1), HandedOver(worker=2))
     assert of(Form, pool.see(Tick(), after=9)) == []
     decisions = pool.see(Tick(), after=1)
     assert of(Replace, decisions)[0].worker == 3
@@ -165,8 +166,8 @@ def test_suspected_survivor_does_not_hold_up_recovery() -> None:
     pool = Pool().run(0, 1, 2, 3)
     pool.see(Suspect(worker=3), Dead(worker=0))
     assert 3 not in {m.worker for m in pool.view.members}
-    pool.see(Ready(worker=1))
-    assert of(Form, pool.see(Ready(worker=2)))[0].workers == (1, 2)
+    pool.see(HandedOver(worker=1))
+    assert of(Form, pool.see(HandedOver(worker=2)))[0].workers == (1, 2)
 
 
 def test_suspect_that_stays_silent_is_replaced_and_one_that_returns_is_not() -> None:
@@ -184,8 +185,8 @@ def test_node_death_takes_all_its_workers_in_one_go() -> None:
     pool = Pool().run(0, 1, 2, 3)
     decisions = pool.see(NodeDead(node="n0"))
     assert len(of(End, decisions)) == 1
-    pool.see(Ready(worker=2))
-    assert of(Form, pool.see(Ready(worker=3)))[0].workers == (2, 3)
+    pool.see(HandedOver(worker=2))
+    assert of(Form, pool.see(HandedOver(worker=3)))[0].workers == (2, 3)
 
 
 def test_lost_workers_are_asked_for_again() -> None:
@@ -197,16 +198,16 @@ def test_lost_workers_are_asked_for_again() -> None:
 
 def test_too_few_for_too_long_ends_resumable_and_stays_ended() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Dead(worker=0), Ready(worker=1))
+    pool.see(Dead(worker=0), HandedOver(worker=1))
     assert of(Fail, pool.see(Tick(), after=99)) == []
     assert of(Fail, pool.see(Tick(), after=1))[0].code == 75
-    assert pool.see(Joined(worker=9, node="n"), Ready(worker=9), Tick()) == []
+    assert pool.see(Joined(worker=9, node="n"), Loaded(worker=9), Tick()) == []
 
 
 def test_wait_is_said_once_per_change() -> None:
     pool = Pool()
     assert len(of(Wait, pool.see(Tick(), Tick(), Tick()))) == 1
-    assert str(of(Wait, pool.see(Joined(worker=0, node="n"), Ready(worker=0)))[0]) == (
+    assert str(of(Wait, pool.see(Joined(worker=0, node="n"), Loaded(worker=0)))[0]) == (
         "waiting for workers: 1 of at least 2 are ready"
     )
 
@@ -215,14 +216,14 @@ def test_broken_without_a_death_recovers_with_the_same_workers_and_not_for_ever(
     pool = Pool().run(0, 1)
     for _ in range(LIMITS.max_breaks):
         assert of(End, pool.see(Broken(generation=pool.view.generation, reason="collective timed out")))
-        assert of(Form, pool.see(Ready(worker=0), Ready(worker=1)))[0].workers == (0, 1)
+        assert of(Form, pool.see(HandedOver(worker=0), HandedOver(worker=1)))[0].workers == (0, 1)
     assert of(Fail, pool.see(Broken(generation=pool.view.generation, reason="timed out")))[0].code == 1
 
 
 def test_a_finished_step_forgives_earlier_breaks() -> None:
     pool = Pool().run(0, 1)
     for _ in range(3 * LIMITS.max_breaks):
-        pool.see(Broken(generation=pool.view.generation, reason="x"), Ready(worker=0), Ready(worker=1))
+        pool.see(Broken(generation=pool.view.generation, reason="x"), HandedOver(worker=0), HandedOver(worker=1))
         assert pool.view.state == "running"
         pool.see(Finished())
 
@@ -230,9 +231,9 @@ def test_a_finished_step_forgives_earlier_breaks() -> None:
 def test_a_boundary_without_a_finished_step_forgives_nothing() -> None:
     pool, broken = Pool().run(0, 1), []
     for worker in range(2, 12):  # at every try somebody joins
-        pool.see(Joined(worker=worker, node="n"), Ready(worker=worker), Boundary(step=0))
+        pool.see(Joined(worker=worker, node="n"), Loaded(worker=worker), Boundary(step=0))
         broken += of(Fail, pool.see(Broken(generation=pool.view.generation, reason="x")))
-        pool.see(Leaving(worker=worker), *(Ready(worker=m.worker) for m in pool.view.members))
+        pool.see(Leaving(worker=worker), *(HandedOver(worker=m.worker) for m in pool.view.members))
     assert [fail.code for fail in broken] == [1]
 
 
@@ -243,8 +244,8 @@ def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> N
         decisions = pool.see(Dead(worker=worker - 1, reason="died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7"))
         if fails := of(Fail, decisions):
             break
-        pool.see(*(Ready(worker=m.worker) for m in pool.view.members), Joined(worker=worker, node="n"))
-        pool.see(Ready(worker=worker))
+        pool.see(*(HandedOver(worker=m.worker) for m in pool.view.members), Joined(worker=worker, node="n"))
+        pool.see(Loaded(worker=worker))
         assert pool.view.state == "running"
     assert worker == 7, "after six losses"
     assert fails[0].code == 1
@@ -258,18 +259,18 @@ def test_a_worker_that_this_run_ended_explains_no_break() -> None:
         fails = of(Fail, pool.see(Broken(generation=pool.view.generation, reason="w0: the sum timed out; w1 is late")))
         if fails:
             break
-        pool.see(Ready(worker=0))
+        pool.see(HandedOver(worker=0))
         assert of(Replace, pool.see(Tick(), after=10)) != []
-        pool.see(Joined(worker=worker, node="n"), Ready(worker=worker))
+        pool.see(Joined(worker=worker, node="n"), Loaded(worker=worker))
     assert len(fails) == 1 and fails[0].code == 1 and "w1 is late" in fails[0].reason and worker == 5
 
 
 def test_a_first_step_that_compiles_for_minutes_is_waited_for_and_a_later_one_is_not() -> None:
     pool = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=600)).run(0, 1)
-    pool.see(Broken(generation=1, reason="the sum timed out"), Ready(worker=0))
+    pool.see(Broken(generation=1, reason="the sum timed out"), HandedOver(worker=0))
     assert of(Replace, pool.see(Tick(), after=500)) == []
-    assert of(Form, pool.see(Ready(worker=1))) != [], "with what it has compiled"
-    pool.see(Finished(), Broken(generation=2, reason="the sum timed out"), Ready(worker=0))
+    assert of(Form, pool.see(HandedOver(worker=1))) != [], "with what it has compiled"
+    pool.see(Finished(), Broken(generation=2, reason="the sum timed out"), HandedOver(worker=0))
     assert of(Replace, pool.see(Tick(), after=10)) != []
 
 
@@ -280,8 +281,8 @@ def test_a_survivor_has_as_long_to_answer_as_the_others_waited_for_it() -> None:
 
 def test_late_report_about_an_old_generation_is_ignored() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(Dead(worker=2), Ready(worker=0), Ready(worker=1))
-    assert pool.see(Broken(generation=1, reason="late"), Dead(worker=2), Ready(worker=2)) == []
+    pool.see(Dead(worker=2), HandedOver(worker=0), HandedOver(worker=1))
+    assert pool.see(Broken(generation=1, reason="late"), Dead(worker=2), HandedOver(worker=2)) == []
     assert pool.view.workers == (0, 1)
 
 
@@ -295,14 +296,14 @@ def test_resize_shrinks_at_the_boundary_from_the_newest() -> None:
 
 def test_a_gone_worker_never_returns_under_its_number() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(Dead(worker=2), Joined(worker=2, node="n"), Ready(worker=2), Ready(worker=0), Ready(worker=1))
+    pool.see(Dead(worker=2), Joined(worker=2, node="n"), Loaded(worker=2), HandedOver(worker=0), HandedOver(worker=1))
     assert pool.view.workers == (0, 1)
 
 
 def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
     membership = Membership(Limits.of(WorkersConfig(min=1, max=1)), generation=41)
     membership.observe(Joined(worker=7, node="n"), 0.0)
-    _, decisions = membership.observe(Ready(worker=7), 0.0)
+    _, decisions = membership.observe(Loaded(worker=7), 0.0)
     assert decisions == (Form(generation=42, workers=(7,), reason="start", clean=True),)
 
 
@@ -311,8 +312,8 @@ def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
 WORKERS = st.integers(0, 11)
 EVENTS = st.one_of(
     st.builds(Joined, worker=WORKERS, node=st.sampled_from("abc")),
-    st.builds(Ready, worker=WORKERS),
-    st.builds(Ready, worker=WORKERS),
+    st.builds(Loaded, worker=WORKERS),
+    st.builds(HandedOver, worker=WORKERS),
     st.builds(Alive, worker=WORKERS),
     st.builds(Leaving, worker=WORKERS),
     st.builds(Suspect, worker=WORKERS),
@@ -333,14 +334,14 @@ class Model:
     def __init__(self) -> None:
         self.alive: set[int] = set()
         self.gone: set[int] = set()
-        self.idle: set[int] = set()  # said Ready since they last joined or since their generation broke
+        self.idle: set[int] = set()  # said that they can join since they last joined or since their generation broke
         self.last_generation = 0
 
     def before(self, event: Event, view: View) -> None:
         match event:
             case Joined() if event.worker not in self.gone:
                 self.alive.add(event.worker)
-            case Ready() if event.worker in self.alive:
+            case Loaded() | HandedOver() if event.worker in self.alive:
                 self.idle.add(event.worker)
             case Dead():
                 self.lose(event.worker)
@@ -422,7 +423,7 @@ def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event,
         pool.see(event, after=after)
     pool.see(*(Dead(worker=m.worker) for m in pool.view.members))
     for worker in (100, 101):
-        pool.see(Joined(worker=worker, node="z"), Ready(worker=worker))
+        pool.see(Joined(worker=worker, node="z"), Loaded(worker=worker))
     pool.see(Tick(), after=limits.gather_s)
     assert pool.view.state == "running" and pool.view.workers == (100, 101)
 
@@ -444,9 +445,9 @@ def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event
         forms += len([form for form in of(Form, pool.see(event, after=after)) if not form.clean])
     for round_ in range(10 * most):
         decisions = end_generation(pool, ends[round_ % len(ends)])
-        answers: list[Event] = [Ready(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
+        answers: list[Event] = [HandedOver(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
         for worker in range(fresh, fresh + 3):
-            answers += [Joined(worker=worker, node="abc"[worker % 3]), Ready(worker=worker)]
+            answers += [Joined(worker=worker, node="abc"[worker % 3]), Loaded(worker=worker)]
         fresh += 3
         decisions += pool.see(*answers, Tick(), after=1)
         forms += len(of(Form, decisions))
@@ -467,7 +468,7 @@ def end_generation(pool: Pool, how: str) -> list[Decision]:
         case "break":
             return pool.see(broken)
         case "silent":
-            others = [Ready(worker=w) for w in pool.view.workers[1:]]
+            others = [HandedOver(worker=w) for w in pool.view.workers[1:]]
             return pool.see(broken, *others) + pool.see(Tick(), after=30)
         case "frozen":
             return pool.see(Suspect(worker=worker)) + pool.see(Tick(), after=5)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
 
-import pytest
 import torch
 
 from actors.config import WorkersConfig
 from actors.messages import FormTask, WorkerInfo, WorkerSettings
-from actors.outcome import StopRun
-from actors.pool.membership_types import Form
-from actors.run.controller import Controller
+from actors.pool.membership import Membership
+from actors.pool.membership_types import Joined, Limits, Loaded
 from actors.run.frozen import disagreement
-from actors.worker.worker import Worker
+from actors.worker.loading import FirstWeights, build_modules, own_shards
+from ops.comm import CancelToken
 from ops.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.sync import trainable
 from ops.weights import frozen_digests
 from tests.actors.exactness import MODEL, train_config
+from tests.actors.fakes import StateHere, controller_of, pool_here
 
 
 def info(worker: str, **frozen: str) -> WorkerInfo:
@@ -37,15 +38,17 @@ def test_who_holds_other_weights_is_named() -> None:
 
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
-    controller = Controller.__new__(Controller)
-    controller.runner, controller.view, controller.listener = None, Mock(generation=1), Mock()
-    controller.commits = Mock(committed=6)
     infos = {"w0": info("w0", vae="1"), "w1": info("w1", vae="2")}
-    controller.pool = Mock(info=lambda name: infos[name])
-    with pytest.raises(StopRun) as stopped:
-        controller._form(Form(generation=2, workers=(0, 1), reason="", clean=False))
-    assert stopped.value.outcome.code == 1 and stopped.value.outcome.last_step == 6
-    assert "vae" in stopped.value.outcome.reason and "w1" in stopped.value.outcome.reason
+    up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n))]
+    looks = [[], up]  # the first one while the data is opened
+    outcome = controller_of(
+        StateHere(-1, first=-1),
+        membership=Membership(Limits(min=2, max=2), generation=1),
+        pool=pool_here(info=lambda name: infos[name], names=["w0", "w1"]),
+        lookout=SimpleNamespace(look=lambda: looks.pop(0) if looks else [], stop="", hopeless=""),
+    ).train()
+    assert outcome.code == 1 and outcome.last_step == -1
+    assert "vae" in outcome.reason and "w1" in outcome.reason
 
 
 def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path: Path) -> None:
@@ -73,17 +76,15 @@ def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path
 
 
 def test_training_in_bf16_starts_from_the_weights_in_fp32() -> None:
-    worker = Worker.__new__(Worker)
-    worker.settings = WorkerSettings(
-        model=MODEL, train=train_config(parameter_dtype="bfloat16"), workers=WorkersConfig()
-    )
-    worker.device, worker._as_built, worker._first = torch.device("cpu"), True, None
-    worker.executor = worker._load()
-    given = torch.cat([p.detach().flatten() for _, p in trainable(build_dit(worker.executor.modules.config.dit, 3))])
+    first, train = FirstWeights(seed=3), train_config(parameter_dtype="bfloat16")
+    settings = WorkerSettings(model=MODEL, train=train, workers=WorkersConfig())
+    modules = build_modules(settings, torch.device("cpu"), first)
+    given = torch.cat([p.detach().flatten() for _, p in trainable(build_dit(modules.config.dit, 3))])
     task = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=None)
-    computed = torch.cat([p.detach().flatten() for _, p in trainable(worker.executor.modules.dit)])
+    computed = torch.cat([p.detach().flatten() for _, p in trainable(modules.dit)])
     assert computed.dtype == torch.bfloat16 and torch.equal(computed, given.bfloat16())
-    for as_built in (True, False):  # also when all state is lost after some steps
-        worker._as_built = as_built
-        (shard,) = worker._shards(task)
+    for forget in (lambda: None, first.trained):  # also when all state is lost after some steps
+        forget()
+        values = partial(first.values, modules.dit, modules.config.dit)
+        (shard,) = own_shards(task, given.numel(), values, CancelToken(), patience_s=1)
         assert torch.equal(torch.from_numpy(shard.arrays["master"]), given)

@@ -14,7 +14,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.types import Item, Part, StepPlan
 from actors.planning.actor import Planner
 from actors.run.step_metrics import StepFacts, loss_by_bucket, step_metrics, timeline_records
-from app.report_facts import buckets
+from app.report_totals import SpanTotals
+from app.timeline import final_times, windows
 from ops.geometry import Geometry
 from tests.actors.exactness import make_hosts, one_worker, run_step, train_config
 
@@ -94,7 +95,10 @@ def test_the_planner_learns_nothing_of_a_bucket_from_a_cascade_of_several() -> N
 def test_the_report_s_table_of_buckets_divides_a_packed_cascade() -> None:
     image, clip = Piece(item="a", bucket=IMAGE, batch=2), Piece(item="b", bucket=CLIP, batch=1)
     records = timeline_records(facts(), report("w0", span(image, clip, end=4.0)), "n0", 0.0)
-    rows = {row.bucket: row for row in buckets(records, {})}
+    totals = SpanTotals(final_times(records), wanted=())
+    for window in windows(records):
+        totals.add(window)
+    rows = {row.bucket: row for row in totals.buckets({})}
     assert {bucket: (row.samples, row.items) for bucket, row in rows.items()} == {IMAGE: (2, 1), CLIP: (1, 1)}
     assert sum(row.worker_seconds for row in rows.values()) == pytest.approx(4.0)
     assert rows[CLIP].worker_seconds > 3.9 > 0.1 > rows[IMAGE].worker_seconds > 0

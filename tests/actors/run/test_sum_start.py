@@ -1,4 +1,4 @@
-"""Where a worker starts its gradient sum: as early as it adds nothing more, and behind its last bag of the step."""
+"""Where a worker starts its gradient sum: as early as it adds nothing more, and after its last bag of the step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.messages import SumStart
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Holdings, calls_of, finish_of
 from actors.step import StepSamples
@@ -13,6 +14,7 @@ from ops.geometry import Geometry
 from tests.actors.exactness import execute, items_of, make_hosts, on_all, one_worker, random_cascades, train_config
 
 SHAPE = (1, 32, 32)
+NEVER, BEFORE, DURING, AFTER = SumStart
 
 
 def cascade(name: str, module: str, workers: tuple[int, ...], start: float, step: int = 0) -> Cascade:
@@ -21,11 +23,11 @@ def cascade(name: str, module: str, workers: tuple[int, ...], start: float, step
                    start_s=start, end_s=start + 1)  # fmt: skip
 
 
-def starts(*cascades: Cascade) -> dict[int, list[str]]:
+def starts(*cascades: Cascade) -> dict[int, list[SumStart]]:
     """Per worker, what each of its calls says."""
     geometry = Geometry(vae_stride=(4, 8, 8))
     steps = {s: StepSamples.of(s, [(f"{n}{s}", SHAPE, ["k"]) for n in "abc"], geometry, "sample") for s in (0, 1)}
-    found: dict[int, list[str]] = {}
+    found: dict[int, list[SumStart]] = {}
     for call in calls_of(cascades, steps, 1, 0, Holdings()):
         found.setdefault(call.rank, []).append(call.task.start_sum)
     return found
@@ -37,28 +39,28 @@ def encodes(name: str, worker: int) -> list[Cascade]:
 
 def test_the_last_dit_cascade_of_one_worker_starts_it_inside_its_backward() -> None:
     plan = [*encodes("a", 0), *encodes("b", 0), cascade("a", "dit", (0,), 2), cascade("b", "dit", (0,), 3)]
-    assert starts(*plan)[0] == ["", "", "", "", "", "during"]
+    assert starts(*plan)[0] == [NEVER, NEVER, NEVER, NEVER, NEVER, DURING]
 
 
 def test_encodes_of_the_next_step_run_behind_the_start() -> None:
     assert starts(*encodes("a", 0), cascade("a", "dit", (0,), 2), cascade("b", "vae", (0,), 3, step=1))[0] == [
-        "", "", "during", "",
+        NEVER, NEVER, DURING, NEVER,
     ]  # fmt: skip
 
 
 def test_a_bag_starts_it_behind_its_last_collective() -> None:
     found = starts(*encodes("a", 0), cascade("a", "dit", (0, 1), 2), cascade("b", "vae", (0,), 3, step=1))
-    assert found == {0: ["", "", "behind", ""], 1: ["behind"]}
+    assert found == {0: [NEVER, NEVER, AFTER, NEVER], 1: [AFTER]}
 
 
 def test_an_encode_bag_behind_the_last_dit_cascade_holds_it_back() -> None:
     found = starts(*encodes("a", 0), cascade("a", "dit", (0,), 2), cascade("b", "vae", (0, 1), 3, step=1))
-    assert found == {0: ["", "", "", "behind"], 1: ["behind"]}
+    assert found == {0: [NEVER, NEVER, NEVER, AFTER], 1: [AFTER]}
 
 
 def test_a_worker_without_gradient_starts_before_its_first_encode() -> None:
     found = starts(*encodes("a", 0), *encodes("b", 1), cascade("a", "dit", (0,), 2), cascade("b", "dit", (0,), 3))
-    assert found[1] == ["before", ""]
+    assert found[1] == [BEFORE, NEVER]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -70,10 +72,10 @@ def test_no_worker_joins_a_bag_or_adds_gradient_behind_its_start(seed: int) -> N
     calls = calls_of(random_cascades(rng, items, 4), {0: samples}, 1, 0, Holdings())
     for rank in {call.rank for call in calls}:
         mine = [call.task for call in calls if call.rank == rank]
-        (at,) = [i for i, task in enumerate(mine) if task.start_sum]
-        behind = mine[at:] if mine[at].start_sum == "before" else mine[at + 1 :]
-        assert all(len(task.bag) == 1 and task.module != "dit" for task in behind)
-        assert mine[at].start_sum != "during" or len(mine[at].bag) == 1
+        (at,) = [i for i, task in enumerate(mine) if task.start_sum != NEVER]
+        after = mine[at:] if mine[at].start_sum == BEFORE else mine[at + 1 :]
+        assert all(len(task.bag) == 1 and task.module != "dit" for task in after)
+        assert mine[at].start_sum != DURING or len(mine[at].bag) == 1
 
 
 def test_executors_start_as_they_are_told_and_finish_with_one_result() -> None:

@@ -40,7 +40,7 @@ def state(lo: int = 0, hi: int = TOTAL, *, step: int = 5, total: int = TOTAL, em
     """A piece of one well-known vector per array."""
     names = ARRAYS if ema else ARRAYS[:3]
     whole = {name: (np.arange(total) * (i + 1) + step).astype(np.float32) for i, name in enumerate(names)}
-    return ShardState(step=step, lo=lo, hi=hi, total=total, arrays={n: a[lo:hi] for n, a in whole.items()})
+    return ShardState(updates=step, lo=lo, hi=hi, total=total, arrays={n: a[lo:hi] for n, a in whole.items()})
 
 
 def write(root: Path, step: int, size: int = 2, **meta: object) -> Path:
@@ -58,7 +58,7 @@ def test_any_number_of_workers_reads_what_any_other_number_wrote(tmp_path: Path,
     assert meta == {"step": 5, "token": {"row": 3}}
     for lo, hi in shard_bounds(TOTAL, read):
         found, expected = cut(shards, lo, hi), state(lo, hi)
-        assert (found.step, found.lo, found.hi, found.total) == (5, lo, hi, TOTAL)
+        assert (found.updates, found.lo, found.hi, found.total) == (5, lo, hi, TOTAL)
         for name in ARRAYS:
             np.testing.assert_array_equal(found.arrays[name], expected.arrays[name])
 
@@ -251,7 +251,7 @@ def test_a_torn_attempt_with_other_cuts_does_not_leak_into_the_next(tmp_path: Pa
     assert begin(folder)
     write_shard(folder, state(0, TOTAL, step=3))
     seal(folder, {"step": 3})
-    assert [shard.step for shard in load(folder)[1]] == [3]
+    assert [shard.updates for shard in load(folder)[1]] == [3]
     assert not begin(folder), "a complete checkpoint is not written again"
 
 

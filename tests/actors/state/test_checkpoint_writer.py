@@ -6,21 +6,23 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import ray
 
-from actors.config import CheckpointConfig, SnapshotConfig
-from actors.messages import Origin, Snapshot
+from actors.config import CheckpointConfig
+from actors.messages import Handover, Origin
+from actors.outcome import Events
 from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state.commit_log import CommitLog
 from actors.state.keeper import HeldShard, Keeper
-from actors.state.run_state import RunState
+from actors.step import Seat
 from ops.shards import ARRAYS, ShardState, shard_bounds
+from tests.actors.exactness import MODEL
+from tests.actors.fakes import Handle, KeepersHere, Listening, Remote, Writing, collected, snapshot, state_of
 
 TOTAL = 640
 META = {"parameters": []}
@@ -28,7 +30,9 @@ META = {"parameters": []}
 
 def shards(step: int, size: int = 2) -> list[ShardState]:
     return [
-        ShardState(step=step, lo=lo, hi=hi, total=TOTAL, arrays={n: np.full(hi - lo, step, np.float32) for n in ARRAYS})
+        ShardState(
+            updates=step, lo=lo, hi=hi, total=TOTAL, arrays={n: np.full(hi - lo, step, np.float32) for n in ARRAYS}
+        )
         for lo, hi in shard_bounds(TOTAL, size)
     ]
 
@@ -39,16 +43,9 @@ def write(run_dir: Path, step: int) -> Path:
     return folder
 
 
-class Called:
-    """An actor's method in this process: answers at once."""
-
-    def __init__(self, method: Any) -> None:
-        self.remote = method
-
-
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
 
 
 def test_a_failed_write_leaves_nothing_on_the_disk_that_was_full(
@@ -79,9 +76,9 @@ def test_the_writing_task_fetches_from_the_keepers_itself_piece_by_piece(tmp_pat
         gets.append((lo, hi))
         return keeper.get(step, lo, hi)
 
-    handle = Mock(held=Called(keeper.held), get=Called(get))
+    handle = Handle(held=keeper.held, get=get)
     folder = tmp_path / "checkpoints" / "step-7"
-    checkpoints._write(str(folder), {"step": 7, **META}, [], [handle])
+    checkpoints._write(str(folder), {"step": 7, **META}, [], [handle])  # type: ignore[list-item]
     assert gets == shard_bounds(TOTAL, 3), "a whole state fits into no single node"
     _, found = checkpoint.load(folder)
     assert all((shard.arrays["ema"] == 7).all() for shard in found) and len(found) == 3
@@ -93,7 +90,7 @@ class Tasks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[Any, ...]] = []
         self.done: set[int] = set()
-        monkeypatch.setattr(ray, "remote", lambda function: Mock(options=lambda **named: Mock(remote=self._begin)))
+        monkeypatch.setattr(ray, "remote", lambda function: Remote(self._begin))
         monkeypatch.setattr(ray, "wait", self._wait)
 
     def _begin(self, *arguments: Any) -> int:
@@ -107,11 +104,13 @@ class Tasks:
 
 def writer_of(run_dir: Path) -> checkpoints.Writer:
     config = CheckpointConfig(every=10)
-    return checkpoints.Writer(run_dir, config, 99, lambda step: {"step": step, **META}, Mock(), Mock())
+    return checkpoints.Writer(run_dir, config, 99, Events(Listening()))
 
 
-def snapshot(step: int) -> Snapshot:
-    return Snapshot(step=step, generation=1, lo=0, hi=TOTAL, total=TOTAL, shard=f"shard {step}")
+def save(writer: checkpoints.Writer, step: int) -> None:
+    """As a run does it after a step whose checkpoint is due."""
+    if not writer.puts_off(step):
+        writer.save([snapshot(step, f"shard {step}")], {"step": step, **META})
 
 
 def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
@@ -119,34 +118,23 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
 ) -> None:
     tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
     for step in range(9, 60, 10):
-        writer.save(step, [snapshot(step)])
+        save(writer, step)
     assert len(tasks.begun) == 1 and writer.due(61), "the next one is taken when the disk is ready"
     tasks.done.add(0)
     writer.poll()
-    writer.save(61, [snapshot(61)])
+    save(writer, 61)
     assert [begun[2] for begun in tasks.begun] == [["shard 9"], ["shard 61"]] and not writer.due(62)
-    writer.save(99, [snapshot(99)])
+    save(writer, 99)
     assert len(tasks.begun) == 3, "the last step is never put off"
 
 
 def test_the_last_state_never_passes_through_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
     tasks.done.add(0)
-    monkeypatch.setattr(ray, "put", Mock(side_effect=AssertionError("a state in the controller")))
-    keeper = Mock()
-    writer.save_origin(Origin(step=7, keepers=(keeper,), exports=("export",)))
-    assert tasks.begun[0][2:] == (["export"], [keeper]) and not keeper.get.remote.called
-
-
-def state_of(run_dir: Path) -> tuple[RunState, list[Any]]:
-    state, told = RunState.__new__(RunState), []  # type: ignore[var-annotated]
-    state._run_dir, state._verdicts, state._first, state.survivors = run_dir, {}, None, []
-    state._config = Mock(snapshot=SnapshotConfig())
-    state.keepers = Mock(silent=(), inventories=lambda patience_s, enough: {})
-    state._commits = CommitLog(commit=Mock(), committed=-1)
-    state._tell = told.append
-    state.standing = Mock(committed=-1)
-    return state, told
+    keeper: Any = Handle()
+    export: Any = "export"
+    writer.save_origin(Origin(step=7, keepers=(keeper,), exports=(export,)), {"step": 7, **META})
+    assert tasks.begun[0][2:] == (["export"], [keeper]) and keeper.get.asked == []
 
 
 def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_says_so(tmp_path: Path) -> None:
@@ -154,14 +142,15 @@ def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_sa
     path = next(damaged.glob("shard-*"))
     path.write_bytes(bytes(path.stat().st_size))
     (torn / checkpoint.COMPLETE).unlink()
-    state, told = state_of(tmp_path)
+    listener = Listening()
+    state = state_of(tmp_path, listener=listener)
     origin = state.first()
     assert origin is not None and origin.checkpoint == str(older)
-    assert {(type(e), e.folder) for e in told} == {
+    assert {(type(e), e.folder) for e in listener.told} == {
         (CheckpointDamaged, "step-19"),
         (CheckpointPassedOver, "step-29"),
     }
-    assert any(path.name in e.why for e in told)
+    assert any(path.name in e.why for e in listener.told)
     assert state.on_disk() == (9, older), "keepers are not let go for a damaged one"
     assert write(tmp_path, 19) == damaged and state.on_disk() == (19, damaged), "written again, it counts again"
 
@@ -170,33 +159,30 @@ def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> No
     for step in (9, 19):
         folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), step)
         checkpoints._write(str(folder), {"step": step, "data_token": {"at": step}, **META}, shards(step), [])
-    state, _ = state_of(tmp_path)
-    state.keepers.standing.return_value.position = None  # type: ignore[attr-defined]
-    assert state.data_token() == {"at": 19}
+    commits = CommitLog(committed=19)
+    assert state_of(tmp_path, commits=commits).data_token() == {"at": 19}
     meta = folder / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"data_token": {"at": 91}}, indent=1))
-    state._verdicts.clear()
-    assert state.data_token() == {"at": 9}
+    assert state_of(tmp_path, commits=commits).data_token() == {"at": 9}
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_workers_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+    tmp_path: Path, kept: bool
 ) -> None:
-    state, asked = state_of(tmp_path)[0], []
-    state._commits.committed = 6
+    commits, asked = CommitLog(committed=6), []
     for step in (7, 8):
-        state._commits.add(Mock(running=Mock(step=step), snapshots=(Mock(acknowledgements=("never",)),)))
-    if kept:
-        held = HeldShard(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
-        state.keepers.inventories = lambda patience_s, enough: {"a": [held]}  # type: ignore[method-assign]
+        commits.add(collected(step, 1, "never"))
+    held = HeldShard(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
 
-    def exports(world: Any, step: int) -> list[Snapshot]:
+    def hand_over(step: int) -> Handover:
         asked.append(step)
-        return [Snapshot(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, shard="shard 8")]
+        return Handover(worker="w0", exports=(snapshot(8, "shard 8", total=TOTAL),))
 
-    monkeypatch.setattr("actors.state.run_state.exports_of", exports)
-    state.writer = Mock(save_origin=lambda origin: write(tmp_path, origin.step))
-    state.keep_last(("w0",))  # type: ignore[arg-type]
-    assert state._commits.committed == 8 and state._commits.commit.call_count == 2  # type: ignore[attr-defined]
+    seat = Seat(name="w0", node="n", handle=Handle(hand_over=hand_over))  # type: ignore[arg-type]
+    keepers = KeepersHere(a=[held]) if kept else KeepersHere()
+    writer = Writing(lambda step: write(tmp_path, step))
+    state = state_of(tmp_path, keepers=keepers, commits=commits, writer=writer, model=MODEL)
+    saved = state.keep_last([seat])
+    assert saved == 8 and [done.running.step for done in commits.finished_until(saved)] == [7, 8]
     assert asked == ([] if kept else [8]), "workers may be slow to answer: only where they are needed"

@@ -19,7 +19,7 @@ TOTAL = 1000
 
 def shard(lo: int, hi: int, value: float = 1.0) -> ShardState:
     arrays = {name: np.full(hi - lo, value, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
-    return ShardState(step=1, lo=lo, hi=hi, total=TOTAL, arrays=arrays)
+    return ShardState(updates=1, lo=lo, hi=hi, total=TOTAL, arrays=arrays)
 
 
 def test_keeper_owns_its_copy() -> None:
@@ -127,7 +127,7 @@ def test_a_node_without_room_refuses_a_large_shard_by_name_and_takes_small_ones(
     keeper = Keeper(room=lambda: 1 << 20)
     assert keeper.put(1, shard(0, TOTAL)), "a few kB never hurt"
     large = np.zeros((80 << 20) // 4, np.float32)
-    huge = ShardState(step=1, lo=0, hi=large.size, total=large.size, arrays={"master": large})
+    huge = ShardState(updates=1, lo=0, hi=large.size, total=large.size, arrays={"master": large})
     with pytest.raises(MemoryError, match=r"can spare 1 MiB.*snapshot\.copies"):
         keeper.put(2, huge)
     assert keeper.room()[1] == keeper.used_bytes() + (1 << 20)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import ray
 
 from actors.config import SnapshotConfig
 from actors.names import keeper_name
 from actors.outcome import StopRun
-from actors.records.events import KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
-from actors.state.commit_log import CommitLog
+from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
+from actors.state import checkpoint_files as checkpoint
+from actors.state.checkpoint_writer import root_of
+from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import HeldShard, Standing
 from actors.state.keeper_fleet import Keepers, keeper_nodes
 from actors.state.run_state import RunState
 from actors.state.snapshots import origin_of
+from ops.shards import ShardState
+from tests.actors.exactness import MODEL
+from tests.actors.fakes import Listening, Remote, collected, state_of
 
 ROOM = ("host", 1 << 40)
 GONE = ray.exceptions.ActorUnschedulableError("its node is gone")
@@ -36,7 +41,7 @@ class Clock:
         monkeypatch.setattr(time, "sleep", self.sleep)
         monkeypatch.setattr(ray, "wait", self.wait)
         monkeypatch.setattr(ray, "get", self.get)
-        monkeypatch.setattr(ray, "kill", lambda handle: None)
+        monkeypatch.setattr(ray, "kill", lambda handle, no_restart: None)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -53,6 +58,13 @@ class Clock:
         return reference.value
 
 
+class Answer:
+    """A reference: its value is there at this time."""
+
+    def __init__(self, at: float, value: Any) -> None:
+        self.at, self.value = at, value
+
+
 class Actor:
     """A keeper's handle. `answers` gives (seconds until it answers, what) for every question in turn."""
 
@@ -60,14 +72,14 @@ class Actor:
         self.clock, self.answers, self.told = clock, list(answers), []  # type: ignore[var-annotated]
 
     def __getattr__(self, question: str) -> Any:
-        return Mock(remote=lambda *arguments: self._called(question, arguments))
+        return Remote(lambda *arguments: self._called(question, arguments))
 
     def _called(self, question: str, arguments: tuple[Any, ...]) -> Any:
         if question in ("rollback", "commit", "note"):
             self.told.append((question, *arguments))
             return None
         after, value = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return Mock(spec=["at", "value"], at=self.clock.now + after, value=value)
+        return Answer(self.clock.now + after, value)
 
 
 @pytest.fixture
@@ -75,13 +87,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+class FoundHere(Keepers):
+    """Its keepers are those of the test, and none is started beside them."""
+
+    def find(self) -> dict[str, Any]:
+        return dict(self._handles)
+
+    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None: ...
+
+
+class Placed(FoundHere):
+    """Starts keepers, too."""
+
+    prepare = Keepers.prepare  # type: ignore[assignment]
+
+
 def keepers_of(actors: Mapping[str, Actor], patience_s: float = 600.0) -> tuple[Keepers, list[str], list[str]]:
-    lost: list[str] = []
-    slow: list[str] = []
-    keepers = Keepers("run", SnapshotConfig(patience_s=patience_s), lost.append, lambda name, s: slow.append(name))
-    keepers.find = lambda: dict(keepers._handles)  # type: ignore[method-assign]
-    keepers._handles.update(actors)
-    return keepers, lost, slow
+    told: dict[type[RunEvent], list[str]] = {KeeperLost: [], KeeperSlow: []}
+
+    def tell(event: Any) -> None:
+        told[type(event)].append(event.keeper)
+
+    keepers = FoundHere("run", SnapshotConfig(patience_s=patience_s), tell)
+    keepers._handles.update(actors)  # type: ignore[arg-type]
+    return keepers, told[KeeperLost], told[KeeperSlow]
 
 
 def held(step: int) -> list[HeldShard]:
@@ -114,54 +143,49 @@ def test_a_frozen_keeper_holds_nobody_up_when_others_hold_the_newest_step(clock:
     assert found is not None and found.step == 7 and clock.now < 1020
 
 
-def state_of(keepers: Keepers, committed: int, on_disk: int) -> tuple[RunState, list[RunEvent]]:
-    state, told = RunState.__new__(RunState), []  # type: ignore[var-annotated]
-    state.keepers, state._first, state.survivors = keepers, None, []
-    state._config = Mock(snapshot=keepers._config)
-    state._commits = CommitLog(commit=Mock(), committed=committed)
-    state.on_disk = lambda: (on_disk, Path("step"))  # type: ignore[method-assign]
-    state._tell = told.append
-    state.writer, state._verdicts = Mock(), {(Path("step"), 0): ""}
-    state._tell_torn = lambda: None  # type: ignore[method-assign]
-    return state, told
+def behind_disk(tmp_path: Path, keepers: Keepers, committed: int) -> tuple[RunState, Listening]:
+    """The state of a run whose checkpoint after step 399 is on disk, and what it tells."""
+    folder = checkpoint.step_folder(root_of(tmp_path), 399)
+    checkpoint.begin(folder)
+    shard = ShardState(updates=400, lo=0, hi=10, total=10, arrays={"master": np.zeros(10, np.float32)})
+    checkpoint.seal(folder, {"step": 399, "parameters": []}, [(0, 10)], [checkpoint.write_shard(folder, shard)])
+    listener = Listening()
+    commits = CommitLog(committed=committed)
+    return state_of(tmp_path, keepers=keepers, commits=commits, listener=listener, model=MODEL), listener
 
 
-def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Clock) -> None:
+def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Clock, tmp_path: Path) -> None:
     """The keeper copied a large shard for 14 s: it counted as empty after 10, and its newer state was deleted."""
-    busy = Actor(clock, (14.0, held(450)))
+    busy = Actor(clock, (0.0, Standing(committed=450)), (14.0, held(450)))
     keepers, _, _ = keepers_of({"busy": busy})
-    state, told = state_of(keepers, committed=450, on_disk=399)
-    origin = state.choose(2, ())
-    assert origin is not None and origin.step == 450 and told == []
+    state, listener = behind_disk(tmp_path, keepers, committed=450)
+    recovery = state.recover(2, ())
+    state.begin(recovery)
+    assert recovery.step == 450 and listener.told == []
     assert busy.told == [("rollback", 450, 2)]
 
 
-def test_what_a_silent_keeper_may_hold_is_neither_passed_over_nor_deleted(clock: Clock) -> None:
-    frozen = Actor(clock, (1e9, held(450)))
+def test_what_a_silent_keeper_may_hold_is_neither_passed_over_nor_deleted(clock: Clock, tmp_path: Path) -> None:
+    frozen = Actor(clock, (0.0, Standing(committed=450)), (1e9, held(450)))
     keepers, _, _ = keepers_of({"frozen": frozen})
-    state, told = state_of(keepers, committed=450, on_disk=399)
+    state, listener = behind_disk(tmp_path, keepers, committed=450)
     with pytest.raises(StopRun, match=r"frozen may hold the newest state.*snapshot\.patience_s") as stop:
-        state.choose(2, ())
-    assert stop.value.outcome.code == 75 and [type(event) for event in told] == [KeepersSilent]
-    state.keep_last(())
-    assert not state.let_go() and frozen.told == [] and not state.writer.save_origin.called
+        state.recover(2, ())
+    assert stop.value.outcome.code == 75 and listener.kinds == [KeepersSilent]
+    assert state.keep_last(()) == -1 and state.writer.saved == []  # type: ignore[attr-defined]
+    assert not state.free_memory() and frozen.told == []
 
 
-def test_a_controller_does_not_begin_without_the_word_of_a_keeper_that_lives(clock: Clock) -> None:
+def test_a_controller_does_not_begin_without_the_word_of_a_keeper_that_lives(clock: Clock, tmp_path: Path) -> None:
     keepers, _, _ = keepers_of({"frozen": Actor(clock, (1e9, Standing(committed=450)))})
-    state, _ = state_of(keepers, committed=-1, on_disk=399)
-    state.standing = keepers.standing(600.0)
-    state._silent = keepers.silent
+    state, _ = behind_disk(tmp_path, keepers, committed=-1)
     with pytest.raises(StopRun):
         state.first()
-    assert not state.let_go(), "nothing is committed by this controller, and yet they stay"
+    assert not state.free_memory(), "nothing is committed by this controller, and yet they stay"
 
 
-def test_repair_replaces_the_lost_and_the_long_silent_and_leaves_the_busy(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_replaces_the_lost_and_the_long_silent_and_leaves_the_busy(clock: Clock) -> None:
     keepers, lost, _ = keepers_of({"busy": Actor(clock, (30.0, ROOM)), "gone": Actor(clock, (0.0, GONE))})
-    monkeypatch.setattr(keepers, "prepare", Mock())
     keepers.repair(["n"], give_up_s=600.0)
     assert lost == ["gone"] and list(keepers._handles) == ["busy"]
     clock.now += 700
@@ -181,7 +205,7 @@ def test_copies_lie_on_another_living_node_also_when_it_has_no_worker() -> None:
 def test_when_all_workers_stand_on_one_node_of_two_its_death_takes_no_shard(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keepers, _, _ = keepers_of({})
+    keepers = Placed("run", SnapshotConfig())
     monkeypatch.setattr("actors.state.keeper_fleet.spawn", lambda name, node, namespace: f"on {node}")
     monkeypatch.setattr(
         ray,
@@ -195,48 +219,48 @@ def test_when_all_workers_stand_on_one_node_of_two_its_death_takes_no_shard(
 
 def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head node of a few GB beside the one with all GPUs."""
-    sizes, told = {"big": 800.0, "gpus": 900.0, "head": 8.0}, []
+    sizes, listener = {"big": 800.0, "gpus": 900.0, "head": 8.0}, Listening()
     monkeypatch.setattr(
         ray, "nodes", lambda: [{"NodeID": n, "Alive": True, "Resources": {"memory": m}} for n, m in sizes.items()]
     )
     monkeypatch.setattr(
         "actors.state.keeper_fleet.spawn", lambda name, node, namespace: Actor(clock, (0.0, (node, 10)))
     )
-    keepers = Keepers("run", SnapshotConfig(), told.append, needs=lambda: 600)
-    keepers.find = lambda: dict(keepers._handles)  # type: ignore[method-assign]
-    keepers.prepare(["gpus"])
+    keepers = Placed("run", SnapshotConfig(), listener.on_event)
+    keepers.prepare(["gpus"], needs_bytes=600)
     assert list(keepers._nodes.values()) == ["gpus", "big"] and keepers.of(0) == tuple(keepers.in_use().values())
     assert keepers._placed[0] == (keeper_name("run", "big"),)
-    keepers.repair(["gpus"], give_up_s=600.0)  # it is full of something else
-    assert keepers._placed[0] == (keeper_name("run", "gpus"),) and told == []
+    keepers.repair(["gpus"], give_up_s=600.0, needs_bytes=600)  # it is full of something else
+    assert keepers._placed[0] == (keeper_name("run", "gpus"),) and listener.told == []
 
 
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:
     """It stood still for ever: repaired twice a second, without a word in the events."""
-    keepers, _, _ = keepers_of({"full": Actor(clock, (0.0, ROOM))})
-    keepers.prepare = Mock()  # type: ignore[method-assign]
-    state, told = state_of(keepers, committed=3, on_disk=-1)
-    state._repaired_at = 0.0
-    state._commits.failure = "MemoryError: the node can spare 1 MiB"
+    keepers, _, _ = keepers_of({"full": Actor(clock, (0.0, Standing()), (0.0, ROOM))})
+    listener, stuck = Listening(), Stuck(why="MemoryError: the node can spare 1 MiB")
+    state = state_of(keepers=keepers, commits=CommitLog(committed=3), listener=listener, model=MODEL)
     began, rounds = clock.now, 0
     with pytest.raises(StopRun, match="can spare 1 MiB") as stop:
         while rounds < 10_000:
-            state.repair_keepers((), quiet=rounds > 500)
+            state.repair_keepers(stuck, (), quiet=rounds > 500)
             rounds += 1
     assert stop.value.outcome.code == 1 and clock.now - began < 400
-    kinds = [type(event) for event in told]
-    assert kinds.count(KeepersRepaired) == 7 and kinds[-1] is SnapshotsFailed
+    assert listener.kinds.count(KeepersRepaired) == 7 and listener.kinds[-1] is SnapshotsFailed
 
 
 def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
-    keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, ROOM))})
-    keepers.prepare = Mock()  # type: ignore[method-assign]
-    state, _ = state_of(keepers, committed=3, on_disk=-1)
-    state._repaired_at, state._generation, state._positions = 0.0, 1, {}
-    for _ in range(5):
-        clock.now += 60
-        state.repair_keepers((), quiet=True)
-    assert state._repairs == 5
-    position = Mock(spec=["at", "value"], at=1e9)
-    state.committed(Mock(snapshots=(), running=Mock(step=4, generation=1)), position)
-    assert state._repairs == 0
+    keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, Standing()), (0.0, ROOM))})
+    listener, stuck = Listening(), Stuck(why="a keeper is gone")
+    state = state_of(keepers=keepers, commits=CommitLog(committed=3), listener=listener, model=MODEL)
+
+    def repair(times: int) -> list[int]:
+        """The numbers of the repairs that are worth a word."""
+        told = len(listener.told)
+        for _ in range(times):
+            clock.now += 60
+            state.repair_keepers(stuck, (), quiet=True)
+        return [event.repairs for event in listener.told[told:]]
+
+    assert repair(5) == [2, 3, 4, 5]
+    state.committed(collected(4, 1), {})
+    assert repair(2) == [2], "one is everyday"

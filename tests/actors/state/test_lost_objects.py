@@ -13,9 +13,12 @@ import ray
 
 from actors.config import CheckpointConfig
 from actors.messages import Origin, Snapshot
+from actors.outcome import Events
+from actors.records.events import CheckpointFailed
 from actors.run.steps import has_lost_argument
 from actors.state.checkpoint_writer import Writer, latest
 from ops.shards import ARRAYS, ShardState
+from tests.actors.fakes import Listening
 
 pytestmark = pytest.mark.cluster
 TOTAL = 64
@@ -45,7 +48,7 @@ class Owner:
 
 def state(step: int) -> ShardState:
     arrays = {name: np.full(TOTAL, step, np.float32) for name in ARRAYS}
-    return ShardState(step=step, lo=0, hi=TOTAL, total=TOTAL, arrays=arrays)
+    return ShardState(updates=step, lo=0, hi=TOTAL, total=TOTAL, arrays=arrays)
 
 
 def snapshot(step: int, shard: Any) -> Snapshot:
@@ -71,16 +74,13 @@ def orphan(method: str, *args: Any) -> Any:
     raise AssertionError("the object outlives its owner")
 
 
-def writer_of(folder: Path, failed: list[int]) -> Writer:
+def writer_of(folder: Path, listener: Listening) -> Writer:
     """Takes a checkpoint every ten steps of a run that has a hundred."""
-    return Writer(
-        folder,
-        CheckpointConfig(every=10, keep_last=2),
-        last_step=99,
-        meta=lambda step: {"step": step, "parameters": []},
-        sealed=lambda folder, step: None,
-        failed=lambda step, why: failed.append(step),
-    )
+    return Writer(folder, CheckpointConfig(every=10, keep_last=2), last_step=99, events=Events(listener))
+
+
+def meta(step: int) -> dict[str, Any]:
+    return {"step": step, "parameters": []}
 
 
 def test_only_a_call_without_its_pixels_counts_as_such() -> None:
@@ -105,21 +105,21 @@ def test_only_a_call_without_its_pixels_counts_as_such() -> None:
 
 
 def test_a_checkpoint_that_was_lost_with_its_worker_is_taken_again_soon(tmp_path: Path) -> None:
-    failed: list[int] = []
-    writer = writer_of(tmp_path, failed)
+    listener = Listening()
+    writer = writer_of(tmp_path, listener)
     assert writer.due(9) and not writer.due(10)
-    writer.save(9, [snapshot(9, orphan("shard", 9))])
+    writer.save([snapshot(9, orphan("shard", 9))], meta(9))
     writer.wait()
-    assert failed == [9] and latest(tmp_path) is None
+    assert [(type(e), e.step) for e in listener.told] == [(CheckpointFailed, 9)] and latest(tmp_path) is None
     assert writer.due(10), "the next step is taken instead"
-    writer.save(10, [snapshot(10, ray.put(state(10)))])
+    writer.save([snapshot(10, ray.put(state(10)))], meta(10))
     writer.wait()
     assert latest(tmp_path) == (10, tmp_path / "checkpoints" / "step-10")
     assert not writer.due(11)
 
 
 def test_the_last_state_is_written_although_an_attempt_at_it_is_failing(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path, [])
-    writer.save(9, [snapshot(9, orphan("shard", 9))])
-    writer.save_origin(Origin(step=9, exports=(ray.put(state(9)),)))
+    writer = writer_of(tmp_path, Listening())
+    writer.save([snapshot(9, orphan("shard", 9))], meta(9))
+    writer.save_origin(Origin(step=9, exports=(ray.put(state(9)),)), meta(9))
     assert latest(tmp_path) == (9, tmp_path / "checkpoints" / "step-9")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from actors.messages import CascadeTask, PublishedResult
+from actors.messages import STORE, CascadeTask
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Holdings, calls_of
 from actors.step import StepSamples
-from actors.worker.handoff import STORE, EncodeResult, EncodeStore, HandoffError, Inputs, gather_inputs
-from actors.worker.worker import Worker, _published
+from actors.worker.caching import ResultCache
+from actors.worker.handoff import EncodeResult, EncodeStore, HandoffError, Inputs, gather_inputs
+from actors.worker.worker import _published
 from data.cache import Cache
 from data.config import CacheConfig
 from ops.comm import Group
@@ -216,20 +217,19 @@ class InBf16:
 
 def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
     """Kept, shared in a bag, published at once or later, and into the cache: always the same fp32 rows."""
-    config = train_config()
-    hosts = make_hosts(2, torch.float32, config)
-    worker = Worker.__new__(Worker)
-    worker.executor, kept = hosts[0].executor, []
-    worker._writer = Mock(cache=Cache(CacheConfig(path=str(tmp_path))))
-    worker._writer.submit = lambda kind, key, array: kept.append((kind, key, array.dtype))
-    published: list[PublishedResult] = []
+    kept: list[tuple[str, str, np.dtype]] = []
+    writer = SimpleNamespace(
+        cache=Cache(CacheConfig(path=str(tmp_path))),
+        submit=lambda kind, key, array: kept.append((kind, key, array.dtype)),
+    )
+    cache, published = ResultCache(writer), []  # type: ignore[arg-type, var-annotated]
 
     def to_cache(task: CascadeTask, results: list[EncodeResult]) -> None:
         named = tuple(replace(s, text_key=f"t{s.id}", latent_key=f"l{s.id}") for s in task.samples)
-        worker._to_cache(replace(task, samples=named), results)
+        cache(replace(task, samples=named), results)
         published.extend(_published(task.module, [replace(r, rows=r.rows.cpu()) for r in results]))
 
-    hosts[0].executor.on_encoded = to_cache
+    hosts = make_hosts(2, torch.float32, train_config(), on_encoded=to_cache)
     for host in hosts:
         modules = host.executor.modules
         modules.text, modules.vae = InBf16(modules.text), InBf16(modules.vae)

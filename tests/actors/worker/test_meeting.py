@@ -68,7 +68,7 @@ def test_a_slow_part_is_waited_for_and_an_endless_one_is_not(monkeypatch: pytest
         return done, [r for r in references if r not in done]
 
     monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", lambda references: [f"shard {r}" for r in references])
+    monkeypatch.setattr(ray, "get", lambda reference: f"shard {reference}")
     assert fetch([0.3, 0.1], CancelToken(), 60.0) == ["shard 0.3", "shard 0.1"]
     with pytest.raises(GroupError, match="fetching the state took more than"):
         fetch([1e9], CancelToken(), 0.05)

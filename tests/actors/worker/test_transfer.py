@@ -15,7 +15,6 @@ import torch
 
 from actors.run.dispatch import Holdings, calls_of
 from actors.step import StepSamples
-from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.transfer import CopyInFlight, HostCopies
 from actors.worker.worker import Worker
@@ -71,21 +70,21 @@ def test_who_asks_first_waits_for_the_cascade() -> None:
 
 
 def test_an_executor_starts_copies_of_what_it_publishes_and_forgets_them_with_its_generation() -> None:
-    hosts = make_hosts(1, torch.float32, train_config())
-    executor, copy = hosts[0].executor, SlowCopy()
-    executor.copies = HostCopies(copy)
+    copy = SlowCopy()
+    copies = HostCopies(copy)
+    executor = make_hosts(1, torch.float32, train_config(), copies=copies)[0].executor
     items = items_of(np.random.default_rng(0), 1)
     shapes = [(i.id, (i.frames, i.height, i.width), ["0/0/0"] * i.batch) for i in items]
     samples = StepSamples.of(0, shapes, executor.modules.geometry, "sample")
     text, vae = calls_of([c for c in one_worker(items) if c.module != "dit"], {0: samples}, 1, 0, Holdings())
     assert text.task.publish and vae.task.publish
     assert execute(executor, text, {}, frozenset()) == [] and execute(executor, vae, {}, frozenset()) == []
-    assert len(executor.copies) == 2, "nothing waited for the copies"
+    assert len(copies) == 2, "nothing waited for the copies"
     copy.end.set()
-    (first, *_) = executor.copies.take((1, vae.task.cascade), 0.0) or []
+    (first, *_) = copies.take((1, vae.task.cascade), 0.0) or []
     assert torch.equal(first.rows, executor.store.take("vae", first.id).rows)
     executor.leave()
-    assert len(executor.copies) == 0
+    assert len(copies) == 0
 
 
 def _slow(rows: torch.Tensor) -> CopyInFlight:
@@ -102,10 +101,8 @@ def _slow(rows: torch.Tensor) -> CopyInFlight:
 class LaterWorker(Worker):
     """A CPU worker that hands out its results as one with a GPU does."""
 
-    def _load(self) -> Executor:
-        executor = super()._load()
-        executor.copies = HostCopies(_slow)
-        return executor
+    def _host_copies(self) -> HostCopies:
+        return HostCopies(_slow)
 
 
 @pytest.fixture

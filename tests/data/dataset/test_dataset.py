@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig, SourceConfig
+from data.dataset.coverage import account
 from data.dataset.dataset import Dataset
 from data.errors import DataError
 from data.types import Bucket, StepOfItems
@@ -108,14 +109,14 @@ def test_fixed_starts_are_zero_and_random_starts_vary(clips: Path) -> None:
 
 def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> None:
     data = dataset(clips, buckets=BucketsConfig(table=("1x64x96", "17x64x96")))
-    account = data.account()
-    assert account.indexed == 60
-    assert account.indexed == account.planned + sum(account.rejected.values())
-    assert account.planned == account.trained
-    assert len(account.dropped) == sum(account.rejected.values())
-    assert all("17x64x96" in dropped.reason or "1x64x96" in dropped.reason for dropped in account.dropped)
-    assert sum(bucket.samples for bucket in account.buckets) == account.trained
-    short = data.account(steps=2)
+    found = account(data)
+    assert found.indexed == 60
+    assert found.indexed == found.planned + sum(found.rejected.values())
+    assert found.planned == found.trained
+    assert len(found.dropped) == sum(found.rejected.values())
+    assert all("17x64x96" in dropped.reason or "1x64x96" in dropped.reason for dropped in found.dropped)
+    assert sum(bucket.samples for bucket in found.buckets) == found.trained
+    short = account(data, steps=2)
     assert short.planned == short.trained + short.waiting + short.not_reached + short.passed_over
     assert short.draws == sum(item.batch for index in range(2) for item in data.step(index).items)
 
@@ -123,10 +124,10 @@ def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> No
 def test_the_account_covers_every_segment_of_a_curriculum(clips: Path) -> None:
     small = BucketsConfig(table=("9x32x48", "9x48x32", "1x32x48", "1x48x32"), max_ratio_error=2.0)
     data = dataset(clips, segments=(SegmentConfig(until_step=1, buckets=small), SegmentConfig(until_step=0)))
-    account = data.account()
-    assert account.planned == account.trained == 60
-    assert {row.bucket.area for row in account.buckets if row.items} == {32 * 48, 64 * 96, 80 * 80}
-    assert account.draws == sum(item.batch for index in range(account.steps) for item in data.step(index).items)
+    found = account(data)
+    assert found.planned == found.trained == 60
+    assert {row.bucket.area for row in found.buckets if row.items} == {32 * 48, 64 * 96, 80 * 80}
+    assert found.draws == sum(item.batch for index in range(found.steps) for item in data.step(index).items)
 
 
 def test_filters_are_counted_and_their_samples_named(clips: Path) -> None:
@@ -136,7 +137,7 @@ def test_filters_are_counted_and_their_samples_named(clips: Path) -> None:
     passing = int(data.indexes[0].filter_mask(rule).sum())
     assert 5 < passing < 55
     assert data.ledger.rejected["filtered"] == 60 - passing
-    assert f"filtered({rule})" in {dropped.reason for dropped in data.account().dropped}
+    assert f"filtered({rule})" in {dropped.reason for dropped in account(data).dropped}
 
 
 def test_two_sources_are_mixed_by_their_weights(clips: Path) -> None:
@@ -172,7 +173,7 @@ def test_a_curriculum_changes_buckets_and_batch_at_its_border(clips: Path) -> No
 def test_batch_sizes_may_come_from_the_planner(clips: Path) -> None:
     given = config(clips, batch=BatchConfig(target_s=1.0))
     data = Dataset.open(given, Geometry(), 0, timed=lambda bucket, limits: 2)
-    assert set(data.batch_sizes().values()) == {2} and {row.limit for row in data.account(4).buckets} == {"target_s"}
+    assert set(data.batch_sizes().values()) == {2} and {row.limit for row in account(data, 4).buckets} == {"target_s"}
     with pytest.raises(ValueError, match="target_s needs a profile"):
         Dataset.open(given, Geometry(), 0)
     assert {item.batch for index in range(10) for item in data.step(index).items} == {2}

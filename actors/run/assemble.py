@@ -1,0 +1,90 @@
+"""Builds a controller out of its real parts, which this starts: monitor, planner and the store where workers meet.
+
+Workers come when the membership asks for them, the feeder when the run begins. A test gives the parts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from actors.config import RuntimeConfig
+from actors.feed.step_source import FeederHandle, StepSource, feeder_of
+from actors.messages import WorkerSettings
+from actors.names import run_id
+from actors.outcome import Events, Listener
+from actors.plan.costs.profile import Profile
+from actors.planning.client import PlannerClient
+from actors.planning.options import profile_of
+from actors.pool.lookout import Lookout
+from actors.pool.membership import Membership
+from actors.pool.membership_types import Limits
+from actors.pool.weights import weights_bytes
+from actors.pool.workers import Pool, start_monitor
+from actors.ray_calls import get, node_address
+from actors.run.account import StepAccount
+from actors.run.controller import Controller
+from actors.run.skips import Skips, skipped_before
+from actors.state.assemble import assemble_state
+from actors.state.commit_log import CommitLog
+from actors.state.survivors import Survivors
+from actors.worker.worker import Worker
+from ops.folders import resolve
+
+_START_S = 120.0  # a small actor answers within this time also on a busy cluster
+
+
+def start_controller(
+    config: RuntimeConfig,
+    listener: Listener,
+    profile: Profile | None = None,
+    worker_class: type[Worker] = Worker,
+    feeder: Callable[[], FeederHandle] | None = None,
+) -> Controller:
+    """A controller, ready to `train`.
+
+    `profile`, `worker_class` and `feeder` replace the ones that the config describes (benchmarks, own data).
+    """
+    run_dir, events = Path(config.run_dir), Events(listener)
+    run = run_id(run_dir)
+    model, geometry = resolve(config.model)
+    monitor = start_monitor(run)
+    settings = WorkerSettings(model=config.model, train=config.train, workers=config.workers, cache=config.data.cache)
+    pool = Pool(run, settings, monitor, worker_class)
+    source = StepSource(
+        feeder or feeder_of(config, model, geometry),
+        geometry,
+        config.train.loss_weight,
+        config.train.steps,
+        config.data.engine.stall_s,
+    )
+    planner = PlannerClient(profile or profile_of(config.planner, model, geometry), config.planner)
+    store = torch.distributed.TCPStore(
+        node_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
+    survivors = Survivors()
+    state = assemble_state(run, config, model, commits, source, survivors, events)
+    reported = get(monitor.begin.remote(), timeout=_START_S)
+    generation = max(reported.generation, state.standing.generation)
+    start_s = config.workers.start_patience_s(weights_bytes(config.model))
+    return Controller(
+        config=config,
+        listener=listener,
+        events=events,
+        pool=pool,
+        monitor=monitor,
+        lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
+        membership=Membership(Limits.of(config.workers), generation=generation),
+        source=source,
+        planner=planner,
+        commits=commits,
+        survivors=survivors,
+        state=state,
+        store=store,
+        account=StepAccount(geometry=geometry, node_of=pool.node_of),
+        skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+    )

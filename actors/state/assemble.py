@@ -1,0 +1,40 @@
+"""Puts the parts of a run's state together and asks the keepers how far the run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.config import RuntimeConfig
+from actors.outcome import Events
+from actors.state.checkpoint_writer import Writer
+from actors.state.commit_log import CommitLog
+from actors.state.keeper_fleet import Keepers
+from actors.state.run_state import PositionSource, RunState
+from actors.state.survivors import Survivors
+from ops.config import ModelConfig
+
+
+def assemble_state(
+    run: str,
+    config: RuntimeConfig,
+    model: ModelConfig,
+    commits: CommitLog,
+    positions: PositionSource,
+    survivors: Survivors,
+    events: Events,
+) -> RunState:
+    """Waits for keepers that live, as long as `snapshot.patience_s`."""
+    keepers = Keepers(run, config.snapshot, events.tell)
+    # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
+    standing = keepers.standing(config.snapshot.patience_s)
+    return RunState(
+        config,
+        model,
+        keepers=keepers,
+        standing=standing,
+        writer=Writer(Path(config.run_dir), config.checkpoint, config.train.steps - 1, events),
+        commits=commits,
+        positions=positions,
+        survivors=survivors,
+        tell=events.tell,
+    )

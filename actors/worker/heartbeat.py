@@ -1,0 +1,141 @@
+"""What a worker says of itself while its task thread works, and how it hears that its generation has ended."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from typing import Protocol
+
+import ray
+
+from actors.config import WorkersConfig
+from actors.messages import LOADING, Orders, Progress
+from actors.ray_calls import get
+from actors.refs import Method
+from ops.comm import CancelToken, Groups
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+
+
+class Mailbox(Protocol):
+    """The monitor as a worker knows it (`actors.pool.monitor`)."""
+
+    @property
+    def beat(self) -> Method[[Progress], Orders]: ...
+    @property
+    def stack(self) -> Method[[str, str], None]: ...
+
+
+class Heartbeat:
+    """The progress of one worker, and a thread that sends it. The task thread alone changes what is sent.
+
+    heartbeat.start()
+    cancel = heartbeat.begin(3)             # its waits end when generation 4 has begun, or when it hangs
+    heartbeat.activity("dit 9f 64x96 b2 sp1 s7", "forward", step=7, predicted_s=1.2)
+    heartbeat.idle()
+    """
+
+    def __init__(self, worker: str, config: WorkersConfig, monitor: Mailbox, *, waits_on_device: bool) -> None:
+        """`waits_on_device`: waits for NCCL are the device's, they have no time-out but the one of `beat`."""
+        self._worker, self._config, self._monitor, self._waits_on_device = worker, config, monitor, waits_on_device
+        self.leaving = False  # a preemption notice has come
+        self.groups: Groups | None = None  # of the running generation
+        progress = Progress(
+            worker=worker,
+            generation=-1,
+            step=-1,
+            activity=LOADING,
+            phase="",
+            since=time.time(),
+            predicted_s=0.0,
+            collectives=0,
+            waiting_in="",
+        )
+        # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
+        self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
+        self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile
+
+    @property
+    def progress(self) -> Progress:
+        return self._now[0]
+
+    @property
+    def cancel(self) -> CancelToken:
+        """Set when the running generation has ended."""
+        return self._now[1]
+
+    def start(self) -> None:
+        """Send heartbeats from now on, as long as the process lives."""
+        threading.Thread(target=self._beat_for_ever, name="heartbeat", daemon=True).start()
+
+    def begin(self, generation: int) -> CancelToken:
+        """The worker enters this generation; the token of the one before it is of no use any more."""
+        self.groups = None
+        self._now = (replace(self.progress, generation=generation), CancelToken())
+        return self.cancel
+
+    def activity(self, activity: str, phase: str, step: int, predicted_s: float) -> None:
+        """What the worker does from now on, and how long it should take."""
+        self._since = time.monotonic()  # first: the heartbeat thread must not see a new activity with an old time
+        self._set(
+            replace(
+                self.progress, activity=activity, phase=phase, step=step, since=time.time(), predicted_s=predicted_s
+            )
+        )
+
+    def phase(self, phase: str) -> None:
+        """The part of the activity that begins now."""
+        self._set(replace(self.progress, phase=phase))
+
+    def idle(self) -> None:
+        """The worker waits for a call."""
+        self._since = time.monotonic()
+        self._set(replace(self.progress, activity="idle", phase="idle", since=time.time(), predicted_s=0.0))
+
+    def beat(self) -> None:
+        """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again."""
+        progress, cancel = self._now
+        groups = self.groups
+        if groups is not None:
+            bags = groups.progress.values()
+            waiting = [bag.name for bag in bags if bag.name]
+            progress = replace(
+                progress, collectives=sum(bag.sequence for bag in bags), waiting_in=waiting[0] if waiting else ""
+            )
+        orders = get(self._monitor.beat.remote(replace(progress, leaving=self.leaving)), timeout=_ANSWER_S)
+        if orders.generation > progress.generation >= 0:
+            cancel.set(f"generation {orders.generation} has begun")
+        elif groups is not None and self._hangs(progress):
+            cancel.set(f"{progress.activity!r} has not ended within {self._config.collective_timeout_s:g} s")
+        if orders.dump_stack:
+            self._monitor.stack.remote(self._worker, _stacks())
+
+    def _set(self, progress: Progress) -> None:
+        self._now = (progress, self.cancel)
+
+    def _beat_for_ever(self) -> None:
+        while True:
+            try:
+                self.beat()
+            except ray.exceptions.RayError as error:  # the monitor is being restarted
+                log.debug("heartbeat of %s not delivered: %r", self._worker, error)
+            time.sleep(self._config.heartbeat_s)
+
+    def _hangs(self, progress: Progress) -> bool:
+        waited = time.monotonic() - self._since
+        patience = max(self._config.collective_timeout_s, 2 * progress.predicted_s)
+        return self._waits_on_device and progress.activity != "idle" and waited > patience
+
+
+def _stacks() -> str:
+    names = {t.ident: t.name for t in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

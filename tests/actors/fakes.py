@@ -1,0 +1,271 @@
+"""Parts of a run for tests that bring up no cluster: each answers as it is told, and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from actors.config import (
+    CheckpointConfig,
+    PlannerConfig,
+    RuntimeConfig,
+    SnapshotConfig,
+    TrainConfig,
+    WorkersConfig,
+)
+from actors.messages import Origin, Snapshot
+from actors.outcome import Events
+from actors.pool.membership import Membership
+from actors.pool.membership_types import Limits
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
+from actors.run.account import StepAccount
+from actors.run.controller import Controller
+from actors.run.skips import Skips
+from actors.state.commit_log import CommitLog
+from actors.state.keeper import HeldShard, Standing
+from actors.state.run_state import RunState
+from actors.state.survivors import Survivors
+from actors.step import DataLost
+from data.config import DataConfig, SourceConfig
+from ops.config import ModelConfig
+from ops.geometry import Geometry
+
+
+class Remote:
+    """A method of an actor in this process: it answers at once, and `asked` holds the arguments of every call."""
+
+    def __init__(self, answer: Callable[..., Any] = lambda *arguments: None) -> None:
+        self._answer, self.asked = answer, []  # type: ignore[var-annotated]
+
+    def remote(self, *arguments: Any) -> Any:
+        self.asked.append(arguments)
+        return self._answer(*arguments)
+
+    def options(self, **options: Any) -> Remote:
+        return self
+
+
+class Handle:
+    """An actor in this process: every method that is not given answers None."""
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        for name, answer in methods.items():
+            setattr(self, name, Remote(answer))
+
+    def __getattr__(self, name: str) -> Remote:
+        made = Remote()
+        setattr(self, name, made)
+        return made
+
+
+class Listening:
+    """Collects what is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.told: list[Any] = []  # events
+        self.checkpoints: list[int] = []
+
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: Any) -> None:
+        self.steps.append(metrics.step)
+
+    def on_event(self, event: RunEvent) -> None:
+        self.told.append(event)
+
+    def on_checkpoint(self, folder: Path, step: int) -> None:
+        self.checkpoints.append(step)
+
+    @property
+    def kinds(self) -> list[type[RunEvent]]:
+        return [type(event) for event in self.told]
+
+
+class KeepersHere:
+    """Stands for the keepers of a run: what each holds, by name, and how far they were told the run is."""
+
+    def __init__(self, standing: Standing | None = None, **inventories: list[HeldShard]) -> None:
+        self.inventory, self._standing = inventories, standing or Standing()
+        self.silent: tuple[str, ...] = ()
+        self.told: list[tuple[Any, ...]] = []
+
+    def inventories(self, patience_s: float, enough: Any) -> dict[str, list[HeldShard]]:
+        return self.inventory
+
+    def standing(self, patience_s: float) -> Standing:
+        return self._standing
+
+    def handles(self, names: Sequence[str]) -> tuple[Any, ...]:
+        return tuple(names)
+
+    def of(self, rank: int) -> tuple[Any, ...]:
+        return ()
+
+    def in_use(self) -> dict[str, Any]:
+        return {}
+
+    def repair(self, nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0) -> None:
+        self.told.append(("repair",))
+
+    def commit(self, step: int, position: Any) -> None:
+        self.told.append(("commit", step))
+
+    def rollback(self, step: int, generation: int) -> None:
+        self.told.append(("rollback", step, generation))
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+
+class Writing:
+    """Stands for the writer of checkpoints; `write` puts one on disk."""
+
+    def __init__(self, write: Callable[[int], Any] = lambda step: None) -> None:
+        self._write, self.saved = write, []  # type: ignore[var-annotated]
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> None:
+        self.saved.append(origin.step)
+        self._write(origin.step)
+
+    def poll(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+class NoPositions:
+    """Nobody knows where the data stands."""
+
+    def token(self, step: int) -> dict[str, Any]:
+        raise DataLost("no feeder")
+
+
+def config_of(run_dir: Path = Path("runs/demo"), **sections: Any) -> RuntimeConfig:
+    """The settings of a small run."""
+    defaults: dict[str, Any] = {
+        "model": ModelConfig(),
+        "data": DataConfig(sources=(SourceConfig(path="nowhere"),)),
+        "train": TrainConfig(steps=6),
+        "workers": WorkersConfig(min=1, max=4, device="cpu"),
+        "planner": PlannerConfig(),
+        "snapshot": SnapshotConfig(),
+        "checkpoint": CheckpointConfig(),
+    }
+    return RuntimeConfig(run_dir=str(run_dir), **{**defaults, **sections})
+
+
+def state_of(
+    run_dir: Path = Path("runs/demo"),
+    *,
+    keepers: Any = None,
+    writer: Any = None,
+    commits: CommitLog | None = None,
+    positions: Any = None,
+    survivors: Survivors | None = None,
+    listener: Listening | None = None,
+    **sections: Any,
+) -> RunState:
+    """A run's state out of these parts; what is not given holds nothing."""
+    keepers = keepers or KeepersHere()
+    config = config_of(run_dir, **sections)
+    return RunState(
+        config,
+        config.model,
+        keepers=keepers,
+        standing=keepers.standing(config.snapshot.patience_s),
+        writer=writer or Writing(),
+        commits=commits if commits is not None else CommitLog(committed=-1),
+        positions=positions or NoPositions(),
+        survivors=survivors or Survivors(),
+        tell=(listener or Listening()).on_event,
+    )
+
+
+class StateHere:
+    """Stands for a run's state: checkpoints are on disk up to the steps that `on_disk` gives one after the other."""
+
+    def __init__(self, *on_disk: int, first: int = 5, frees: bool = True, full: Exception | None = None) -> None:
+        """`first` is the step that the controller goes on from; `full` is what a write fails with."""
+        self._on_disk, self._first, self._frees, self._full = list(on_disk), first, frees, full
+        self.asked: list[str] = []
+        self.writer = Writing()
+
+    def first(self) -> Origin | None:
+        return Origin(step=self._first) if self._first >= 0 else None
+
+    def data_token(self) -> None: ...
+
+    def step_on_disk(self) -> int:
+        return self._on_disk.pop(0) if len(self._on_disk) > 1 else self._on_disk[0]
+
+    def keep_last(self, world: Sequence[Any]) -> int:
+        self.asked.append("keep_last")
+        if self._full is not None:
+            raise self._full
+        return -1
+
+    def free_memory(self) -> bool:
+        self.asked.append("free_memory")
+        return self._frees
+
+
+class SourceHere:
+    """Stands for the data; `open` fails where an error is given."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.closed = error, False
+
+    def open(self, first_step: int, token: Any) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {}
+
+    def ledger(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def pool_here(**parts: Any) -> Any:
+    """A pool without workers; `parts` replace what it has."""
+    defaults: dict[str, Any] = {"close": lambda: None, "start": lambda count: None, "names": [], "pending": []}
+    return SimpleNamespace(**{**defaults, **parts})
+
+
+def controller_of(state: Any, **parts: Any) -> Controller:
+    """A controller whose parts start nothing; `parts` replace what it has."""
+    listener = Listening()
+    defaults: dict[str, Any] = {
+        "listener": listener,
+        "events": Events(listener),
+        "pool": pool_here(),
+        "monitor": Handle(),
+        "lookout": SimpleNamespace(look=list, stop="", hopeless="", doing=lambda name: "", late=lambda: ""),
+        "membership": Membership(Limits(min=1, max=4), generation=1),
+        "source": SourceHere(),
+        "planner": SourceHere(),
+        "commits": CommitLog(committed=-1),
+        "survivors": Survivors(),
+        "store": SimpleNamespace(host="here", port=1),
+        "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
+        "skips": Skips(10, listener.on_event),
+    }
+    return Controller(config=config_of(), state=state, **{**defaults, **parts})
+
+
+def collected(step: int, generation: int, *acknowledgements: str) -> Any:
+    """A step that all workers have finished."""
+    held = SimpleNamespace(step=step, acknowledgements=acknowledgements)
+    return SimpleNamespace(
+        running=SimpleNamespace(step=step, generation=generation), snapshots=(held,) if acknowledgements else ()
+    )
+
+
+def snapshot(step: int, shard: Any = "export", total: int = 10, generation: int = 1, **more: Any) -> Snapshot:
+    """One shard that is the whole state."""
+    return Snapshot(step=step, generation=generation, lo=0, hi=total, total=total, shard=shard, **more)

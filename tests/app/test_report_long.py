@@ -1,0 +1,165 @@
+"""The report of a very long run holds no more records than that of a short one, and its totals are exact."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.records.metrics_line import StepMetrics, metrics_of
+from actors.records.span_record import SpanRecord, span_of
+from app.report import page, read_facts
+from app.report_svg import MAX_POINTS, Series, thin_out
+from app.report_totals import MAX_GENERATIONS, Curve, Generations, Values
+from app.rundir import TIMELINE, Records, RunDir
+
+STEPS = 300_000
+TIMED = 2_000  # steps in the timeline, which the recorder bounds
+AT_ONCE = 20  # records held at any time: the slowest steps, the first, the last, the one that is read
+
+
+def metrics_line(step: int) -> dict[str, Any]:
+    slow = step % 100_000 == 77
+    return {
+        "step": step,
+        "time": 1000.0 + step,
+        "loss": 1.0 + (step % 7) / 8,
+        "workers": 2 + step // 200_000,
+        "generation": step // 1000,
+        "step_s": 9.0 + step / STEPS if slow else 1.0,
+        "data_wait_s": 0.25,
+        "recomputed": step % 1000 == 0,
+        "loss_by_bucket": {"1x64x96": 0.5 if step < STEPS // 2 else 0.25},
+    }
+
+
+def span_line(step: int, worker: str) -> dict[str, Any]:
+    seconds = 5.0 if step == 1234 else 1.0
+    return {
+        "step": step,
+        "worker": worker,
+        "name": f"dit s{step}",
+        "module": "dit",
+        "cascade": f"s{step}.0/dit/0",
+        "item": f"s{step}.0",
+        "bucket": [1, 64, 96],
+        "batch": 2,
+        "degree": 2,
+        "start": 1000.0 + step,
+        "end": 1000.0 + step + seconds,
+        "planned_start_s": 0.0,
+        "planned_end_s": 1.0,
+        "step_start": 1000.0 + step,
+    }
+
+
+def held(kind: type) -> int:
+    return sum(type(found) is kind for found in gc.get_objects())
+
+
+def watched(read: Callable[[Mapping[str, Any]], Any], kind: type, every: int) -> Callable[[Mapping[str, Any]], Any]:
+    """`read`, which looks around now and then how many records there are."""
+    seen = 0
+
+    def record_of(line: Mapping[str, Any]) -> Any:
+        nonlocal seen
+        seen += 1
+        assert seen % every or held(kind) <= AT_ONCE
+        return read(line)
+
+    return record_of
+
+
+class Watched(RunDir):
+    """A run folder whose records are counted while they are read."""
+
+    def metrics(self) -> Records[StepMetrics]:
+        return Records((self.path / "metrics.jsonl",), watched(metrics_of, StepMetrics, 30_000))
+
+    def spans(self) -> Records[SpanRecord]:
+        return Records((self.path / TIMELINE,), watched(span_of, SpanRecord, 500))
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "config.yaml").write_text("run: {name: long}\n")
+    _write(folder / "metrics.jsonl", (metrics_line(step) for step in range(STEPS)))
+    _write(folder / TIMELINE, (span_line(step, worker) for step in range(TIMED) for worker in ("w0", "w1")))
+    died = ({"time": 1000.0 + 10 * n, "event": "dead", "generation": n, "worker": "w1"} for n in range(10_000))
+    _write(folder / "events.jsonl", died)
+    return Watched(folder)
+
+
+def _write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    with path.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_the_report_of_300_000_steps_holds_a_few_records_and_adds_up(long_run: RunDir) -> None:
+    facts = read_facts(long_run)
+    steps = facts.steps
+    assert (steps.count, steps.recomputed, steps.workers) == (STEPS, STEPS // 1000, {2, 3})
+    assert steps.data_wait_s == STEPS * 0.25
+    assert steps.seconds == pytest.approx(STEPS - 3 + sum(9.0 + s / STEPS for s in (77, 100_077, 200_077)))
+    assert [line.step for line in steps.slow()] == [77, 100_077, 200_077]
+    assert steps.losses_by_bucket() == [("1x64x96", 0.5, 0.25)]
+    assert steps.values["step_s"].median == 1.0
+    assert steps.generations.count == STEPS // 1000 and len(steps.generations.listed) == 2 * MAX_GENERATIONS
+    assert facts.events.num_told == 10_000 and len(facts.events.told) == 60
+    (row,) = facts.spans.buckets({})
+    assert (row.items, row.samples, row.worker_seconds) == (TIMED, 2 * TIMED, 2 * TIMED + 8)
+    assert facts.spans.deviations[0].step == 1234 and facts.spans.plan_error == 0
+    text = page(long_run, facts)
+    assert f"{STEPS} steps, " in text and "100 generations in the middle are left out" in text
+    assert "Step 77 took 9.00 s, 9.0x the median: worker w1 died" in text and len(text) < 2**20
+
+
+def test_a_curve_is_binned_like_one_that_is_held_whole() -> None:
+    for count in (1, 799, 800, 801, 4321):
+        xs, ys = list(range(count)), [math.nan if i % 5 == 0 else i**0.5 for i in range(count)]
+        whole = thin_out(Series(name="s", xs=xs, ys=ys))
+        curve = Curve(count)
+        for x, y in zip(xs, ys, strict=True):
+            curve.add(x, y)
+        assert curve.xs == pytest.approx(list(whole.xs)) and len(curve.xs) <= MAX_POINTS
+        assert curve.ys == pytest.approx(list(whole.ys), nan_ok=True)
+
+
+def test_a_curve_takes_more_or_fewer_values_than_were_announced() -> None:
+    for told, given in ((1000, 1200), (1000, 900), (0, 3)):
+        curve = Curve(told)
+        for x in range(given):
+            curve.add(x, 1.0)
+        assert set(curve.ys) == {1.0} and 0 < len(curve.xs) <= MAX_POINTS
+
+
+def test_a_median_is_exact_up_to_its_limit_and_close_beyond() -> None:
+    for count in (99, 100):
+        values = Values(limit=100)
+        for value in range(count):
+            values.add(value)
+        assert values.median == statistics.median(range(count))
+    values = Values(limit=100)
+    for value in range(100_000):
+        values.add(value)
+        values.add(math.nan)
+    assert 50 <= len(values.kept) <= 100 and values.median == pytest.approx(50_000, rel=0.03)
+
+
+def test_of_many_generations_the_first_and_the_last_are_listed() -> None:
+    found = Generations()
+    for step in range(3 * MAX_GENERATIONS):
+        for part in range(2):
+            found.add(metrics_of({"step": 2 * step + part, "generation": step, "workers": 1 + part}))
+    listed = found.listed
+    assert found.count == 3 * MAX_GENERATIONS and len(listed) == 2 * MAX_GENERATIONS
+    assert (listed[0].first, listed[0].last, listed[0].workers) == (0, 1, 2)
+    assert (listed[-1].number, listed[-1].first, listed[-1].last) == (299, 598, 599)
+    assert listed[MAX_GENERATIONS].number == 2 * MAX_GENERATIONS
