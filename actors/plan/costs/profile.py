@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from actors.plan.costs.fit import fit, with_residual
 from actors.plan.costs.forms import FORMS_OF, Fit, Load, flop_coefficients, token_count
@@ -82,7 +81,7 @@ class Profile:
     live: dict[Key, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
-    _cache: dict[tuple[Any, ...], tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    _cache: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     @classmethod
     def from_flops(

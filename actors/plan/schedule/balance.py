@@ -105,13 +105,19 @@ def assign(costs: np.ndarray, sizes: Sequence[int], tokens: np.ndarray, max_toke
 
 
 def occupancy_rule(work: Sequence[float], sizes: Sequence[int]) -> Balance:
-    """What KnapFormer's published rule makes of it, for comparison: no improvement, no cap."""
+    """What KnapFormer's published rule makes of workloads, for comparison."""
     kinds = sorted(set(sizes))
-    costs = np.array(work, dtype=float)[:, None] / np.array(kinds, dtype=float)[None, :]
-    bags = _occupancy(costs, np.array([kinds.index(size) for size in sizes]), sizes)
+    return by_occupancy(np.array(work, dtype=float)[:, None] / np.array(kinds, dtype=float)[None, :], sizes)
+
+
+def by_occupancy(costs: np.ndarray, sizes: Sequence[int]) -> Balance:
+    """KnapFormer's published rule alone: no improvement, no cap. `costs` as for `assign`."""
+    kinds = sorted(set(sizes))
+    kind_of = np.array([kinds.index(size) for size in sizes])
+    bags = _occupancy(costs, kind_of, sizes)
     load = [0.0] * len(sizes)
     for unit, bag in enumerate(bags):
-        load[bag] += work[unit] / sizes[bag]
+        load[bag] += float(costs[unit, kind_of[bag]])
     return Balance(sizes=tuple(sizes), bag_of=tuple(bags), load=tuple(load))
 
 

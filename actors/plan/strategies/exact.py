@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 from actors.plan.schedule.figures import end_with_credit
 from actors.plan.schedule.listing import EPS, ListSchedule
@@ -75,10 +74,10 @@ def solve(
     ticks = RESOLUTION / serial
     horizon = 3 * RESOLUTION + len(jobs)
     sizes = problem.cluster.nodes
-    per_node: list[list[tuple[Any, int]]] = [[] for _ in sizes]
-    starts: list[Any] = []
-    ends: list[Any] = []
-    choices: list[list[tuple[Any, int, tuple[int, ...]]]] = []
+    per_node: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in sizes]
+    starts: list[cp_model.IntVar] = []
+    ends: list[cp_model.IntVar] = []
+    choices: list[list[tuple[cp_model.IntVar, int, tuple[int, ...]]]] = []
     for job in jobs:
         start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
         options = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,13 +33,17 @@ class Knapsack:
         return one_by_one(problem, lambda step: knapsack_step(problem, step))
 
 
-def knapsack_step(problem: Problem, step: int) -> list[Cascade]:
-    """Cascades of one step on the options' topology, or on the best one found."""
+Rule = Callable[[np.ndarray, Sequence[int], np.ndarray, float | None], Balance]
+"""(costs of units by size of bag, sizes of the bags, tokens of units, most tokens of a worker) -> units in bags."""
+
+
+def knapsack_step(problem: Problem, step: int, rule: Rule = assign) -> list[Cascade]:
+    """Cascades of one step on the options' topology, or on the best one found, balanced by the rule."""
     units = _units(problem, step)
     if not units:
         return []
     workers = problem.topology.num_workers
-    sizes, found, replicas = _choose(problem, units, workers)
+    sizes, found, replicas = _choose(problem, units, workers, rule)
     order: list[Cascade] = []
     offset = 0
     for replica in range(replicas):
@@ -59,19 +63,21 @@ def knapsack_step(problem: Problem, step: int) -> list[Cascade]:
     )
 
 
-def _choose(problem: Problem, units: Sequence[Unit], workers: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _choose(
+    problem: Problem, units: Sequence[Unit], workers: int, rule: Rule
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """(bag sizes of a replica, bag of every unit over all replicas, replicas)."""
     spec = problem.options.topology
     if spec:
         sizes = parse_topology(spec, workers, problem.profile.num_heads)
         replicas = workers // sum(sizes)
-        return sizes, _balance(problem, units, sizes * replicas).bag_of, replicas
+        return sizes, _balance(problem, units, sizes * replicas, rule).bag_of, replicas
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
     work = [min(k * s for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units]
     best: tuple[float, tuple[int, ...], Balance] | None = None
     for sizes in candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
         try:
-            found = _balance(problem, units, sizes)
+            found = _balance(problem, units, sizes, rule)
         except PlanError:
             continue
         if best is None or max(found.load) < best[0]:
@@ -95,7 +101,7 @@ def _units(problem: Problem, step: int) -> list[Unit]:
     return units
 
 
-def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> Balance:
+def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
     kinds = sorted(set(sizes))
     costs = np.full((len(units), len(kinds)), np.inf)
     tokens = np.zeros(len(units))
@@ -110,7 +116,7 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int]) -> B
                 costs[row, column] = seconds
     memory, limit = problem.profile.memory, problem.profile.gpu_memory_gib
     cap = (limit - memory[0]) / memory[1] if memory is not None and limit is not None else None
-    return assign(costs, sizes, tokens, cap)
+    return rule(costs, sizes, tokens, cap)
 
 
 def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:

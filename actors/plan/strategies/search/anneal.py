@@ -123,16 +123,18 @@ def _cost(space: Space, state: PopulationSchedules, modes: np.ndarray) -> np.nda
     ends = state.end[:, space.counts] - space.barrier
     top = np.maximum(state.makespan - space.barrier, 1e-9)
     soft = top * (np.maximum(ends / top[:, None], 0.0) ** SOFT).mean(axis=1) ** (1 / SOFT)
-    cost = 0.5 * top + 0.5 * soft
+    cost: np.ndarray
     if not space.worth.any():
-        return cost + 0.05 * state.area
+        cost = 0.5 * top + 0.5 * soft + 0.05 * state.area
+        return cost
     late = state.start >= state.makespan[:, None] - 1e-9
     left = np.where(late, space.worth, 0.0).sum(axis=1)
     degree = space.degree[np.arange(space.num_jobs), modes]
     beyond = np.where(late | space.counts, 0.0, np.maximum(state.end - state.makespan[:, None], 0.0))
     over = beyond * degree
     delay = np.where(beyond > 0, np.maximum(beyond - space.slack, 0.0), 0.0).max(axis=1)
-    return 0.75 * top + 0.25 * soft + left + delay + over.sum(axis=1) / (space.nodes < NEVER).sum()
+    cost = 0.75 * top + 0.25 * soft + left + delay + over.sum(axis=1) / (space.nodes < NEVER).sum()
+    return cost
 
 
 def _resample(genes: tuple[np.ndarray, ...], cost: np.ndarray) -> None:

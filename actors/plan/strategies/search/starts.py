@@ -21,7 +21,7 @@ Start = tuple[list[int], list[int]]  # order of jobs, degree of every job
 
 
 @dataclass(frozen=True, slots=True)
-class StartingPoints:
+class ConstructiveStarts:
     """The best constructive schedule with its score, and all orders and degrees that were tried."""
 
     score: float
@@ -35,7 +35,7 @@ def rough_schedule(problem: Problem, jobs: Sequence[PlannedJob], context: StepCo
     return list_by_tail(problem, jobs, degrees, context)
 
 
-def constructive(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> StartingPoints:
+def constructive(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> ConstructiveStarts:
     """Allotments for a few target times, own jobs only first; encodes of later steps then fill the best one's gaps."""
     own = [i for i, job in enumerate(jobs) if not job.optional]
     ahead = [i for i, job in enumerate(jobs) if job.optional]
@@ -55,7 +55,7 @@ def constructive(problem: Problem, jobs: Sequence[PlannedJob], context: StepCont
         degrees = [len(schedule.where[i]) if i in schedule.where else job.modes[0][0] for i, job in enumerate(jobs)]
         tried.insert(0, ([placed.job for placed in schedule.placed], degrees))
         reached = score(schedule)
-    return StartingPoints(
+    return ConstructiveStarts(
         reached, schedule, [(order + [i for i in ahead if i not in order], degrees) for order, degrees in tried]
     )
 

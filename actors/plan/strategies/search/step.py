@@ -18,7 +18,7 @@ from actors.plan.strategies.search.clock import deadline
 from actors.plan.strategies.search.realise import realise
 from actors.plan.strategies.search.score import fill_gaps, score, step_end
 from actors.plan.strategies.search.space import Space, build
-from actors.plan.strategies.search.starts import StartingPoints, constructive, rough_schedule, side_by_side
+from actors.plan.strategies.search.starts import ConstructiveStarts, constructive, rough_schedule, side_by_side
 from actors.plan.strategies.search.step_jobs import StepsAhead, cuts, later_jobs, own_jobs, step_jobs
 
 FEW_JOBS = 6  # a step of so few is also searched with a cut that starts a little worse
@@ -39,7 +39,7 @@ class Variant:
     """Jobs of a step with its batches whole, or cut in one way. `handicap`: share of a step that it must save."""
 
     jobs: list[PlannedJob]
-    starts: StartingPoints
+    starts: ConstructiveStarts
     handicap: float
 
 
