@@ -148,7 +148,7 @@ class Cache:
 
 
 class CacheWriter:
-    """Puts entries behind the compute, in a thread of its own. What does not fit its queue is not kept."""
+    """Writes entries during the next cascades, in a thread of its own. What does not fit its queue is not kept."""
 
     def __init__(self, cache: Cache, most_bytes: int = QUEUE_BYTES) -> None:
         self.cache, self.counts = cache, Counter[str]()  # of entries: kept, failed, dropped

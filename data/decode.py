@@ -181,7 +181,7 @@ def _frames_from(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Frame
             container.seek(int((begin + origin) / stream.time_base), stream=stream, backward=True)
         for number, (seconds, frame) in enumerate(_decoded(container, stream, origin, clip)):
             if sought and number == 0 and seconds > begin + TIME_SLACK:
-                break  # the file's seek table points behind the wanted frame
+                break  # the file's seek table points past the wanted frame
             yield seconds, frame
         else:
             return
@@ -325,7 +325,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
         with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
             warnings.simplefilter("ignore")  # our own limit decides, not Pillow's warning
             _check_pixels(*image.size, clip, job)
-            image.load()  # a PNG may say behind its pixels how it is turned
+            image.load()  # a PNG may say after its pixels how it is turned
             turn = EXIF_TRANSPOSES.get(orientation(image))
             upright = _rgb(image if turn is None else image.transpose(turn))
             height, width = covering(upright.height, upright.width, bucket.height, bucket.width, job.crop)

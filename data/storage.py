@@ -46,7 +46,7 @@ class FileStat:
 
 
 def register_filesystem(scheme: str, filesystem: pafs.FileSystem) -> None:
-    """Serve `scheme://path` from this file system (SubTreeFileSystem, fsspec behind PyFileSystem, ...)."""
+    """Serve `scheme://path` from this file system (SubTreeFileSystem, fsspec wrapped in PyFileSystem, ...)."""
     _registered[scheme] = filesystem
 
 
@@ -72,7 +72,7 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it.
 
     What follows the bucket is a name as a listing gives it, also with spaces, `%`, `#` or `?`, without escapes; options
-    of PyArrow (`?region=...`) may stand behind it.
+    of PyArrow (`?region=...`) may follow it.
     """
     scheme, _, path = uri.partition("://")
     if scheme in _registered:

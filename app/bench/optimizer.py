@@ -38,7 +38,7 @@ BARE = OptimizerConfig(max_grad_norm=0.0, ema_decay=0.0)
 FULL = OptimizerConfig()
 _LAYERS = 40
 _LATE_S = 1.0
-_LATE = "behind the last backward of a worker that is 1 s late:"
+_LATE = "after the last backward of a worker that is 1 s late:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ def flat_step(group: Group, elements: int, config: OptimizerConfig, dtype: torch
 
 
 def late_step(group: Group, elements: int, early: bool) -> Callable[[], float]:
-    """A step whose last rank ends its backward late; returns the seconds behind that, 0 on the other ranks."""
+    """A step whose last rank ends its backward late; returns the seconds after that, 0 on the other ranks."""
     sync = FlatSync(Weights(elements, torch.float32), FULL, total_steps=1000)
     sync.form(group, None)
     late = group.rank == group.size - 1

@@ -415,7 +415,7 @@ def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None
 
 
 def _stored(name: str, known: set[str]) -> str:
-    """Parquet column behind a name; empty if this part has none."""
+    """Parquet column that a name stands for; empty if this part has none."""
     name = "reject" if name == "ok" else name
     return name if name in known else SCORE + name if SCORE + name in known else ""
 

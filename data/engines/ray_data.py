@@ -239,7 +239,7 @@ class Blocks:
         self._numbers = itertools.count()
         self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
         self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
-        self._begun: deque[int] = deque()  # bytes of the microbatches behind the open gate, oldest first
+        self._begun: deque[int] = deque()  # bytes of the microbatches that have passed the gate, oldest first
         self._opened = 0
         self._failure: Exception | None = None  # what ended the stream; every further call is told the same
         # the first window is short: making its jobs is part of the wait for the first batch

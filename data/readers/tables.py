@@ -1,6 +1,6 @@
 """Rows of CSV, TSV, JSON, JSONL and Parquet tables as dicts, in constant memory (a JSON list excepted).
 
-A row that cannot be read is a BadSample in the stream, so that it is counted; the rows behind it still come.
+A row that cannot be read is a BadSample in the stream, so that it is counted; the rows after it still come.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Members of a tar from their headers alone. Finds what Python's tarfile passes over: garbage and cut archives.
 
 tarfile takes a broken header for the end of the archive, so the rest of the shard is lost without a word. Here a header
-with a wrong checksum, an end without its marker and bytes behind the marker are faults that name the lost bytes.
+with a wrong checksum, an end without its marker and bytes after the marker are faults that name the lost bytes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _cut(file: ReadFile, position: int, count: int) -> Fault:
 
 
 def _check_tail(file: ReadFile, position: int, count: int) -> Fault | None:
-    """Everything behind the first zero block must be zero; otherwise whole members may hide there."""
+    """Everything after the first zero block must be zero; otherwise whole members may hide there."""
     start = position
     while position < file.size:
         piece = file.pread(position, 1 << 20)
@@ -134,7 +134,7 @@ def _check_tail(file: ReadFile, position: int, count: int) -> Fault | None:
                 file.uri,
                 "",
                 at,
-                f"bytes behind the end-of-archive marker at {start}: {file.size - at} bytes unreachable",
+                f"bytes after the end-of-archive marker at {start}: {file.size - at} bytes unreachable",
             )
         position += len(piece)
     if not count:
@@ -159,7 +159,7 @@ def _checksum_holds(header: bytes) -> bool:
 
 
 def _number(field: bytes) -> int:
-    """Octal text, or base 256 behind a set high bit. -1 if it is neither."""
+    """Octal text, or base 256 after a set high bit. -1 if it is neither."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
     digits = field.strip(b" \0")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ops.models.config import VAEConfig
 from ops.models.tiles import Tile, whole
 
-# Expected statistics of a pixel block, the model behind the order and the scale of the channels: neighbours at distance
+# Expected statistics of pixel blocks, from which the order and the scale of the channels come: neighbours at distance
 # d correlate as rho^d. Measured on rendered shapes and close to the 0.9-0.97 usually quoted for natural video.
 _RHO_SPACE = 0.95
 _RHO_TIME = 0.85

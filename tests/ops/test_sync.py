@@ -1,6 +1,6 @@
 """Sync engines against one plain AdamW: uneven work, clipping, EMA, schedules, bad samples, NaN, resizing.
 
-FlatSync's ranks are threads; its sum starts at the end, behind the last backward or inside it, in turns. DeepSpeed
+FlatSync's ranks are threads; its sum starts at the end, after the last backward or inside it, in turns. DeepSpeed
 needs torch.distributed's default group: its ranks are processes that run this file as a script, once for all cases.
 """
 

@@ -211,7 +211,7 @@ def _improve(
                 bag_of[unit] = target
                 load[target] += per_bag[unit, target]
                 held[target] += tokens[unit]
-    exact = [0.0] * len(sizes)  # summed afresh: thousands of exchanges leave rounding behind
+    exact = [0.0] * len(sizes)  # summed afresh: thousands of exchanges leave rounding errors
     for unit, bag in enumerate(bag_of):
         exact[bag] += float(per_bag[unit, bag])
     return Balance(sizes=tuple(sizes), bag_of=tuple(int(b) for b in bag_of), load=tuple(exact))

@@ -58,7 +58,7 @@ def test_concatenated_archives_are_named(tmp_path):
     data = shard([("a.txt", b"x")])
     member, fault = members_of(tmp_path, data + shard([("b.txt", b"y")]))
     assert member.name == "a.txt"
-    assert fault.reason is Reason.GARBAGE_HEADER and "behind the end-of-archive marker" in fault.detail
+    assert fault.reason is Reason.GARBAGE_HEADER and "after the end-of-archive marker" in fault.detail
 
 
 def test_gzipped_shard_is_unreadable(tmp_path):
