@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from data.kinds import KINDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,7 +24,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 Paths = Annotated[list[str] | None, typer.Argument(metavar="PATH...", help="Shards, tables, folders; or --config.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="Take all sources of this run instead.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
-Kind = Annotated[str, typer.Option(help="webdataset, koala, panda, pairs, manifest; default: by the files.")]
+Kind = Annotated[str, typer.Option(help=f"{', '.join(KINDS)}; default: by the files.")]
 Media = Annotated[str, typer.Option(help="Folder of the videos a table names; default: beside the table.")]
 Caption = Annotated[str, typer.Option(help="Caption fields: a|b tries in order, a+b offers both.")]
 Cache = Annotated[Path | None, typer.Option(help="Folder of the index; default: beside the data.")]
@@ -212,9 +214,8 @@ def _sources(
         data = from_here(RunConfig.load(config, overrides or [])).data
         return data.sources, data.limits
     path = "::".join(paths or [])  # a shell expands braces and globs before we see them
-    kinds = ("webdataset", "koala", "panda", "pairs", "manifest")
-    if kind and kind not in kinds:
-        raise typer.BadParameter(f"--kind {kind} is not one of {', '.join(kinds)}")
+    if kind and kind not in KINDS:
+        raise typer.BadParameter(f"--kind {kind} is not one of {', '.join(KINDS)}")
     options: dict[str, Any] = {"caption": caption} if caption else {}
     return (SourceConfig(path=path, kind=kind or guess_kind(path), media=media, **options),), LimitsConfig()  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from data.kinds import SourceKind
 from ops.ranges import SECONDS, above, between, check_numbers
 
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
@@ -42,7 +43,7 @@ class SourceConfig:
 
     # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs: the folder. PyArrow URIs too
     path: str
-    kind: Literal["webdataset", "koala", "panda", "pairs", "manifest"] = "webdataset"
+    kind: SourceKind = "webdataset"
     name: str = ""  # shown in reports; empty: the last part of the path
     media: str = ""  # folder of the videos a table names; empty: beside the table
     caption: str = "txt|json:caption"  # members or JSON fields tried in order; `a+b` offers several, one is drawn

@@ -405,7 +405,7 @@ def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, IndexPart, Path]],
 def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None:
     source, limits, part, file = job
     reader = reader_of(source, limits)
-    writer = PartWriter(file, part, getattr(reader, "score_names", lambda _: None)(part))
+    writer = PartWriter(file, part, reader.score_names(part))
     try:
         reader.read(part, writer)
         writer.close()

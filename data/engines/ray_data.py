@@ -95,7 +95,7 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 
 class RayEngine:
-    """See data.engine.Engine. `batches` returns references to blocks (`data.blocks.as_batch` reads one).
+    """See `data.engines.engine.Engine`. `batches` returns references to blocks, which `as_batch` in blocks.py reads.
 
     Above some 80 microbatches per second one Ray Data execution is not enough: with `data.engine.feeders` above 1
     further actors each run an engine for their share of the slots, slot % feeders == number.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from importlib import import_module
+from typing import Protocol
 
 from data import media, storage
 from data.config import LimitsConfig, SourceConfig
-from data.readers.koala import KoalaReader
-from data.readers.manifests import FOLDER_TABLES, ManifestReader
-from data.readers.pairs import PairsReader
 from data.readers.part import IndexPart, PartWriter
-from data.readers.tables import TABLE_SUFFIXES, UnreadableTable, read_rows
-from data.readers.webdataset import WebDatasetReader
-
-Kind = Literal["webdataset", "koala", "panda", "pairs", "manifest"]
+from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, read_rows
 
 
 class SourceReader(Protocol):
@@ -22,21 +17,20 @@ class SourceReader(Protocol):
     def parts(self) -> list[IndexPart]:
         """Shards or manifests, in order. Raises DataError when there are none."""
 
+    def score_names(self, part: IndexPart) -> list[str] | None:
+        """Columns of numbers that filters may use; None where they are known only when the part has been read."""
+
     def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Write every sample of the part exactly once: as a row (usable or rejected) or as missing."""
 
 
 def reader_of(config: SourceConfig, limits: LimitsConfig) -> SourceReader:
-    if config.kind == "webdataset":
-        return WebDatasetReader(config, limits)
-    if config.kind in ("koala", "panda"):
-        return KoalaReader(config, limits)
-    if config.kind == "pairs":
-        return PairsReader(config, limits)
-    return ManifestReader(config, limits)
+    """The reader of this kind: `READER` of the file in kinds/ that has its name."""
+    reader: SourceReader = import_module(f"data.readers.kinds.{config.kind}").READER(config, limits)
+    return reader
 
 
-def guess_kind(path: str) -> Kind:
+def guess_kind(path: str) -> str:
     """The kind of a source from its files: tars, tables with Koala's or Panda's columns, other tables, or media."""
     path = path.split("::")[0]
     if path.endswith((".tar", ".tar.gz")):
@@ -55,7 +49,7 @@ def guess_kind(path: str) -> Kind:
     return "pairs"
 
 
-def _table_kind(uri: str) -> Kind:
+def _table_kind(uri: str) -> str:
     if uri.endswith((".csv", ".tsv", ".parquet")):
         try:
             row = next(read_rows(uri, LimitsConfig()), None)

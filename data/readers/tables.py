@@ -141,3 +141,15 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadSample]:
             yield BadSample(Reason.BAD_ROW, f"text that is not UTF-8: {error.reason}")
         else:
             yield row
+
+
+FOLDER_TABLES = (
+    "metadata.csv",
+    "metadata.jsonl",
+    "metadata.json",
+    "metadata.parquet",
+    "videos2caption.json",
+    "meta.json",
+    "videos.txt",
+    "data.txt",
+)

@@ -301,10 +301,10 @@ MEASURE = """
 import sys
 from pathlib import Path
 from data.config import LimitsConfig, SourceConfig
-from data.index import build_index
+from data.dataset.index import build_index
 from data.ledger import BadSample, Ledger
-from data.lint import clip_of, verify_clip
-from data.types import Bucket, Job
+from data.tools.lint import clip_of, verify_clip
+from data.types import Bucket, DecodeJob
 
 def peak_mib():
     # of this process alone: ru_maxrss would begin with the peak of the parent
@@ -316,7 +316,7 @@ def check(path):
         if index.row(row).reject is None:
             clip = clip_of(index.row(row))
             try:
-                verify_clip(clip, Job(item="", bucket=Bucket(1, 1, 1), clips=(clip,), fps=0, crop=False,
+                verify_clip(clip, DecodeJob(item="", bucket=Bucket(1, 1, 1), clips=(clip,), fps=0, crop=False,
                                       limits=LimitsConfig(), decoder=""))
             except BadSample as fault:
                 print(fault.reason)

@@ -11,7 +11,7 @@ each and keep the column sums of gate, scale and shift in fp32 registers. A prog
 its sums to slot `program + run`. Walking the rows, either the program or the run grows at every write, so slots are
 unique, those of a run are contiguous, there are fewer than P + R of them, and neither atomics nor the host are needed.
 `sum_slots` then adds the slots of each table row in a fixed order: the result is the same bits on every run.
-(A second pass over x and dy, the D-tile reduction of AdaptiveLoad, costs 5T; see `ops.kernels.ablations`.)
+(A second pass over x and dy, the D-tile reduction of AdaptiveLoad, costs 5T; see `ablations.py`.)
 
 Offsets: int64 for the base of a row or run, int32 inside the loop; int64 in the loop costs 60 registers at D = 3072.
 """

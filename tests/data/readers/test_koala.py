@@ -12,7 +12,7 @@ import pytest
 from data.config import LimitsConfig
 from data.ledger import BadSample, Ledger, Reason
 from data.readers import catalogue
-from data.readers.koala import parse_range
+from data.readers.kinds.koala import parse_range
 from data.tools.convert import convert
 from data.tools.lint import lint
 from tests.data.making import clip, index_of, picture, rejected, shard_faults
@@ -306,7 +306,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from data.config import SourceConfig
-from data.index import build_index
+from data.dataset.index import build_index
 from data.ledger import Ledger
 
 def peak_mib():

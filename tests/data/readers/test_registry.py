@@ -10,11 +10,17 @@ import pyarrow.fs as pafs
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from app.config import RunConfig
 from data import storage
+from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError
-from data.readers.registry import guess_kind
+from data.kinds import KINDS
+from data.readers.registry import guess_kind, reader_of
 from data.storage import ByteRange, ReadFile, expand, list_files, read_range, register_filesystem, retried, stat
+from ops.typed import ConfigError
 from tests.data.making import clip, good, index_of, picture, rejected, shard
+
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "runs" / "demo.yaml"
 
 
 @pytest.fixture
@@ -195,12 +201,12 @@ def test_missing_files_are_told_apart_from_failing_storage(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_sentence(shards, tmp_path, monkeypatch):
-    import data.part
+    import data.readers.part
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data.part.os, "replace", full)
+    monkeypatch.setattr(data.readers.part.os, "replace", full)
     with pytest.raises(DataIOError, match=r"No space left on device\. Free space or name another folder"):
         index_of(shards, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -298,3 +304,15 @@ def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
         (folder / name).write_bytes(b"x")
     index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
     assert rejected(ledger) == {"not_media": 1} and [row.key for row in map(index.row, range(2))] == ["a", "scan"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_a_file_that_a_config_may_name(kind: str) -> None:
+    config = SourceConfig(path="clips", kind=kind)
+    assert reader_of(config, LimitsConfig()).parts.__self__.config is config  # type: ignore[attr-defined]
+    assert RunConfig.load(DEMO, [f"data.sources=[{{path: clips, kind: {kind}}}]"]).data.sources[0].kind == kind
+
+
+def test_a_kind_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean koala"):
+        RunConfig.load(DEMO, ["data.sources=[{path: clips, kind: koalas}]"])

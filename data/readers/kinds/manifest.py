@@ -16,7 +16,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.catalogue import Catalogue, cut
 from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartWriter
-from data.readers.tables import TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
+from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
 from data.storage import FileStat, ReadFile, expand
 
 PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
@@ -31,16 +31,6 @@ CAPTIONS = (
     "short_caption",
     "description",
     "prompts",
-)
-FOLDER_TABLES = (
-    "metadata.csv",
-    "metadata.jsonl",
-    "metadata.json",
-    "metadata.parquet",
-    "videos2caption.json",
-    "meta.json",
-    "videos.txt",
-    "data.txt",
 )
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
@@ -294,3 +284,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+READER = ManifestReader

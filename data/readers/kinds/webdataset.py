@@ -57,6 +57,9 @@ class WebDatasetReader:
             found.append(IndexPart(uri, info.size, info.mtime_ns))
         return found
 
+    def score_names(self, part: IndexPart) -> list[str] | None:
+        return None
+
     def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every member ends in a sample or a note, whatever the bytes are."""
         with ReadFile(part.uri, self.limits.retries) as file:
@@ -176,3 +179,6 @@ def _status(about: dict[str, Any], group: SampleGroup) -> str:
     if "status" in about:
         return f"{about['status']}: {about.get('error_message')}"[:200]
     return f"members {', '.join(sorted(group.parts)) or 'none'}"
+
+
+READER = WebDatasetReader

@@ -227,3 +227,6 @@ def _scores(fields: Mapping[str, Any]) -> dict[str, float]:
         except (KeyError, TypeError, ValueError):
             continue
     return found
+
+
+READER = KoalaReader

@@ -36,6 +36,9 @@ class PairsReader:
     def parts(self) -> list[IndexPart]:
         return [IndexPart(folder, 0, 0, catalogue.fingerprint) for folder, catalogue in self.catalogues.items()]
 
+    def score_names(self, part: IndexPart) -> list[str] | None:
+        return None
+
     def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every media file is a sample."""
         catalogue, keys = self.catalogues[part.uri], set[str]()
@@ -91,3 +94,6 @@ class PairsReader:
         if file.size > limit:
             raise BadSample(reason, f"{file.size} bytes > {limit}")
         return read_range(file.uri, 0, file.size, self.limits.retries)
+
+
+READER = PairsReader
