@@ -114,7 +114,7 @@ def test_cutting_again_for_another_number_of_workers_loses_nothing(total: int, b
     ]
     parts = [cut(shards, lo, hi) for lo, hi in shard_bounds(total, after)]
     np.testing.assert_array_equal(np.concatenate([part.arrays["master"] for part in parts]), whole)
-    assert {part.step for part in parts} == {3}
+    assert {part.updates for part in parts} == {3}
 
 
 def test_cut_refuses_gaps_and_shards_of_different_states() -> None:
