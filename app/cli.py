@@ -161,7 +161,8 @@ def sample(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
-    from app.sample import default_out, read_prompts, run
+    from app.prompts import read_prompts
+    from app.sample import default_out, run
 
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
     run(

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
+from app.prompts import with_prompts_of_file
 from app.settings import override, read
 from data.config import DataConfig
 from ops.models.config import ModelConfig, geometry
@@ -97,7 +98,7 @@ class RunSection:
 class SampleConfig:
     """Pictures made during and after training, with the EMA weights where there are any."""
 
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()  # or a text file with one on each line
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
     steps: int = 20  # Euler steps of the sampler
     guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
@@ -146,7 +147,7 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read, merge the files under `base:`, apply `key=value` overrides, check. Raises ConfigError."""
-        return cls._of(override(read(path), overrides))
+        return cls._of(with_prompts_of_file(override(read(path), overrides)))
 
     @classmethod
     def from_yaml(cls, text: str) -> RunConfig:

@@ -138,17 +138,6 @@ def run(
     return files
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The lines of a text file that are not empty. Raises ConfigError when there are none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read ({reason(error)}); give a UTF-8 text file.") from None
-    if prompts := [line.strip() for line in lines if line.strip()]:
-        return prompts
-    raise ConfigError(f"--prompts {path} has no prompt; write one on each line.")
-
-
 def reason(error: Exception) -> str:
     """What went wrong, without the path that the sentence around it names."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

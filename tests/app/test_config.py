@@ -269,3 +269,22 @@ def test_a_config_of_version_0_1_lists_the_defaults_of_all_families() -> None:
         "    architecture: hunyuan\n", "    architecture: hunyuan\n    cross_attn_norm: true\n"
     )
     assert RunConfig.from_yaml(old) == RunConfig.from_yaml(hunyuan.to_yaml()) == hunyuan
+
+
+def test_prompts_of_a_run_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle\n\n  a blue square \n")
+    config = load(tmp_path, f"sample: {{prompts: {tmp_path}/prompts.txt}}")
+    assert config.sample.prompts == ("a red circle", "a blue square")
+    assert RunConfig.from_yaml(config.to_yaml()) == config  # the run keeps them, whatever becomes of the file
+    assert load(tmp_path, "", f"sample.prompts={tmp_path}/prompts.txt").sample == config.sample
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(None, "No such file"), (b"\n \n", "has no prompt"), (b"\xff\xfe", "not UTF-8")]
+)
+def test_a_file_of_prompts_that_is_none_is_one_sentence(content: bytes | None, sentence: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "prompts.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load(tmp_path, f"sample: {{prompts: {tmp_path}/prompts.txt}}")
+    assert "sample.prompts" in str(caught.value) and "\n" not in str(caught.value)

@@ -17,7 +17,8 @@ from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app import sample
 from app.config import RunConfig, RunSection, SampleConfig
-from app.sample import ClipSettings, read_prompts, run
+from app.prompts import read_prompts
+from app.sample import ClipSettings, run
 from app.video import contact_sheet, write_mp4
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
