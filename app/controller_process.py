@@ -94,10 +94,9 @@ def code_of(error: Exception, folder: Path) -> int:
     """The exit code of a run that this error ended. A run folder that can no longer be written is a failure of its
     storage, although a path that cannot be opened at a start is a mistake."""
     cause = unwrap(error)
-    if isinstance(cause, OSError) and cause.filename is not None:
-        path = Path(os.fsdecode(cause.filename)) if isinstance(cause.filename, str | bytes) else None
-        if path is not None and path.is_relative_to(folder):
-            return Exit.FAILURE
+    named = cause.filename if isinstance(cause, OSError) else None  # a str or bytes, or a number of an open file
+    if isinstance(named, str | bytes) and Path(os.fsdecode(named)).is_relative_to(folder):
+        return Exit.FAILURE
     return exit_code(error) or Exit.FAILURE
 
 

@@ -309,7 +309,7 @@ def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_a_file_that_a_config_may_name(kind: str) -> None:
     config = SourceConfig(path="clips", kind=kind)
-    assert reader_of(config, LimitsConfig()).parts.__self__.config is config  # type: ignore[attr-defined]
+    assert reader_of(config, LimitsConfig()).config is config
     assert RunConfig.load(DEMO, [f"data.sources=[{{path: clips, kind: {kind}}}]"]).data.sources[0].kind == kind
 
 
