@@ -50,7 +50,8 @@ def index(
     sources, limits = _sources(paths, config, overrides, kind, media, caption)
     ledger = Ledger(limits)
     indexes = _open(sources, limits, cache, ledger, workers)
-    ledger.add_planned(sum(index.num_ok for index in indexes))
+    for index in indexes:
+        ledger.add_planned(index.num_ok, index.ordinal)
     ledger.check()
     if as_json:
         print(json.dumps({"sources": [_index_facts(index) for index in indexes], "ledger": ledger.summary()}, indent=1))
@@ -307,21 +308,29 @@ def _index_facts(index: Index) -> dict[str, Any]:
 
 def _print_ledger(ledger: Ledger) -> None:
     facts = ledger.summary()
-    print(
-        f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {sum(facts['rejected'].values())}"
-        f"{_reasons(facts['rejected'])}"
-    )
+    print(_row_counts(facts))
     for rule, count in facts["details"].items():
         print(f"  {count} {rule}")
     if facts["scheduled"]:
-        print(
-            f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(facts['skipped'].values())}"
-            f"{_reasons(facts['skipped'])}"
-        )
+        print(_draw_counts(facts))
+    for counts in facts["sources"] if len(facts["sources"]) > 1 else ():
+        drawn = f"; {_draw_counts(counts)}" if counts["scheduled"] else ""
+        print(f"source {counts['name']}: {_row_counts(counts)}{drawn}")
     if facts["shard_faults"]:
         print(f"shard faults{_reasons(facts['shard_faults'])}")
     if facts["notes"]:
         print(f"members that are no samples{_reasons(facts['notes'])}")
+
+
+def _row_counts(facts: dict[str, Any]) -> str:
+    """Of the whole ledger, or of one source."""
+    rejected = sum(facts["rejected"].values())
+    return f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {rejected}{_reasons(facts['rejected'])}"
+
+
+def _draw_counts(facts: dict[str, Any]) -> str:
+    skipped = facts["skipped"]
+    return f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(skipped.values())}{_reasons(skipped)}"
 
 
 def _shards(count: int) -> str:

@@ -8,10 +8,12 @@ import logging
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from actors.records.events import RunEvent
 from actors.records.span_record import SpanRecord
@@ -81,6 +83,7 @@ def page(run: RunDir, facts: RunFacts) -> str:
         _section("Planned against measured", _timelines(facts)),
         _section("Largest deviations from the plan", _deviations(facts.spans)),
         _section("Buckets", _buckets(run, facts.spans)),
+        _section("Data", _data(facts.events.ledger)),
         _section("Balance and speed", _balance(facts.steps)),
         _section("Workers, generations and events", _elastic(facts)),
         _section("Settings", _settings(run)),
@@ -360,6 +363,30 @@ def _tokens_of(run: RunDir, shapes: Iterable[Shape]) -> dict[Shape, int]:
         log.warning("bucket table without tokens: %s", error)
         return {}
     return {shape: geometry.tokens(*shape) for shape in shapes}
+
+
+def _data(ledger: Mapping[str, Any]) -> str:
+    """Rows and draws of every source; of records of version 0.1 only the totals."""
+    if "indexed" not in ledger:
+        return ""
+    sources = list(ledger.get("sources", ()))
+    rows = [(counts["name"], counts) for counts in sources]
+    if len(sources) != 1:
+        rows.append(("all", ledger))
+    head = "".join(
+        f"<th>{name}</th>" for name in ("source", "indexed", "usable", "draws", "good", "bad", "rejected and bad")
+    )
+    body = "".join(_source_row(name, counts) for name, counts in rows)
+    note = "<p class='soft'>draws: samples of the steps, as counted at the last start or at the end.</p>"
+    return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>{note}"
+
+
+def _source_row(name: str, counts: Mapping[str, Any]) -> str:
+    bad = sum(counts["skipped"].values())
+    reasons = Counter(counts["rejected"]) + Counter(counts["skipped"])
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    cells = (name, counts["indexed"], counts["planned"], counts["scheduled"], counts["delivered"], bad)
+    return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}<td class='words'>{escape(why)}</td></tr>"
 
 
 def _balance(steps: StepTotals) -> str:

@@ -17,8 +17,9 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from actors.records.events import RunEvent
+from actors.records.events import RunEvent, RunFinished, RunStarted
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.report_facts import (
@@ -300,15 +301,20 @@ class SpanTotals:
 
 
 class EventTotals:
-    """The first events that have words, how many there are, and what disturbed the `slow` steps."""
+    """The first events that have words, how many there are, what disturbed the `slow` steps, and the last ledger."""
 
     def __init__(self, slow: Sequence[StepMetrics]) -> None:
         self._slow = slow
         self.told: list[tuple[RunEvent, str]] = []
         self.num_told = 0
         self.during: dict[int, list[str]] = {line.step: [] for line in slow}
+        self.ledger: Mapping[str, Any] = {}  # what became of the data, as told last: at a start, or at the end
 
     def add(self, event: RunEvent) -> None:
+        if isinstance(event, RunStarted):
+            self.ledger = event.data
+        elif isinstance(event, RunFinished):
+            self.ledger = event.ledger
         text = event.describe()
         if text:
             self.num_told += 1

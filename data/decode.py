@@ -67,13 +67,18 @@ def decode_job(job: DecodeJob) -> Batch:
                 video[slot] = decoder(clip, job)
         except BadSample as error:
             # the caption stays: a cache of embeddings is filled by caption, whatever became of the pixels
-            fault = Fault(reason=error.reason, shard=clip.shard, key=clip.key, offset=clip.offset, detail=error.detail)
+            fault = fault_of(clip, error.reason, error.offset, error.detail)
             video[slot] = 0
             faults.append(fault)
         batch.captions.append(caption)
         batch.ok.append(fault is None)
     batch.faults = tuple(faults)
     return batch
+
+
+def fault_of(clip: Clip, reason: Reason, offset: int | None, detail: str) -> Fault:
+    """The fault of a draw, with the source and the shard that the clip is of."""
+    return Fault(reason, clip.shard, clip.key, offset, detail, clip.source)
 
 
 class _Memory(threading.local):

@@ -1,5 +1,8 @@
 """Where every sample went: a closed set of reasons, counts that add up, and the limits that stop a run.
 
+Counts are kept by source; totals are their sums. The limits hold for the whole and for each source, as in a run of that
+source alone: one that is a thousandth of the data is missed as soon as one that is all of it.
+
 Two identities hold at every moment, and `check()` asserts them:
 
     indexed   == planned   + rejected(reason)              rows of the index: each is admitted or named
@@ -12,15 +15,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
 from data.config import LimitsConfig
 from data.errors import DataError, DataIOError
+
+EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
+LEAST_IN_A_ROW = 20  # so many bad draws of a source without a good one between them, and it is gone, small as it may be
 
 
 class Severity(StrEnum):
@@ -120,6 +126,7 @@ class Fault:
     key: str = ""
     offset: int | None = None
     detail: str = ""
+    source: int = 0  # its number in data.sources; not in bad.jsonl, where the shard names it
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -136,11 +143,63 @@ class Fault:
         return f"shard {self.shard}{key} ({self.reason}{': ' + self.detail if self.detail else ''})"
 
 
+@dataclass(slots=True)
+class SourceCounts:
+    """What became of the rows and of the draws of one source."""
+
+    name: str = ""
+    indexed: int = 0
+    planned: int = 0
+    rejected: Counter[Reason] = field(default_factory=Counter)
+    scheduled: int = 0
+    delivered: int = 0
+    skipped: Counter[Reason] = field(default_factory=Counter)
+    bad_in_a_row: int = 0  # draws since the last good one
+    last: Fault | None = None
+
+    @property
+    def broken(self) -> Counter[Reason]:
+        """Rejected rows that count towards max_bad_fraction."""
+        return Counter({reason: n for reason, n in self.rejected.items() if reason.severity is Severity.SAMPLE})
+
+    @property
+    def present(self) -> int:
+        """Rows of the index whose media is there."""
+        return self.indexed - sum(n for reason, n in self.rejected.items() if reason.severity is Severity.ABSENT)
+
+    @property
+    def seen(self) -> int:
+        """Draws that ended, good or bad."""
+        return self.delivered + self.skipped.total()
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "indexed": self.indexed,
+            "planned": self.planned,
+            "rejected": _plain(self.rejected),
+            **self.draw_state(),
+        }
+
+    def draw_state(self) -> dict[str, Any]:
+        """Counts of the draws as JSON."""
+        state = {"scheduled": self.scheduled, "delivered": self.delivered, "skipped": _plain(self.skipped)}
+        return state | ({"bad_in_a_row": self.bad_in_a_row} if self.bad_in_a_row else {})
+
+    def restore_draws(self, state: Mapping[str, Any]) -> None:
+        self.scheduled, self.delivered = int(state["scheduled"]), int(state["delivered"])
+        self.skipped = Counter({Reason(name): int(count) for name, count in state["skipped"].items()})
+        self.bad_in_a_row = int(state.get("bad_in_a_row", 0))
+
+
 class Ledger:
     """Counts of one run. Thread-safe. Fill it with rows (index, filters, buckets) and with draws (decode).
 
-    ledger.add_indexed(1000); ledger.reject(fault); ledger.add_planned(999)          # rows
-    ledger.schedule(64); ledger.deliver(63); ledger.skip(fault)                      # draws of a step
+    ledger.add_indexed(1000, source); ledger.reject(fault); ledger.add_planned(999, source)          # rows
+    ledger.schedule(64, source); ledger.skip(fault); ledger.deliver(63, source)                      # draws of a step
+
+    `source` is a number in data.sources; a fault carries its own. Of a step, file the faults before what is delivered:
+    the order tells a source of which nothing can be read any more from one with some bad samples.
     """
 
     def __init__(self, limits: LimitsConfig | None = None, path: str | Path | None = None) -> None:
@@ -149,9 +208,7 @@ class Ledger:
         self.limits = limits or LimitsConfig()
         self.path = Path(path) if path else None
         self._resumed = self.path is not None and self.path.exists() and self.path.stat().st_size > 0
-        self.indexed = self.planned = self.scheduled = self.delivered = 0
-        self.rejected: Counter[Reason] = Counter()
-        self.skipped: Counter[Reason] = Counter()
+        self.sources: defaultdict[int, SourceCounts] = defaultdict(SourceCounts)
         self.shard_faults: Counter[Reason] = Counter()
         self.notes: Counter[Reason] = Counter()
         self.details: Counter[str] = Counter()  # per rule or bucket, such as "aesthetic_score >= 4.5"
@@ -160,26 +217,57 @@ class Ledger:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
 
+    # totals
+
+    @property
+    def indexed(self) -> int:
+        return sum(counts.indexed for counts in self.sources.values())
+
+    @property
+    def planned(self) -> int:
+        return sum(counts.planned for counts in self.sources.values())
+
+    @property
+    def scheduled(self) -> int:
+        return sum(counts.scheduled for counts in self.sources.values())
+
+    @property
+    def delivered(self) -> int:
+        return sum(counts.delivered for counts in self.sources.values())
+
+    @property
+    def rejected(self) -> Counter[Reason]:
+        return sum((counts.rejected for counts in self.sources.values()), Counter[Reason]())
+
+    @property
+    def skipped(self) -> Counter[Reason]:
+        return sum((counts.skipped for counts in self.sources.values()), Counter[Reason]())
+
     # rows of the index
 
-    def add_indexed(self, count: int) -> None:
+    def name_source(self, source: int, name: str) -> None:
+        """How people know a source."""
         with self._lock:
-            self.indexed += count
+            self.sources[source].name = name
 
-    def add_planned(self, count: int) -> None:
+    def add_indexed(self, count: int, source: int = 0) -> None:
         with self._lock:
-            self.planned += count
+            self.sources[source].indexed += count
+
+    def add_planned(self, count: int, source: int = 0) -> None:
+        with self._lock:
+            self.sources[source].planned += count
 
     def reject(self, fault: Fault) -> None:
         """One row that is in the index and not in the plan."""
         with self._lock:
-            self.rejected[fault.reason] += 1
+            self.sources[fault.source].rejected[fault.reason] += 1
             self._record(fault)
 
-    def reject_many(self, reason: Reason, count: int, detail: str = "") -> None:
+    def reject_many(self, reason: Reason, count: int, detail: str = "", source: int = 0) -> None:
         """Rows left out by a rule (a filter, no bucket, missing files): counted, not listed one by one."""
         with self._lock:
-            self.rejected[reason] += count
+            self.sources[source].rejected[reason] += count
             if detail:
                 self.details[f"{reason}({detail})"] += count
 
@@ -215,54 +303,62 @@ class Ledger:
 
     # draws of the plan
 
-    def schedule(self, count: int) -> None:
+    def schedule(self, count: int, source: int = 0) -> None:
         with self._lock:
-            self.scheduled += count
-
-    def deliver(self, count: int) -> None:
-        with self._lock:
-            self.delivered += count
+            self.sources[source].scheduled += count
 
     def skip(self, fault: Fault) -> None:
         """One draw whose slot stays with weight 0."""
         with self._lock:
-            self.skipped[fault.reason] += 1
-            self.last = fault
+            counts = self.sources[fault.source]
+            counts.skipped[fault.reason] += 1
+            counts.bad_in_a_row += 1
+            counts.last = self.last = fault
             self._write(fault)
+
+    def deliver(self, count: int, source: int = 0) -> None:
+        with self._lock:
+            self.sources[source].delivered += count
+            if count:
+                self.sources[source].bad_in_a_row = 0
 
     # answers
 
     @property
     def pending(self) -> int:
-        return self.scheduled - self.delivered - sum(self.skipped.values())
+        return self.scheduled - self.delivered - self.skipped.total()
 
     def check(self) -> None:
         """Assert both identities."""
         with self._lock:
-            rejected = sum(self.rejected.values())
-            assert self.indexed == self.planned + rejected, (
-                f"ledger: indexed {self.indexed} != planned {self.planned} + rejected {rejected} {dict(self.rejected)}"
+            rejected = self.rejected
+            assert self.indexed == self.planned + rejected.total(), (
+                f"ledger: indexed {self.indexed} != planned {self.planned} + rejected {rejected.total()} "
+                f"{dict(rejected)}"
             )
             assert self.pending >= 0, (
                 f"ledger: scheduled {self.scheduled} < delivered {self.delivered} + skipped {dict(self.skipped)}"
             )
 
     def check_limits(self) -> None:
-        """Raise DataError when more is bad than the limits allow: shards, rows of the index, or draws."""
+        """Raise DataError when more is bad than the limits allow, of the whole or of a source: shards, rows of the
+        index, or draws. Also when nothing of a source can be read any more, however little of it was drawn."""
         with self._lock:
             if len(self.bad_shards) > self.limits.max_bad_shards:
                 raise DataError(
                     self._sentence(
                         f"{len(self.bad_shards)} shards with faults > max_bad_shards {self.limits.max_bad_shards}",
                         self.shard_faults,
+                        self.last,
                     )
                 )
-            absent = sum(count for reason, count in self.rejected.items() if reason.severity is Severity.ABSENT)
-            broken = Counter(
-                {reason: count for reason, count in self.rejected.items() if reason.severity is Severity.SAMPLE}
-            )
-            self._check_fraction(broken, self.indexed - absent)
-            self._check_fraction(self.skipped, self.delivered + sum(self.skipped.values()))
+            known = list(self.sources.values())
+            broken = sum((counts.broken for counts in known), Counter[Reason]())
+            self._check_fraction(broken, sum(counts.present for counts in known), self.last)
+            self._check_fraction(self.skipped, sum(counts.seen for counts in known), self.last)
+            for source, counts in self.sources.items():
+                if source != EARLIER:
+                    self._check_source(counts)
 
     def summary(self) -> dict[str, Any]:
         """Everything as JSON, for reports and logs."""
@@ -279,17 +375,24 @@ class Ledger:
                 "notes": _plain(self.notes),
                 "details": dict(sorted(self.details.items())),
                 "bad_shards": len(self.bad_shards),
+                "sources": [counts.summary() for _, counts in sorted(self.sources.items())],
             }
 
     def draw_state(self) -> dict[str, Any]:
         """Counts of the draws, saved beside the resume token (rows are recounted from the index)."""
         with self._lock:
-            return {"scheduled": self.scheduled, "delivered": self.delivered, "skipped": _plain(self.skipped)}
+            drawn = {source: counts for source, counts in sorted(self.sources.items()) if counts.scheduled}
+            return {"sources": {str(source): counts.draw_state() for source, counts in drawn.items()}}
 
     def restore_draws(self, state: Mapping[str, Any]) -> None:
+        """Stand where `draw_state` was asked. Totals without sources, as version 0.1 wrote them, stay totals."""
+        by_source = state.get("sources", {EARLIER: state})
+        held = {int(source): counts for source, counts in by_source.items()}
         with self._lock:
-            self.scheduled, self.delivered = int(state["scheduled"]), int(state["delivered"])
-            self.skipped = Counter({Reason(name): int(count) for name, count in state["skipped"].items()})
+            for source in {*self.sources, *held}:
+                self.sources[source].restore_draws(held.get(source, _NO_DRAWS))
+            if EARLIER not in held:
+                self.sources.pop(EARLIER, None)
 
     def close(self) -> None:
         with self._lock:
@@ -299,24 +402,33 @@ class Ledger:
 
     # inside
 
-    def _check_fraction(self, faults: Counter[Reason], seen: int) -> None:
-        bad = sum(faults.values())
-        if bad and seen >= self.limits.bad_after and bad / seen > self.limits.max_bad_fraction:
+    def _check_source(self, counts: SourceCounts) -> None:
+        whose = f"source {counts.name}: " if counts.name else ""
+        self._check_fraction(counts.broken, counts.present, counts.last, whose)
+        self._check_fraction(counts.skipped, counts.seen, counts.last, whose)
+        enough = min(self.limits.bad_after, max(counts.planned, LEAST_IN_A_ROW))
+        if self.limits.max_bad_fraction < 1 and counts.bad_in_a_row >= max(enough, 1):
+            what = f"{whose}none of its last {counts.bad_in_a_row} draws could be read"
             raise DataError(
-                self._sentence(
-                    f"{bad} of {seen} samples ({bad / seen:.1%} > {self.limits.max_bad_fraction:.1%})", faults
-                )
+                self._sentence(what, counts.skipped, counts.last)
+                + " See whether its files are where data.sources says, then resume."
             )
 
-    def _sentence(self, what: str, counts: Counter[Reason]) -> str:
+    def _check_fraction(self, faults: Counter[Reason], seen: int, last: Fault | None, whose: str = "") -> None:
+        bad = faults.total()
+        if bad and seen >= self.limits.bad_after and bad / seen > self.limits.max_bad_fraction:
+            what = f"{whose}{bad} of {seen} samples ({bad / seen:.1%} > {self.limits.max_bad_fraction:.1%})"
+            raise DataError(self._sentence(what, faults, last))
+
+    def _sentence(self, what: str, counts: Counter[Reason], last: Fault | None) -> str:
         worst = ", ".join(f"{count} {reason}" for reason, count in counts.most_common(3))
-        last = f"; last: {self.last.where}" if self.last else ""
+        named = f"; last: {last.where}" if last else ""
         listed = f" Full list: {self.path}" if self.path else ""
-        return f"bad data: {what}; worst: {worst}{last}.{listed}"
+        return f"bad data: {what}; worst: {worst}{named}.{listed}"
 
     def _record(self, fault: Fault) -> None:
         if fault.reason.severity in (Severity.SAMPLE, Severity.SHARD):
-            self.last = fault
+            self.sources[fault.source].last = self.last = fault
         if not self._resumed:
             self._write(fault)
 
@@ -339,3 +451,6 @@ class Ledger:
 
 def _plain(counts: Counter[Reason]) -> dict[str, int]:
     return {str(reason): count for reason, count in sorted(counts.items())}
+
+
+_NO_DRAWS: Mapping[str, Any] = SourceCounts().draw_state()

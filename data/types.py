@@ -83,6 +83,7 @@ class StepOfItems:
 class Clip:
     """Where the bytes of a sample lie and which frames of them are wanted. Made by the dataset, read by a decoder."""
 
+    source: int = 0  # number in data.sources
     key: str
     media: str  # path or URI of the file, or of the shard that holds it
     offset: int  # of the media within the file

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
 KEPT_ROWS = 4096
-NO_DRAWS: Mapping[str, Any] = {"scheduled": 0, "delivered": 0, "skipped": {}}
+NO_DRAWS: Mapping[str, Any] = {"sources": {}}
 MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
 
@@ -165,14 +165,12 @@ class Dataset:
         """12 hex digits over index, seed and settings of the stage that plans next."""
         return digest(self.planner.parts(self._positions.newest.stage))
 
-    def count_draws(self, step: int, scheduled: int, faults: Sequence[Fault]) -> None:
-        """A step is handed to training: file its draws. Raises DataError when more is bad than the limits allow."""
+    def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
+        """A step is handed to training: file its draws, of which those of `faults` are bad. Raises DataError when more
+        is bad than the limits allow."""
         if step + 1 not in self._draws:
             self._walk_draws(step)
-            self.ledger.schedule(scheduled)
-            for fault in faults:
-                self.ledger.skip(fault)
-            self.ledger.deliver(scheduled - len(faults))
+            self._file_draws(Counter(ref.source for item in self.step(step).items for ref in item.samples), faults)
             self._keep_draws(step + 1)
         self.ledger.check()
         self.ledger.check_limits()
@@ -194,17 +192,24 @@ class Dataset:
         self.ledger.restore_draws(self._draws[start] if known is not None else NO_DRAWS)
         log.warning("the counts of bad samples in steps %d to %d are lost with who counted them", start, step - 1)
         for between in range(start, step):
-            count = self._count(between)
-            self.ledger.schedule(count)
-            self.ledger.deliver(count)
+            self._file_draws(self._count(between), ())
         self._keep_draws(step)
 
-    def _count(self, step: int) -> int:
-        """Samples of a step, from the plan alone."""
+    def _file_draws(self, scheduled: Mapping[int, int], faults: Sequence[Fault]) -> None:
+        """`scheduled`: samples by source."""
+        for fault in faults:
+            self.ledger.skip(fault)
+        bad = Counter(fault.source for fault in faults)
+        for source, count in scheduled.items():
+            self.ledger.schedule(count, source)
+            self.ledger.deliver(count - bad[source], source)
+
+    def _count(self, step: int) -> Counter[int]:
+        """Samples of a step by source, from the plan alone."""
         state = self._positions.at(step)
         micros = self.planner.advance(state)
         self._positions.keep(state)
-        return sum(len(micro.draws) for micro in micros)
+        return Counter(draw.source for micro in micros for draw in micro.draws)
 
     def _keep_draws(self, step: int) -> None:
         self._draws[step] = self.ledger.draw_state()
@@ -269,6 +274,7 @@ class Dataset:
     def _clip(self, ref: SampleRef) -> Clip:
         row = self._row(ref.source, ref.row)
         return Clip(
+            source=row.source,
             key=row.key,
             media=row.path,
             offset=row.offset,
@@ -304,15 +310,15 @@ class Dataset:
             alive = index.columns("ok")["ok"].copy()
             for rule in source.filters:
                 passes = index.filter_mask(rule)
-                self.ledger.reject_many(Reason.FILTERED, int((alive & ~passes).sum()), rule)
+                self.ledger.reject_many(Reason.FILTERED, int((alive & ~passes).sum()), rule, index.ordinal)
                 alive &= passes
             for shape, count in zip(*np.unique(code[alive & ~fits[code]], return_counts=True)):
                 refusal = self.options[-1][shape]
                 assert isinstance(refusal, Refusal)
                 reason = Reason.TOO_FEW_FRAMES if refusal.reason == "too_short" else Reason.NO_BUCKET
-                self.ledger.reject_many(reason, int(count), refusal.summary)
+                self.ledger.reject_many(reason, int(count), refusal.summary, index.ordinal)
             alive &= fits[code]
-            self.ledger.add_planned(int(alive.sum()))
+            self.ledger.add_planned(int(alive.sum()), index.ordinal)
             admitted.append(np.where(alive, code, -1).astype(np.int32))
         if not any((code >= 0).any() for code in admitted):
             raise DataError(self._nothing_fits(codes))

@@ -226,13 +226,25 @@ class Index:
         """Every fault of the index: shards and members first, then rejected rows."""
         for indexed in self.parts:
             for fault in indexed.meta["faults"]:
-                yield Fault(Reason(fault["reason"]), fault["shard"], fault["key"], fault["offset"], fault["detail"])
+                yield Fault(
+                    Reason(fault["reason"]),
+                    fault["shard"],
+                    fault["key"],
+                    fault["offset"],
+                    fault["detail"],
+                    self.ordinal,
+                )
             if indexed.meta["rejects"]:
                 with pq.ParquetFile(indexed.file) as file:
                     table = file.read(columns=["key", "reject", "detail", "reject_at"], use_threads=False)
                 for values in table.filter(table.column("reject").is_valid()).to_pylist():
                     yield Fault(
-                        Reason(values["reject"]), indexed.part.uri, values["key"], values["reject_at"], values["detail"]
+                        Reason(values["reject"]),
+                        indexed.part.uri,
+                        values["key"],
+                        values["reject_at"],
+                        values["detail"],
+                        self.ordinal,
                     )
 
     def missing_faults(self) -> Iterable[Fault]:
@@ -241,13 +253,16 @@ class Index:
             if indexed.meta["missing"]:
                 with indexed.file.with_suffix(".missing").open(encoding="utf-8") as lines:
                     for line in lines:
-                        yield Fault(Reason.FILE_MISSING, indexed.part.uri, line.rstrip("\n"), None, "no such file")
+                        yield Fault(
+                            Reason.FILE_MISSING, indexed.part.uri, line.rstrip("\n"), None, "no such file", self.ordinal
+                        )
 
     def file_into(self, ledger: Ledger) -> None:
         """Count every row, and every fault under its reason."""
-        ledger.add_indexed(len(self) + self.missing)
+        ledger.name_source(self.ordinal, self.name)
+        ledger.add_indexed(len(self) + self.missing, self.ordinal)
         if self.missing:
-            ledger.reject_many(Reason.FILE_MISSING, self.missing, self.name)
+            ledger.reject_many(Reason.FILE_MISSING, self.missing, self.name, self.ordinal)
         for fault in self.faults():
             ledger.record(fault)
 

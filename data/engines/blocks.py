@@ -62,7 +62,7 @@ def from_block(table: pa.Table) -> Batch:
 
 
 def fault_to_json(fault: Fault) -> str:
-    return json.dumps(fault.to_json())
+    return json.dumps({**fault.to_json(), "source": fault.source})
 
 
 def fault_from_json(text: str) -> Fault:
@@ -73,4 +73,5 @@ def fault_from_json(text: str) -> Fault:
         key=plain["key"],
         offset=plain["offset"],
         detail=plain["detail"],
+        source=plain["source"],
     )

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.decode import caption_or_empty
+from data.decode import caption_or_empty, fault_of
 from data.errors import DataIOError
 from data.ledger import Fault, Reason
 from data.types import Batch, DecodeJob
@@ -126,7 +126,7 @@ def decode_isolated(job: DecodeJob, clip_timeout_s: float) -> Batch:
             except (DecoderDied, DecoderHung) as error:
                 reason = Reason.DECODER_CRASH if isinstance(error, DecoderDied) else Reason.DECODE_TIMEOUT
                 caption, ok = caption_or_empty(clip, job), False
-                found = (Fault(reason=reason, shard=clip.shard, key=clip.key, offset=clip.offset, detail=str(error)),)
+                found = (fault_of(clip, reason, clip.offset, str(error)),)
             whole.captions.append(caption)
             whole.ok.append(ok)
             faults += found

@@ -57,7 +57,7 @@ class PoolEngine:
             for item, batch in zip(self.dataset.step(step).items, found)
         ]
         faults = [fault for batch in found for fault in batch.faults]
-        self.dataset.count_draws(step, sum(len(batch.ok) for batch in found), faults)
+        self.dataset.count_draws(step, faults)
         return found
 
     def release(self, step: int) -> None:

@@ -135,7 +135,7 @@ class RayEngine:
         for slot, item in enumerate(items):
             if was_denied(self.dataset, item):
                 references[slot], faults = self._with_pixels(item, references[slot], faults)
-        self.dataset.count_draws(step, sum(item.batch for item in items), faults)
+        self.dataset.count_draws(step, faults)
         return references
 
     def _with_pixels(self, item: DataItem, reference: Any, faults: list[Fault]) -> tuple[Any, list[Fault]]:

@@ -47,20 +47,20 @@ def convert(
     if any(folder.glob("*.tar")):
         raise ValueError(f"{folder} already holds shards. Name an empty folder.")
     rows = np.flatnonzero(index.columns("ok")["ok"])
-    ledger.add_planned(len(rows))
+    ledger.add_planned(len(rows), index.ordinal)
     names: set[str] = set()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _shards(folder, shard_bytes, shard_count) as writer:
             for done, number in enumerate(rows, 1):
                 row = index.row(int(number))
-                ledger.schedule(1)
+                ledger.schedule(1, index.ordinal)
                 try:
                     writer.write({"__key__": _name(row, names), **_members(row, index, crf)})
                 except BadSample as fault:
-                    ledger.skip(Fault(fault.reason, row.shard, row.key, row.offset, fault.detail))
+                    ledger.skip(Fault(fault.reason, row.shard, row.key, row.offset, fault.detail, index.ordinal))
                 else:
-                    ledger.deliver(1)
+                    ledger.deliver(1, index.ordinal)
                 if progress:
                     progress(done, len(rows))
     except OSError as error:

@@ -42,20 +42,21 @@ def lint(
     """
     if admitted is None:
         admitted = [index.columns("ok")["ok"] for index in indexes]
-        ledger.add_planned(sum(index.num_ok for index in indexes))
+        for index in indexes:
+            ledger.add_planned(index.num_ok, index.ordinal)
     if not decode:
         return
     done, total = 0, sum(int(mask.sum()) for mask in admitted)
     with DecodeProcess() as process:
-        for job in _jobs(indexes, admitted):
-            ledger.schedule(len(job.clips))
+        for source, job in _jobs(indexes, admitted):
+            ledger.schedule(len(job.clips), source)
             try:
                 batch = process.decode(job, clip_timeout_s * len(job.clips))
             except (DecoderDied, DecoderHung):
                 batch = decode_isolated(job, clip_timeout_s)
-            ledger.deliver(sum(batch.ok))
             for fault in batch.faults:
                 ledger.skip(fault)
+            ledger.deliver(sum(batch.ok), source)
             done += len(job.clips)
             if progress:
                 progress(done, total)
@@ -130,6 +131,7 @@ def _count_after(container: Any, stream: Any, clip: Clip) -> int:
 def clip_of(row: IndexRow) -> Clip:
     """A row of the index as decode work, from its first frame."""
     return Clip(
+        source=row.source,
         key=row.key,
         media=row.path,
         offset=row.offset,
@@ -146,12 +148,13 @@ def clip_of(row: IndexRow) -> Clip:
     )
 
 
-def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[DecodeJob]:
+def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[tuple[int, DecodeJob]]:
+    """Decode work with the number of its source."""
     for index, mask in zip(indexes, admitted, strict=True):
         rows = np.flatnonzero(mask)
         for start in range(0, len(rows), CLIPS_PER_JOB):
             clips = tuple(clip_of(index.row(int(row))) for row in rows[start : start + CLIPS_PER_JOB])
-            yield DecodeJob(
+            job = DecodeJob(
                 item=f"{index.name}.{start}",
                 bucket=ENTIRE,
                 clips=clips,
@@ -160,3 +163,4 @@ def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[
                 limits=index.limits,
                 decoder="data.tools.lint:verify_clip",
             )
+            yield index.ordinal, job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,24 @@ def test_index_says_how_much_is_usable(folder):
     assert "indexed 12 = usable 11 + rejected 1 (1 no_media)" in text
     facts = json.loads(run("index", folder / "00000.tar", folder / "00001.tar", "--json"))
     assert facts["ledger"]["planned"] == 11 and facts["sources"][0]["shards"] == 2
+
+
+def test_lint_counts_every_source(folder):
+    spoil(folder)
+    config = folder.parent / "run.yaml"
+    config.write_text(
+        "run: {name: x}\n"
+        "data:\n"
+        "  sources: [{path: shards/00000.tar, name: whole}, {path: shards/00002.tar, name: spoilt}]\n"
+        "  buckets: {table: [9x48x64]}\n"
+    )
+    result = RUNNER.invoke(app, ["lint", "--config", str(config)])
+    assert isinstance(result.exception, DataError), result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("source ")]
+    assert lines[0] == "source whole: indexed 6 = usable 6 + rejected 0; checked 6 = good 6 + bad 0"
+    assert re.fullmatch(
+        r"source spoilt: indexed 7 = usable 6 \+ rejected 1 .*; checked 6 = good 5 \+ bad 1 .*", lines[1]
+    )
 
 
 def test_lint_lists_what_training_would_reject(folder):

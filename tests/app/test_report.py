@@ -13,6 +13,7 @@ import av
 import numpy as np
 import pytest
 
+from actors.records.events import RunFinished
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
 from app.report import write_report
@@ -22,6 +23,7 @@ from app.report_totals import SpanTotals, StepTotals
 from app.rundir import RunDir
 from app.sample import write_clips
 from app.timeline import final_times, windows
+from data.ledger import Fault, Ledger, Reason
 from ops.typed import ConfigError
 
 
@@ -65,6 +67,28 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(run_folder: Path
     assert parser.open == []
     assert not re.search(r"(src|href)=['\"](?!data:)", text)
     assert "<script" not in text
+
+
+def test_the_page_says_what_became_of_every_source(run_folder: Path) -> None:
+    ledger = Ledger()
+    for source, (name, bad) in enumerate((("films", 0), ("mine & yours", 2))):
+        ledger.name_source(source, name)
+        ledger.add_indexed(10, source)
+        ledger.add_planned(9, source)
+        ledger.reject_many(Reason.NO_BUCKET, 1, "", source)
+        ledger.schedule(5, source)
+        for _ in range(bad):
+            ledger.skip(Fault(Reason.FILE_MISSING, "t.csv", source=source))
+        ledger.deliver(5 - bad, source)
+    with (run_folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(RunFinished(step=1, ledger=ledger.summary()).line()) + "\n")
+    table = write_report(RunDir.open(run_folder)).read_text().split("Data</h2>")[1].split("</table>")[0]
+    rows = [re.findall("<td[^>]*>([^<]*)", row) for row in table.split("<tr>")[2:]]
+    assert rows == [
+        ["films", "10", "9", "5", "5", "0", "1 no_bucket"],
+        ["mine &amp; yours", "10", "9", "5", "3", "2", "2 file_missing, 1 no_bucket"],
+        ["all", "20", "18", "10", "8", "2", "2 no_bucket, 2 file_missing"],
+    ]
 
 
 def test_the_page_tells_of_the_straggler_and_the_lost_worker(run_folder: Path) -> None:

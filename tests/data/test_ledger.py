@@ -155,6 +155,75 @@ def test_counts_of_draws_survive_a_resume():
     assert second.draw_state() == first.draw_state() and second.pending == 0
 
 
+def two_sources() -> Ledger:
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    for source, (name, rows) in enumerate((("films", 1_000_000), ("mine", 50))):
+        ledger.name_source(source, name)
+        ledger.add_indexed(rows, source)
+        ledger.add_planned(rows, source)
+    return ledger
+
+
+def skip(ledger: Ledger, count: int, source: int) -> None:
+    for _ in range(count):
+        ledger.skip(Fault(Reason.FILE_MISSING, "t.csv", "a", None, "a.mp4 is gone", source))
+
+
+def test_a_source_is_judged_as_if_it_were_alone():
+    ledger = two_sources()
+    for source, count in ((0, 100_000), (1, 300)):
+        ledger.schedule(count, source)
+        ledger.deliver(count - 3 * source, source)
+    skip(ledger, 3, 1)
+    ledger.check_limits()  # 3 of 300
+    ledger.schedule(1, 1)
+    skip(ledger, 1, 1)
+    with pytest.raises(DataError, match=r"bad data: source mine: 4 of 301 samples \(1.3% > 1.0%\).*last: shard t\.csv"):
+        ledger.check_limits()
+    assert [counts["skipped"] for counts in ledger.summary()["sources"]] == [{}, {"file_missing": 4}]
+
+
+def test_rows_of_a_source_are_judged_as_if_it_were_alone():
+    ledger = two_sources()
+    ledger.add_indexed(400, 1)
+    for _ in range(6):
+        ledger.reject(Fault(Reason.NOT_MP4, "t.csv", source=1))
+    with pytest.raises(DataError, match=r"source mine: 6 of 450 samples .*worst: 6 not_mp4"):
+        ledger.check_limits()
+
+
+@pytest.mark.parametrize("bad, gone", [(49, False), (50, True)])
+def test_a_small_source_is_gone_when_as_many_draws_as_it_has_rows_were_bad_in_a_row(bad, gone):
+    ledger = two_sources()
+    ledger.schedule(100_000)
+    ledger.deliver(100_000)
+    for count in (7, bad):  # between them it was there
+        ledger.schedule(count + 1, 1)
+        ledger.deliver(1, 1)
+        skip(ledger, count, 1)
+    if gone:
+        with pytest.raises(DataError, match=r"source mine: none of its last 50 draws could be read; .*then resume\."):
+            ledger.check_limits()
+    else:
+        ledger.check_limits()
+    ledger.limits = LimitsConfig(max_bad_fraction=1.0)
+    ledger.check_limits()
+
+
+def test_draws_of_version_0_1_stay_totals_and_are_of_no_source():
+    ledger = two_sources()
+    skip(ledger, 5, 1)
+    ledger.restore_draws({"scheduled": 1000, "delivered": 100, "skipped": {"decode_error": 900}})
+    assert (ledger.scheduled, ledger.delivered, ledger.skipped) == (1000, 100, {Reason.DECODE_ERROR: 900})
+    ledger.limits = LimitsConfig(bad_after=1001)
+    ledger.check_limits()
+    ledger.schedule(3, 1)
+    ledger.deliver(3, 1)
+    again = two_sources()
+    again.restore_draws(json.loads(json.dumps(ledger.draw_state())))
+    assert again.summary() == ledger.summary() and again.scheduled == 1003
+
+
 def test_a_bad_sample_crosses_processes():
     error = pickle.loads(pickle.dumps(BadSample(Reason.NOT_MP4, "starts with b'<htm'", 7)))
     assert (error.reason, error.detail, error.offset) == (Reason.NOT_MP4, "starts with b'<htm'", 7)

@@ -192,7 +192,7 @@ class Engine:
         self.dataset.rewind_draws(first_step)
 
     def batches(self, step: int) -> list[Any]:
-        self.dataset.count_draws(step, self.dataset.step(step).num_samples, faults(step))
+        self.dataset.count_draws(step, faults(step, drawn(self.dataset, step)))
         return [None] * len(self.dataset.step(step).items)
 
     def release(self, step: int) -> None:
@@ -202,10 +202,14 @@ class Engine:
         return self.dataset.ledger.summary()
 
 
-def faults(step: int) -> list[Fault]:
-    return [Fault(reason=Reason.DECODE_ERROR if step % 3 else Reason.DECODE_TIMEOUT, shard="s", key=str(step))] * (
-        step % 5 == 2
-    )
+def drawn(dataset: Dataset, step: int) -> Counter[int]:
+    """Samples of a step by source."""
+    return Counter(sample.source for item in dataset.step(step).items for sample in item.samples)
+
+
+def faults(step: int, of: Counter[int]) -> list[Fault]:
+    reason = Reason.DECODE_ERROR if step % 3 else Reason.DECODE_TIMEOUT
+    return [Fault(reason=reason, shard="s", key=str(step), source=max(of))] * (step % 5 == 2)
 
 
 class Actor:
@@ -223,29 +227,41 @@ def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
     monkeypatch.setattr(ray, "wait", lambda asked, num_returns=1, timeout=None: (asked, []))
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
     monkeypatch.setattr("actors.feed.feeder.make_engine", lambda dataset, config: Engine(dataset))
-    plain = replace(config(clips), limits=LimitsConfig(max_bad_fraction=1.0))
+    plain = two_sources(clips)
     return StepSource(
         lambda: Actor(Feeder(plain, Geometry(), 0, Encoders.of(MODEL), "")), Geometry(), "sample", 10**6, 60.0
     )
 
 
-def total(metrics: dict[int, tuple[int, int]]) -> dict[str, int]:
-    samples, bad = (sum(column) for column in zip(*metrics.values())) if metrics else (0, 0)
-    return {"scheduled": samples, "delivered": samples - bad, "bad": bad}
+def two_sources(clips: Path) -> DataConfig:
+    plain = config(clips)
+    often, seldom = replace(plain.sources[0], weight=0.9), replace(plain.sources[0], weight=0.1, name="seldom")
+    return replace(plain, sources=(often, seldom))
 
 
-def told(ledger: dict[str, Any]) -> dict[str, int]:
-    return {"scheduled": ledger["scheduled"], "delivered": ledger["delivered"], "bad": sum(ledger["skipped"].values())}
+Counts = tuple[int, int, int]  # draws scheduled, delivered, bad
+
+
+def total(drawn: Counter[int], bad: Counter[int]) -> dict[int, Counts]:
+    """By source."""
+    return {source: (drawn[source], drawn[source] - bad[source], bad[source]) for source in (0, 1)}
+
+
+def told(ledger: dict[str, Any]) -> dict[int, Counts]:
+    return {
+        source: (counts["scheduled"], counts["delivered"], sum(counts["skipped"].values()))
+        for source, counts in enumerate(ledger["sources"])
+    }
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_counts_are_exact_after_any_restart_of_feeder_and_controller(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Feeders die, controllers die, runs fall back to a snapshot or a checkpoint; the sums over the metrics, where each
-    step stands once, are what the ledger must say."""
-    chance = random.Random(seed)
-    at, committed, metrics = source(clips, monkeypatch), -1, {}
+    """Feeders die, controllers die, runs fall back to a snapshot or a checkpoint; the sums over the committed steps are
+    what the ledger must say, of every source."""
+    chance, plan = random.Random(seed), Dataset.open(two_sources(clips), Geometry(), 0)
+    at, committed = source(clips, monkeypatch), -1
     at.open(0)
     held: dict[int, Any] = {-1: None}  # committed step -> what keepers or a checkpoint hold beside the state
     restarts = Counter[str]()
@@ -254,29 +270,34 @@ def test_counts_are_exact_after_any_restart_of_feeder_and_controller(
             at.data(step)
         for _ in range(2):
             committed += 1
-            data = at.data(committed)
-            metrics[committed] = (sum(len(s) for s in data.samples.samples.values()), len(faults(committed)))
             held[committed] = json.loads(json.dumps(at.release(committed)))
         event = chance.choice(["none", "none", "feeder", "controller", "fallback", "fallback of a new controller"])
         restarts[event] += 1
         if "fallback" in event:
             committed = max(-1, committed - chance.choice([0, 0, 1, 3, 12]))
-            metrics = {step: line for step, line in metrics.items() if step <= committed}
         if "controller" in event:
             at = source(clips, monkeypatch)
         if event != "none":
             # while the controller lives, the position that is found elsewhere may be an old one
             known = chance.randint(-1, committed) if event == "feeder" else committed
             at.open(committed + 1, held[known])
-            assert told(at.ledger()) == total(metrics), event
+            assert told(at.ledger()) == counted(plan, committed + 1), event
     at.open(committed + 1, held[committed])
-    assert told(at.ledger()) == total(metrics) and total(metrics)["bad"] > 1 and len(restarts) > 3
+    expected = counted(plan, committed + 1)
+    assert told(at.ledger()) == expected and min(bad for _, _, bad in expected.values()) > 0 and len(restarts) > 3
+
+
+def counted(plan: Dataset, steps: int, judged: int | None = None) -> dict[int, Counts]:
+    """What the ledger must say after so many steps, of which only the first `judged` were looked at."""
+    each = [drawn(plan, step) for step in range(steps)]
+    bad = [fault.source for step, of in enumerate(each[:judged]) for fault in faults(step, of)]
+    return total(sum(each, Counter()), Counter(bad))
 
 
 @pytest.mark.parametrize("known", [0, 7, 30, None])
 def test_steps_that_are_walked_over_are_counted_from_the_plan(clips: Path, known: int | None) -> None:
     """Nobody has counted them here: all are scheduled, none is missing; only who was bad among them is not known."""
-    plain = config(clips)
+    plain = two_sources(clips)
     first, then = (Dataset.open(plain, Geometry(), 0) for _ in range(2))
     engine = Engine(first)
     tokens = {}
@@ -286,16 +307,14 @@ def test_steps_that_are_walked_over_are_counted_from_the_plan(clips: Path, known
     if known is not None:
         then.resume(json.loads(json.dumps(tokens[known])))
     Engine(then).start(40)
-    counts, bad = told(then.ledger.summary()), sum(len(faults(step)) for step in range(known or 0))
-    scheduled = sum(first.step(step).num_samples for step in range(40))
-    assert counts == {"scheduled": scheduled, "delivered": scheduled - bad, "bad": bad}
+    assert told(then.ledger.summary()) == counted(first, 40, known or 0)
 
 
 def test_batches_come_with_the_position_behind_them(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = source(clips, monkeypatch)
     at.open(0)
     answer: StepBatches = at._feeder.batches.remote(0)
-    assert answer.position["step"] == 1 and answer.position["draws"]["scheduled"] > 0
+    assert answer.position["step"] == 1 and answer.position["draws"]["sources"]["0"]["scheduled"] > 0
 
 
 def test_a_preview_tells_the_planner_of_the_same_items_as_a_run(make: Callable[[], Feeder], clips: Path) -> None:

@@ -97,12 +97,14 @@ def test_a_dataset_of_a_million_steps_holds_what_one_of_a_few_thousand_does(
 
     monkeypatch.setattr(data, "planner", SimpleNamespace(advance=advance, token=data.planner.token))
     monkeypatch.setattr(data._positions, "_planner", data.planner)
-    monkeypatch.setattr(data, "_item", lambda name, micro: name)  # the samples of a step are not what grows
+    monkeypatch.setattr(
+        data, "_item", lambda name, micro: SimpleNamespace(samples=())
+    )  # the samples of a step are not what grows
 
     def run_to(first: int, last: int) -> int:
         for step in range(first, last):
             data.step(step)
-            data.count_draws(step, 4, ())
+            data.count_draws(step, ())
         return len(pickle.dumps((data._positions._recent, data._positions._tokens, data._steps, data._draws)))
 
     short = run_to(0, 5_000)

@@ -20,6 +20,7 @@ from data.errors import DataError, DataIOError
 from data.ledger import Reason
 from data.types import Batch
 from ops.geometry import Geometry
+from tests.data.making import clip
 
 HERE = str(Path(__file__).parents[1])
 TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80")
@@ -67,6 +68,28 @@ def test_the_pool_delivers_what_plain_decoding_gives(clips: Path, workers: int) 
         assert drain(engine, 0, 8) == reference(clips, 0, 8)
     finally:
         engine.stop()
+
+
+def test_a_small_source_whose_files_vanish_ends_the_run_by_name(clips: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.mp4").write_bytes(clip(96, 64, seed=number))
+        (tmp_path / f"{number}.txt").write_text("a clip")
+    shards = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"), weight=0.5)
+    mine = SourceConfig(path=str(tmp_path), kind="pairs", name="mine", weight=0.5)
+    data = dataset(clips, sources=(shards, mine), limits=LimitsConfig())
+    engine = PoolEngine(data)
+    try:
+        engine.start(0)
+        engine.batches(0)
+        for number in range(3):
+            (tmp_path / f"{number}.mp4").unlink()
+        with pytest.raises(DataError, match=r"source mine: none of its last 2\d draws could be read; .* is gone since"):
+            for step in range(1, 100):
+                engine.batches(step)
+    finally:
+        engine.stop()
+    counts = data.ledger.summary()["sources"]
+    assert counts[0]["skipped"] == {} and counts[1]["delivered"] and set(counts[1]["skipped"]) == {"file_missing"}
 
 
 @given(st.integers(0, 2**31), st.integers(0, 9), st.sets(st.sampled_from(TABLE), min_size=2), st.integers(1, 3))
