@@ -25,10 +25,12 @@ import typer
 
 from app.bench.ops_blocks import BlockResult, compare_block, mmdit_block, wan_block
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
-from app.bench.ops_variants import Op, RowLayout, Variant, inputs_of, layouts, ops
+from app.bench.ops_variants import inputs_of, layouts
 from app.bench.timing import Closure, ceilings, measure, peak_bytes
 from ops.kernels.base import backend
+from ops.kernels.base.contest import Contest, RowLayout, Variant
 from ops.kernels.base.segments import Segments
+from ops.kernels.folders import contests
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ CPU_GRID = CaseGrid(widths=(512, 1536), tokens=(1008,), compile_tokens=(), repea
 class BenchCase:
     """One op on one layout and width, and who is measured on it."""
 
-    op: Op
+    op: Contest
     layout: RowLayout
     width: int
     variants: dict[str, Variant]
@@ -143,8 +145,8 @@ def _cases(grid: CaseGrid, liger: bool, compile: bool, ablations: bool) -> Itera
                 yield BenchCase(op=op, layout=layout, width=width, variants={"torch.compile": compiled})
 
 
-def _ops_and_layouts(liger: bool, tokens: int) -> Iterator[tuple[Op, RowLayout]]:
-    for op in ops(liger):
+def _ops_and_layouts(liger: bool, tokens: int) -> Iterator[tuple[Contest, RowLayout]]:
+    for op in contests(liger):
         # QK-norm has no tables: its layouts are the same.
         yield from ((op, layout) for layout in layouts(tokens) if op.name != "qk_norm_rope" or layout.name == "B=1")
 
@@ -201,7 +203,7 @@ def _measure_case(case: BenchCase, device: torch.device, repeats: int) -> list[O
 
 
 def _ablations(
-    op: Op, layout: RowLayout, width: int, segments: Segments, device: torch.device
+    op: Contest, layout: RowLayout, width: int, segments: Segments, device: torch.device
 ) -> dict[str, Callable[[int], Closure]]:
     """The two other reductions of the table gradients: AdaptiveLoad's D-tile and Liger's atomics."""
     from ops.kernels.norm_modulate import ablations

@@ -34,16 +34,9 @@ from triton.compiler import ASTSource
 
 from ops.kernels.base.compile_case import CompileCase
 from ops.kernels.base.tuning import Launch
-from ops.kernels.gate_residual import compile_cases as gate_cases
-from ops.kernels.gate_residual import launch_table as gate_table
-from ops.kernels.norm_modulate import compile_cases as norm_cases
-from ops.kernels.norm_modulate import launch_table as norm_table
-from ops.kernels.qk_rope import compile_cases as qk_cases
-from ops.kernels.qk_rope import launch_table as qk_table
+from ops.kernels.folders import compiled_ops
 
-# Every op with kernels: its launch table and its cases. A new op is registered here.
-OPS = ((norm_table.TABLE, norm_cases), (gate_table.TABLE, gate_cases), (qk_table.TABLE, qk_cases))
-
+OPS = compiled_ops()
 TARGET = GPUTarget("cuda", 90, 32)
 FP32 = {
     "mean_ptr",
@@ -115,17 +108,17 @@ class CompileReport:
 
 def shipped(widths: Collection[int]) -> Iterator[CompileCase]:
     """Every row of the ops' tables with the flags and table dtypes that the ops use it with, then their extra cases."""
-    for table, module in OPS:
-        for (kernel, width, dtype, _), launch in table.items():
+    for op in OPS:
+        for (kernel, width, dtype, _), launch in op.table.items():
             if width not in widths:
                 continue
             fp32_residual = dtype == "float32"
-            for case in module.cases(kernel, width, launch, fp32_residual):
+            for case in op.cases(kernel, width, launch, fp32_residual):
                 if not (fp32_residual or case.variant):  # an fp32 residual stream comes with fp32 tables
                     yield case
                 yield replace(case, name=f"{case.name}, fp32 tables", fp32=case.fp32 | TABLES)
-    for _, module in OPS:
-        yield from module.EXTRA
+    for op in OPS:
+        yield from op.extra
 
 
 def compile_case(case: CompileCase) -> CompileReport:
@@ -221,7 +214,7 @@ def check(position: int, widths: Collection[int]) -> tuple[str, bool]:
 
 def main(chosen: Sequence[str]) -> int:
     """Check the shipped cases of the chosen widths, or all; 1 if one breaks a rule, 2 if there are none."""
-    known = sorted({width for table, _ in OPS for _, width, _, _ in table})
+    known = sorted({width for op in OPS for _, width, _, _ in op.table})
     widths = [width for width in known if str(width) in chosen] if chosen else known
     if len(widths) < len(set(chosen)):
         sys.stderr.write(f"widths {' '.join(chosen)}: the table has {known}\n")

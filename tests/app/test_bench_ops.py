@@ -7,16 +7,18 @@ from typer.testing import CliRunner
 from app.bench import ops as bench
 from app.bench.ops_blocks import BlockResult
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
-from app.bench.ops_variants import inputs_of, layouts, liger_rms, ops
+from app.bench.ops_variants import inputs_of, layouts
 from app.bench.timing import Timing, peak_bytes
 from app.cli import app
 from ops.kernels.base.segments import Segments
+from ops.kernels.folders import OPS, contests
+from ops.kernels.norm_modulate.variants import liger_rms
 
 BF16_CHAIN_ERROR = 2e-2  # eager rounds after every op
 
 
 @pytest.mark.parametrize("layout", layouts(84), ids=lambda layout: layout.name)
-@pytest.mark.parametrize("op", ops(liger=False), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", contests(liger=False), ids=lambda op: op.name)
 def test_all_variants_of_an_op_agree(op, layout) -> None:
     torch.manual_seed(0)
     segments = Segments.packed(layout.lengths)
@@ -29,6 +31,12 @@ def test_all_variants_of_an_op_agree(op, layout) -> None:
         for actual, want in zip(variant(tensors, layout, segments, rows), expected, strict=True):
             difference = (actual.view_as(want).float() - want.float()).norm() / want.float().norm()
             assert difference <= BF16_CHAIN_ERROR, name
+
+
+def test_every_folder_of_an_op_is_measured_the_most_telling_first() -> None:
+    assert set(OPS) == {"gate_residual", "norm_modulate", "qk_rope"}
+    names = ["ln_modulate", "gate_residual_ln_modulate", "gate_residual", "qk_norm_rope", "ln_modulate, RMS"]
+    assert [contest.name for contest in contests(liger=False)] == names
 
 
 def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(monkeypatch, tmp_path) -> None:

@@ -1,0 +1,99 @@
+"""What the functions of all fused ops do to their arguments: tokens as rows, tables as [S, D].
+
+ValueError for what does not fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.kernels.base.segments import Index, Segments
+
+NO_INDEX: Index = (None, None, None, None, None)
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """[..., N, D] -> [tokens, D]"""
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ValueError(f"expected floating point tokens [..., N, D], got {x.dtype} {tuple(x.shape)}.")
+    if x.shape[-1] == 0:
+        raise ValueError(f"tokens {tuple(x.shape)} have width 0; a norm needs at least one value per token.")
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def num_rows(table: Tensor) -> int:
+    """Rows of a table [..., D]."""
+    return table.numel() // table.shape[-1]
+
+
+def check_tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple[list[Tensor | None], Index]:
+    """The tables as [S, D] views, and the index tensors of the op; ValueError if they do not fit the tokens."""
+    num_rows, width = x_ND.shape
+    flat: list[Tensor | None] = []
+    for name, table in tables.items():
+        if table is None:
+            flat.append(None)
+            continue
+        check_device(name, table, x_ND)
+        if table.shape[-1] != width:
+            raise ValueError(f"{name} has width {table.shape[-1]}, the tokens {width}; tables are [S, D].")
+        table = table if table.ndim == 2 else table.reshape(-1, width)
+        if segments is not None and table.shape[0] != segments.num_mods:
+            raise ValueError(
+                f"{name} has {table.shape[0]} rows but the segments address {segments.num_mods}; "
+                "build the segments with num_mods = rows of the table."
+            )
+        if segments is None and table.shape[0] not in (1, num_rows):
+            raise ValueError(
+                f"{name} has {table.shape[0]} rows for {num_rows} tokens; without segments a table has "
+                "one row, or one row per token. Pass Segments."
+            )
+        flat.append(table)
+    if segments is not None and segments.num_rows != num_rows:
+        raise ValueError(
+            f"the segments cover {segments.num_rows} tokens, x has {num_rows}; rebuild them for this micro-batch."
+        )
+    if segments is not None:
+        check_device("segments", segments.run, x_ND)
+    _check_same_rows(flat)
+    used = segments is not None and any(table is not None for table in flat)
+    return flat, segments.tensors() if segments is not None and used else NO_INDEX
+
+
+def check_device(name: str, tensor: Tensor, x_ND: Tensor) -> None:
+    if tensor.device != x_ND.device:
+        raise ValueError(f"{name} on {tensor.device}, the tokens on {x_ND.device}; move it with .to().")
+
+
+def _check_same_rows(tables: list[Tensor | None]) -> None:
+    rows = {table.shape[0] for table in tables if table is not None}
+    if len(rows) > 1:
+        raise ValueError(f"tables have {sorted(rows)} rows; scale, shift and gate share one index.")
+
+
+def check_affine(x_ND: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is None:
+            continue
+        check_device(name, vector, x_ND)
+        if vector.shape != x_ND.shape[1:]:
+            raise ValueError(f"{name} has shape {tuple(vector.shape)}; the tokens need ({x_ND.shape[1]},).")
+    if bias is not None and weight is None:
+        raise ValueError("bias without weight; an affine norm has both (give shift for a modulation).")
+
+
+def check_same_shape(x: Tensor, y: Tensor) -> None:
+    if x.shape != y.shape:
+        raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must have the same shape.")
+    check_device("y", y, x)
+
+
+def result_dtype(x: Tensor, requested: torch.dtype | None) -> torch.dtype:
+    """`requested`, else the autocast dtype (but for fp64 tokens), else x's."""
+    if requested is not None:
+        return requested
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
