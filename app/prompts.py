@@ -25,9 +25,13 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
 
 def with_prompts_of_file(config: Node) -> Node:
     """The config with `sample.prompts: FILE` replaced by the file's lines: a run keeps the prompts it began with."""
-    section = config.value.get("sample") if isinstance(config.value, dict) else None
-    given = section.value.get("prompts") if section is not None and isinstance(section.value, dict) else None
-    if section is None or given is None or not isinstance(given.value, str):
+    if not isinstance(config.value, dict):
+        return config
+    section = config.value.get("sample")
+    if section is None or not isinstance(section.value, dict):
+        return config
+    given = section.value.get("prompts")
+    if given is None or not isinstance(given.value, str):
         return config
     lines = [Node(line, given.where) for line in read_prompts(Path(given.value), "sample.prompts")]
     sample = Node({**section.value, "prompts": Node(lines, given.where)}, section.where)

@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending
+from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending, Work
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Group:
 
     def __init__(
         self,
-        process_group: Any,
+        process_group: dist.ProcessGroup | None,
         members: tuple[int, ...],
         rank: int,
         timeout_s: float,
@@ -176,7 +176,10 @@ class Group:
         whole = flat[bounds[0][0] : bounds[-1][1]]
         if flat.is_cuda:
             if _equal(bounds):
-                return [self._begin("reduce_scatter", flat, lambda pg: pg._reduce_scatter_base(flat[lo:hi], whole))]
+                usual = dist.ReduceScatterOptions()
+                return [
+                    self._begin("reduce_scatter", flat, lambda pg: pg._reduce_scatter_base(flat[lo:hi], whole, usual))
+                ]
             return [self._reduce_to(r, flat[a:b]) for r, (a, b) in enumerate(bounds) if a < b]
         received = flat.new_empty(self.size * (hi - lo))
         output_splits, input_splits = [hi - lo] * self.size, [b - a for a, b in bounds]
@@ -253,7 +256,11 @@ class Group:
             )
 
     def _begin(
-        self, name: str, tensor: Tensor, launch: Callable[[Any], Any], finish: Callable[[], None] | None = None
+        self,
+        name: str,
+        tensor: Tensor,
+        launch: Callable[[dist.ProcessGroup], Work],
+        finish: Callable[[], None] | None = None,
     ) -> Pending:
         process_group = self._process_group
         if self.broken or process_group is None:
@@ -323,21 +330,31 @@ class Group:
         self.broken = why
         pending = list(self._outstanding)
         self._outstanding.clear()
-        busy = [one.work for one in pending if not one.done]
+        busy = [one.work for one in pending if one.work is not None and not one.done]
         self.abandoned = self.abandoned or bool(busy)
         for one in pending:
             one.forget()
         process_group, self._process_group = self._process_group, None
         if busy:
-            _bury([process_group, *busy])
+            _bury(_Remains(process_group, busy))
         _exhume()  # idle connections close at the end of this call, within a millisecond
 
 
 _DONE = Pending(None, None, "done")
-_buried: list[list[Any]] = []  # process groups and their pending works
 
 
-def _bury(remains: list[Any]) -> None:
+@dataclass(eq=False)
+class _Remains:
+    """A process group and its pending works."""
+
+    process_group: dist.ProcessGroup | None
+    works: list[Work]
+
+
+_buried: list[_Remains] = []
+
+
+def _bury(remains: _Remains) -> None:
     """Keep a process group with pending operations from being destroyed.
 
     Its destructor joins threads that wait for the operation, which waits for the peer. The extra reference holds also
@@ -351,7 +368,7 @@ def _bury(remains: list[Any]) -> None:
 def _exhume() -> None:
     """Destroy buried groups whose operations have ended meanwhile."""
     for remains in list(_buried):
-        if all(work.is_completed() for work in remains[1:]):
+        if all(work.is_completed() for work in remains.works):
             _buried.remove(remains)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(remains))
 
@@ -389,7 +406,7 @@ class _Creation:
     """A process group being connected in a thread of its own."""
 
     done: threading.Event = field(default_factory=threading.Event)
-    process_group: Any = None
+    process_group: dist.ProcessGroup | None = None
     error: BaseException | None = None
 
 
@@ -540,6 +557,7 @@ class Groups:
             if self._backend == "nccl":
                 creation.process_group = _make_nccl(store, rank, len(members), timeout)
             else:
+                assert self._device is not None
                 creation.process_group = _make_gloo(store, rank, len(members), timeout, self._device)
         except (RuntimeError, ValueError, OSError) as error:
             creation.error = error
@@ -563,20 +581,27 @@ class Groups:
         return True
 
 
-def _gloo_device(address: str | None) -> Any:
+def _gloo_device(address: str | None) -> dist.ProcessGroupGloo.Device:
     make = dist.ProcessGroupGloo
     return make.create_device(hostname=address) if address else make.create_default_device()
 
 
-def _make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+def _make_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, device: dist.ProcessGroupGloo.Device
+) -> dist.ProcessGroup:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [device]
     options._threads = 2
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return _as_group(dist.ProcessGroupGloo(store, rank, size, options))
 
 
-def _make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def _as_group(backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL) -> dist.ProcessGroup:
+    """Backends have the collectives of a process group; only PyTorch's annotations do not say so."""
+    return cast(dist.ProcessGroup, backend)

@@ -17,8 +17,8 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,39 @@ from ops.shards import ARRAYS, ShardState, cut, shard_bounds
 from ops.sync import Phase, StepResult, check_weight, slots, trainable
 
 log = logging.getLogger(__name__)
+
+
+class _Hook(Protocol):
+    def remove(self) -> None: ...
+
+
+class _ZeroOptimizer(Protocol):
+    """What is used of DeepSpeed's ZeRO optimizer, none of which it promises."""
+
+    optimizer: torch.optim.Optimizer
+    single_partition_of_fp32_groups: list[Tensor]
+    overflow: bool
+    _grad_acc_hooks: list[_Hook]
+
+    def setup_buckets(self) -> None: ...
+
+    def update_lp_params(self) -> None: ...
+
+
+class _Engine(Protocol):
+    """What is used of DeepSpeed's engine."""
+
+    optimizer: _ZeroOptimizer
+
+    def step(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+    def get_global_grad_norm(self) -> float: ...
+
+
+# A module, and its forward and forward-pre hooks by their numbers.
+_Hooks = tuple[nn.Module, Mapping[int, object], Mapping[int, object]]
 
 
 class DeepSpeedSync:
@@ -52,7 +85,7 @@ class DeepSpeedSync:
         self._module = module
         self._parameters = [p for _, p in named]
         self._group = Group.solo()
-        self._engine: Any = None
+        self._engine: _Engine | None = None
         self._ema: Tensor | None = None
         _prepare_environment(self._parameters[0].device)
 
@@ -133,7 +166,7 @@ class DeepSpeedSync:
 
     # Engine -----------------------------------------------------------------------------------------------------
 
-    def _build_engine(self) -> Any:
+    def _build_engine(self) -> _Engine:
         import deepspeed
 
         hooks = _forward_hooks(self._module)
@@ -146,9 +179,8 @@ class DeepSpeedSync:
             weight_decay=self.config.weight_decay,
             fused=True,
         )
-        engine, *_ = deepspeed.initialize(
-            model=self._module, optimizer=optimizer, config=_settings(self.config, self.total)
-        )
+        built = deepspeed.initialize(model=self._module, optimizer=optimizer, config=_settings(self.config, self.total))
+        engine: _Engine = built[0]
         _restore_hooks(self._module, hooks)
         for hook in engine.optimizer._grad_acc_hooks:
             hook.remove()
@@ -166,7 +198,7 @@ class DeepSpeedSync:
         gc.collect()
 
     def _step(self, lr: float) -> tuple[float, bool]:
-        engine = self._engine
+        engine = self._formed()
         for options in self._optimizer().param_groups:
             options["lr"] = lr
         engine.optimizer.setup_buckets()  # usually made by a gradient hook; ours are off
@@ -175,12 +207,16 @@ class DeepSpeedSync:
             return math.inf, False
         return float(engine.get_global_grad_norm()), True
 
+    def _formed(self) -> _Engine:
+        assert self._engine is not None, "form was not called"
+        return self._engine
+
     def _optimizer(self) -> torch.optim.Optimizer:
-        return self._engine.optimizer.optimizer
+        return self._formed().optimizer.optimizer
 
     def _master(self) -> Tensor:
         """This rank's padded partition of the fp32 weights."""
-        return self._engine.optimizer.single_partition_of_fp32_groups[0]
+        return self._formed().optimizer.single_partition_of_fp32_groups[0]
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +229,7 @@ class DeepSpeedSync:
         # From our ranges to DeepSpeed's: one full vector at a time.
         state = {name: self._regather(mine.arrays[name], bounds) for name in ARRAYS if name in mine.arrays}
         self._set_state(state)
-        self._engine.optimizer.update_lp_params()
+        self._formed().optimizer.update_lp_params()
 
     def _regather(self, own: np.ndarray, bounds: list[tuple[int, int]]) -> Tensor:
         flat = torch.empty(self.total, device=self._parameters[0].device)
@@ -216,7 +252,7 @@ class DeepSpeedSync:
             self._ema = state.get("ema", master.detach()[:size].clone())
 
 
-def _settings(config: OptimizerConfig, total: int) -> dict[str, Any]:
+def _settings(config: OptimizerConfig, total: int) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,
@@ -253,11 +289,11 @@ def _forget_groups() -> None:
     deepspeed_comm.cdb = None
 
 
-def _forward_hooks(module: nn.Module) -> list[tuple[Any, ...]]:
+def _forward_hooks(module: nn.Module) -> list[_Hooks]:
     return [(m, dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in module.modules()]
 
 
-def _restore_hooks(module: nn.Module, before: list[tuple[Any, ...]]) -> None:
+def _restore_hooks(module: nn.Module, before: list[_Hooks]) -> None:
     """Take off what DeepSpeed put on: its hooks drive a backward of its own, and keep a dropped engine alive."""
     for one, forward, forward_pre in before:
         for hooks, kept in ((one._forward_hooks, forward), (one._forward_pre_hooks, forward_pre)):

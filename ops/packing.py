@@ -237,12 +237,14 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int
 def _chunk_lengths(tokens: Seq[int], degree: int) -> np.ndarray:
     """int64 [degree, S]: rows of each sequence on each rank, as `chunk_bounds` cuts them."""
     length, turn, rank = np.array(tokens), np.arange(len(tokens)), np.arange(degree)[:, None]
-    return length // degree + ((rank - turn) % degree < length % degree)
+    lengths: np.ndarray = length // degree + ((rank - turn) % degree < length % degree)
+    return lengths
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """arange(start, start + length) of all, one after the other."""
-    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    places: np.ndarray = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return places
 
 
 def _frequencies(size: int, theta: float, device: torch.device) -> Tensor:

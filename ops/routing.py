@@ -30,13 +30,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ops.comm import Group
+from ops.kernels.base.autograd import Context, Gradients
 from ops.packing import chunk_bounds
 
 Bag = tuple[int, ...]
@@ -305,9 +306,18 @@ def _apply(tensors: Sequence[Tensor], move: Move, group: Group, back: bool) -> l
     return list(_Route.apply(move, group, back, *tensors))
 
 
+class _Routed(Context, Protocol):
+    """Where the rows went, and which of the tensors have gradients."""
+
+    move: Move
+    group: Group
+    back: bool
+    floating: list[bool]
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, move: Move, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Routed, move: Move, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.move, ctx.group, ctx.back = move, group, back
         ctx.floating = [tensor.is_floating_point() for tensor in tensors]
         outputs = _exchange(tensors, move, group, back, add=False)
@@ -315,7 +325,7 @@ class _Route(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _Routed, *grads: Tensor) -> Gradients:
         used = [grad for grad, floating in zip(grads, ctx.floating) if floating]
         moved = iter(_exchange(used, ctx.move, ctx.group, not ctx.back, add=ctx.move.repeats))
         return None, None, None, *(next(moved) if floating else None for floating in ctx.floating)

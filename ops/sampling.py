@@ -115,7 +115,8 @@ def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> 
 
 def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, condition: tuple[Layout, Tensor], group: Group) -> Tensor:
     layout, text = condition
-    return dit(x, timesteps, text, layout, group).float()
+    velocity: Tensor = dit(x, timesteps, text, layout, group)
+    return velocity.float()
 
 
 def _whole(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:

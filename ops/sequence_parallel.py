@@ -10,13 +10,14 @@ every sequence with its own h heads, the second one undoes that. q, k and v trav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ops.attention.varlen import attention
 from ops.comm import Group
+from ops.kernels.base.autograd import Context, Gradients
 from ops.packing import Exchange
 
 
@@ -44,8 +45,8 @@ def sequence_parallel_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Excha
     if exchange.degree == 1 and exchange.in_order:
         return attention(q, k, v, exchange.lengths, exchange.lengths)
     q, k, v = _RowsToHeads.apply(exchange, group, q, k, v)
-    (out,) = _HeadsToRows.apply(exchange, group, attention(q, k, v, exchange.lengths, exchange.lengths))
-    return out
+    outputs: tuple[Tensor] = _HeadsToRows.apply(exchange, group, attention(q, k, v, exchange.lengths, exchange.lengths))
+    return outputs[0]
 
 
 def rows_to_heads(tensors: Sequence[Tensor], exchange: Exchange, group: Group) -> tuple[Tensor, ...]:
@@ -71,29 +72,36 @@ def heads_to_rows(tensors: Sequence[Tensor], exchange: Exchange, group: Group) -
     if degree > 1:
         received = sent.new_empty(degree * own, *sent.shape[1:])
         group.all_to_all(received, sent, [own] * degree, list(exchange.rows))
-    by_tensor = received.unflatten(0, (degree, own)).permute(2, 1, 0, 3, 4)  # [c, n, k, h, d]
+    by_tensor: Tensor = received.unflatten(0, (degree, own)).permute(2, 1, 0, 3, 4)  # [c, n, k, h, d]
     return by_tensor.flatten(2, 3).unbind(0)
+
+
+class _Ends(Context, Protocol):
+    """Between whom the heads were exchanged."""
+
+    exchange: Exchange
+    group: Group
 
 
 class _RowsToHeads(torch.autograd.Function):
     """Both directions only permute elements, so each one's backward is the other one's forward."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Ends, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.group = exchange, group
         return rows_to_heads(tensors, exchange, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _Ends, *grads: Tensor) -> Gradients:
         return None, None, *heads_to_rows(grads, ctx.exchange, ctx.group)
 
 
 class _HeadsToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Ends, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.group = exchange, group
         return heads_to_rows(tensors, exchange, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _Ends, *grads: Tensor) -> Gradients:
         return None, None, *rows_to_heads(grads, ctx.exchange, ctx.group)

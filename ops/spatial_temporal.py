@@ -175,4 +175,5 @@ class _Switch:
 
 
 def _size(rows: slice) -> int:
-    return rows.stop - rows.start
+    size: int = rows.stop - rows.start
+    return size

@@ -18,9 +18,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -33,7 +36,7 @@ class ConfigError(ValueError):
 class Node:
     """A YAML value and where it was written. A mapping holds Nodes under its keys, a list holds Nodes."""
 
-    value: Any
+    value: object
     where: str = ""  # "demo.yaml:12", or "--set"
 
     def at(self) -> str:
@@ -70,18 +73,20 @@ def _convert(node: yaml.Node, name: str) -> Node:
     return Node(_scalar(node), where)
 
 
-def _scalar(node: yaml.Node) -> Any:
+def _scalar(node: yaml.Node) -> object:
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_object(node)
+        value: object = loader.construct_object(node)
+        return value
     finally:
         loader.dispose()
 
 
-def read_json(path: str | Path, what: str) -> Any:
+def read_json(path: str | Path, what: str) -> object:
     """The value of a JSON file, which is a `what`. Raises ConfigError naming the file and the place of a mistake."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value: object = json.loads(Path(path).read_text(encoding="utf-8"))
+        return value
     except FileNotFoundError:
         raise ConfigError(f"{what} {path} does not exist.") from None
     except UnicodeDecodeError:
@@ -93,7 +98,7 @@ def read_json(path: str | Path, what: str) -> Any:
         raise ConfigError(f"{what} {path} is not valid JSON: {error.msg} at {place}.") from None
 
 
-def node_of(value: Any, path: str = "") -> Node:
+def node_of(value: object, path: str = "") -> Node:
     """A value of JSON as Nodes. Objects know their place in it, such as latency.3, for errors about them as a whole."""
     below = f"{path}." if path else ""
     if isinstance(value, Mapping):
@@ -103,7 +108,7 @@ def node_of(value: Any, path: str = "") -> Node:
     return Node(value)
 
 
-def plain(node: Node) -> Any:
+def plain(node: Node) -> object:
     """The node as ordinary dicts, lists and scalars. Keys of digits are numbers again, as in a bucket table."""
     if isinstance(node.value, dict):
         return {int(key) if key.isdigit() else key: plain(child) for key, child in node.value.items()}
@@ -194,15 +199,15 @@ def _unknown(full: str, node: Node, names: Names, siblings: list[str]) -> str:
     return f"unknown key {full}{node.at()}; {remedy}"
 
 
-def _value(kind: Any, node: Node, names: Names, path: str) -> Any:
+def _value(kind: object, node: Node, names: Names, path: str) -> object:
     """`node` as a value of type `kind` (scalars, Literal, unions with None, tuples, dicts, dataclasses)."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return _union(kind, node, names, path)
     if origin is Literal:
         return _choice(get_args(kind), node, path)
-    if dataclasses.is_dataclass(kind):
-        return build(kind, node, names, path)  # type: ignore[arg-type]
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return build(kind, node, names, path)
     if origin in (tuple, list, Sequence) or kind in (tuple, list):
         return _sequence(kind, node, names, path)
     if origin in (dict, Mapping) or kind is dict:
@@ -214,9 +219,9 @@ def _wrong(path: str, node: Node, expected: str) -> ConfigError:
     return ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected {expected}.")
 
 
-def _plain_value(kind: Any, node: Node, path: str) -> Any:
+def _plain_value(kind: object, node: Node, path: str) -> object:
     value = node.value
-    if kind is Any:
+    if kind is Any:  # a setting that may be anything
         return plain(node)
     if kind is bool:
         if isinstance(value, bool):
@@ -244,7 +249,7 @@ def _plain_value(kind: Any, node: Node, path: str) -> Any:
     raise AssertionError(f"{path}: settings of type {kind} cannot be read from YAML")
 
 
-def _whole_text(value: Any) -> Any:
+def _whole_text(value: object) -> object:
     """YAML 1.1 reads 1e6 as text."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9.]+[eE][+-]?[0-9]+", value):
         try:
@@ -272,7 +277,7 @@ def _float(node: Node, path: str) -> float:
     return number
 
 
-def _choice(choices: Sequence[Any], node: Node, path: str) -> Any:
+def _choice(choices: Sequence[object], node: Node, path: str) -> object:
     """The node's value, which must be one of `choices`."""
     if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
         return node.value
@@ -282,15 +287,15 @@ def _choice(choices: Sequence[Any], node: Node, path: str) -> Any:
     raise ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected one of {expected}{hint}")
 
 
-def _union(kind: Any, node: Node, names: Names, path: str) -> Any:
+def _union(kind: object, node: Node, names: Names, path: str) -> object:
     members = get_args(kind)
     if node.value is None and type(None) in members:
         return None
     rest = [member for member in members if member is not type(None)]
     if len(rest) == 1:
         return _value(rest[0], node, names, path)
-    if all(dataclasses.is_dataclass(member) for member in rest):
-        return _tagged(rest, node, names, path)
+    if len(classes := _members(kind)) == len(rest):
+        return _tagged(classes, node, names, path)
     for member in rest:
         try:
             return _value(member, node, names, path)
@@ -299,7 +304,7 @@ def _union(kind: Any, node: Node, names: Names, path: str) -> Any:
     raise _wrong(path, node, " or ".join(describe(member) for member in members))
 
 
-def _tagged(members: Sequence[Any], node: Node, names: Names, path: str) -> Any:
+def _tagged(members: Sequence[type[DataclassInstance]], node: Node, names: Names, path: str) -> object:
     """One of several dataclasses, told apart by the default of their first field (`architecture: Literal["wan"]`); the
     first of them where the field is not given.
 
@@ -324,7 +329,7 @@ def _tagged(members: Sequence[Any], node: Node, names: Names, path: str) -> Any:
     return build(by_value[chosen], node, names, path)
 
 
-def _sequence(kind: Any, node: Node, names: Names, path: str) -> Any:
+def _sequence(kind: object, node: Node, names: Names, path: str) -> list[object] | tuple[object, ...]:
     items = node.value
     args = get_args(kind)
     make = list if get_origin(kind) is list or kind is list else tuple
@@ -333,21 +338,22 @@ def _sequence(kind: Any, node: Node, names: Names, path: str) -> Any:
     fixed = make is tuple and args and args[-1] is not Ellipsis
     if fixed and len(items) != len(args):
         raise _wrong(path, node, describe(kind))
-    kinds = list(args) if fixed else [args[0] if args else Any] * len(items)
+    kinds = list(args) if fixed else [args[0] if args else Any] * len(items)  # a bare `tuple` holds anything
     return make(_value(k, item, names, f"{path}.{i}") for i, (k, item) in enumerate(zip(kinds, items, strict=True)))
 
 
-def _dict(kind: Any, node: Node, names: Names, path: str) -> dict[str, Any]:
+def _dict(kind: object, node: Node, names: Names, path: str) -> dict[str, object]:
     if not isinstance(node.value, dict):
         raise _wrong(path, node, "a mapping")
     args = get_args(kind)
-    return {key: _value(args[1] if args else Any, child, names, f"{path}.{key}") for key, child in node.value.items()}
+    kind = args[1] if args else Any  # a bare `dict` holds anything
+    return {key: _value(kind, child, names, f"{path}.{key}") for key, child in node.value.items()}
 
 
-def describe(kind: Any) -> str:
+def describe(kind: object) -> str:
     """A type in words, for error messages."""
     simple = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if kind in simple:
+    if isinstance(kind, type) and kind in simple:
         return simple[kind]
     if get_origin(kind) is tuple and get_args(kind)[-1] is not Ellipsis:
         return f"a list of {len(get_args(kind))}: {', '.join(describe(k) for k in get_args(kind))}"
@@ -368,13 +374,13 @@ def dotted_names(cls: type, path: str = "") -> list[str]:
     return names
 
 
-def _members(kind: Any) -> list[Any]:
+def _members(kind: object) -> list[type[DataclassInstance]]:
     """The dataclasses that a setting may be: itself, or the members of a union."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> Any:  # as deep as the value, whose shape the caller knows
     """A dataclass as dicts, lists and scalars, ready for YAML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}

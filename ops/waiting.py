@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Protocol
 
 
 class Cancelled(RuntimeError):
@@ -51,6 +52,14 @@ class CancelToken:
             raise Cancelled(f"{doing} cancelled: {self.reason}")
 
 
+class Work(Protocol):
+    """What a process group of PyTorch returns for a collective."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
 class Waiter(Protocol):
     """The group a collective belongs to: it knows token, time-out and members."""
 
@@ -63,7 +72,7 @@ class Pending:
     def __init__(
         self,
         group: Waiter | None,
-        work: Any,
+        work: Work | None,
         name: str,
         finish: Callable[[], None] | None = None,
         stream_ordered: bool = False,

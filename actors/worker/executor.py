@@ -227,7 +227,7 @@ class Executor:
             measure.phase("backward")
             if task.start_sum == SumStart.DURING:
                 self.sync.watch_backward()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self._account(task, inputs.ok, loss.detach(), group)
             self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -31,6 +31,47 @@ from ops.kernels.base.segments import Segments
 
 FUSED: dict[type, type] = {}  # Diffusers class -> its fused subclass
 Rope = tuple[Tensor, Tensor]
+
+
+class Norm(Protocol):
+    """What LayerNorm and RMSNorm of torch and Diffusers share. Either may lack a bias, and RMSNorm has none."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
+class NormSettings(TypedDict):
+    """The settings of a norm as the fused ops take them."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool
+
+
+class DoubleBlock(Protocol):
+    """The parts of the double-stream block of FLUX and HunyuanVideo."""
+
+    @property
+    def norm1(self) -> Callable[..., tuple[Tensor, ...]]: ...
+
+    @property
+    def norm1_context(self) -> Callable[..., tuple[Tensor, ...]]: ...
+
+    @property
+    def norm2(self) -> Norm: ...
+
+    @property
+    def norm2_context(self) -> Norm: ...
+
+    @property
+    def ff(self) -> Callable[[Tensor], Tensor]: ...
+
+    @property
+    def ff_context(self) -> Callable[[Tensor], Tensor]: ...
 
 
 def stands_for(original: type) -> Callable[[type], type]:
@@ -56,13 +97,13 @@ def segments_of(x_BLD: Tensor, table: Tensor) -> Segments | None:
     return _dense(batch, tokens, x_BLD.device) if batch > 1 and per_sample else None
 
 
-def modulate(norm: Any, x_BLD: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def modulate(norm: Norm, x_BLD: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """norm(x) * (1 + scale) + shift, in the dtype of x, with tables [B, D] or [B, 1, D]."""
     return ln_modulate(x_BLD, scale, shift, segments_of(x_BLD, scale), **_settings(norm))
 
 
 def gate_and_modulate(
-    norm: Any, x_BLD: Tensor, y_BLD: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
+    norm: Norm, x_BLD: Tensor, y_BLD: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y and its modulated norm."""
     return gate_residual_ln_modulate(x_BLD, y_BLD, gate, scale, shift, segments_of(x_BLD, scale), **_settings(norm))
@@ -73,7 +114,7 @@ def gated(x_BLD: Tensor, y_BLD: Tensor, gate: Tensor) -> Tensor:
     return gate_residual(x_BLD, y_BLD, gate, segments_of(x_BLD, gate))
 
 
-def _settings(norm: Any) -> dict[str, Any]:
+def _settings(norm: Norm) -> NormSettings:
     """weight, bias, eps and kind of a LayerNorm or RMSNorm module."""
     rms = not isinstance(norm, nn.LayerNorm)
     return {"weight": norm.weight, "bias": getattr(norm, "bias", None), "eps": norm.eps, "rms": rms}
@@ -206,7 +247,7 @@ class FusedWanAttnProcessor(wan.WanAttnProcessor):
 
 
 def double_block(
-    block: Any, x: Tensor, text: Tensor, temb: Tensor, attention: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    block: DoubleBlock, x: Tensor, text: Tensor, temb: Tensor, attention: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """The double-stream block of FLUX and HunyuanVideo; the attention's further outputs come third."""
     h, gate, shift_mlp, scale_mlp, gate_mlp = block.norm1(x, emb=temb)
@@ -351,7 +392,7 @@ class FusedHunyuanVideoAttnProcessor(hunyuan.HunyuanVideoAttnProcessor2_0):
         return out, text
 
 
-def _per_head(query: Tensor, key: Tensor, norm_q: Any, norm_k: Any, rope: Rope | None) -> tuple[Tensor, Tensor]:
+def _per_head(query: Tensor, key: Tensor, norm_q: Norm, norm_k: Norm, rope: Rope | None) -> tuple[Tensor, Tensor]:
     """q and k [B, L, D] with RMSNorm over each head and the rotation of `rope`."""
     cos, sin = rope or (None, None)
     head_dim = norm_q.weight.shape[0]

@@ -26,7 +26,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -124,8 +123,8 @@ def shipped(widths: Collection[int]) -> Iterator[CompileCase]:
 def compile_case(case: CompileCase) -> CompileReport:
     """Compile for sm_90 and disassemble."""
     signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    constants: dict[tuple[int, ...], int | str] = {}
+    attributes: dict[tuple[int, ...], list[list[str | int]]] = {}
     for position, name in enumerate(case.kernel.arg_names):
         if name in case.constants:
             signature[name] = "constexpr"

@@ -40,7 +40,7 @@ def tokenizer_of(text_encoder: Path) -> Path:
     return beside if beside.is_dir() else text_encoder
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:  # as `Json`
     """One JSON object. Raises ValueError naming the file when it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
     return cast(AnyDiT, family.config(**values))
 
 
-def dit_json(config: DiTConfig) -> dict[str, Any]:
+def dit_json(config: DiTConfig) -> dict[str, object]:
     """The config.json of the Diffusers class with the same parameters; `dit_config` reads it back."""
     family = FAMILIES[config.architecture]
     fields = {"_class_name": family.diffusers_class, **family.fixed_fields}

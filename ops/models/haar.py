@@ -46,7 +46,8 @@ def _variances(matrix: np.ndarray, rho: float) -> np.ndarray:
     """Variance of each row's coefficient for unit-variance samples with correlation rho^distance."""
     place = np.arange(len(matrix))
     covariance = rho ** np.abs(place[:, None] - place[None, :])
-    return np.einsum("ij,jk,ik->i", matrix, covariance, matrix)
+    variances: np.ndarray = np.einsum("ij,jk,ik->i", matrix, covariance, matrix)
+    return variances
 
 
 class HaarVAE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,27 @@ from torch import Tensor
 from ops.models.config import TextConfig
 from ops.models.folders import check_safetensors, component, read_json, tokenizer_of
 
+if TYPE_CHECKING:
+    from transformers import T5EncoderModel, UMT5EncoderModel
+
 # Captions of one batch differ in length by at most this share, which bounds the padding that is computed and dropped.
 _MAX_PADDING = 0.25
 _BATCH_TOKENS = 8192
 # Of the random encoder's position biases, in logits: how much heads differ, and what each byte of distance costs.
 _BIAS_STD, _BIAS_SLOPE = 3.0, 0.75
+
+
+class Tokens(Protocol):
+    """What a tokenizer of Transformers returns for one text."""
+
+    @property
+    def input_ids(self) -> list[int]: ...
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of Transformers, called with one text and its options."""
+
+    def __call__(self, text: str, /, **options: object) -> Tokens: ...
 
 
 class TextEncoder(Protocol):
@@ -43,7 +59,7 @@ class T5Text:
     """A T5 or UMT5 encoder with its tokenizer. Deterministic; a caption's states do not depend on its batch."""
 
     def __init__(
-        self, encoder: torch.nn.Module, tokenizer: Any, config: TextConfig, device: torch.device | str
+        self, encoder: torch.nn.Module, tokenizer: Tokenizer, config: TextConfig, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
         self.encoder = encoder.to(self.device).eval().requires_grad_(False)
@@ -116,20 +132,21 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
     """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
-    tokenizer: Any = ByT5Tokenizer()
+    tokenizer: Tokenizer = ByT5Tokenizer()
     if config.path:
         folder = tokenizer_of(component(config.path, "text_encoder"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return lambda caption: len(tokenizer(clean(caption), verbose=False).input_ids)
 
 
-def _look_at_neighbours(encoder: Any) -> None:
+def _look_at_neighbours(encoder: T5EncoderModel) -> None:
     """Redraw the relative position biases so that each head prefers a few bytes near its own.
 
     As Transformers initialises them they are too small to matter, so an untrained encoder sees a bag of bytes, in which
     "red" and "green" hardly differ. With these it gives each byte a feature of the word around it.
     """
-    bias = encoder.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
+    place_of_bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = encoder.get_parameter(place_of_bias)  # [buckets, heads]
     half = len(bias) // 2  # buckets of one direction: the first half of them single distances, then wider ones
     place = torch.arange(len(bias)) % half
     with torch.no_grad():
@@ -149,7 +166,7 @@ def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     assert config.path is not None
     folder = component(config.path, "text_encoder")
     kind = read_json(folder / "config.json").get("model_type")
-    classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
+    classes: dict[str, type[T5EncoderModel | UMT5EncoderModel]] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
     if not isinstance(kind, str) or kind not in classes:
         raise ValueError(f"{folder} is a {kind!r} encoder; supported are {' and '.join(classes)}.")
     check_safetensors(folder)

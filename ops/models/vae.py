@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ops.models.base.family import Json
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.folders import check_safetensors, component, read_json, vae_numbers
@@ -59,6 +60,7 @@ class DiffusersVAE:
 
     def __init__(self, model: torch.nn.Module, config: VAEConfig, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        # Any: three classes of Diffusers, which is untyped, with different switches and tiles.
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.config = config
         fields = {"_class_name": type(model).__name__, **model.config}  # type: ignore[dict-item]
@@ -78,7 +80,7 @@ class DiffusersVAE:
     def decode(self, latents: Tensor) -> Tensor:
         self.model.use_tiling = self.config.tiling
         latents = latents.to(self.device, torch.float32) * self._std + self._mean
-        pixels = self.model.decode(latents.to(self.model.dtype)).sample
+        pixels: Tensor = self.model.decode(latents.to(self.model.dtype)).sample
         # CogVideoX turns an even number of latent frames into 4 per latent; the first frame is the last of its four.
         frames = (latents.shape[2] - 1) * self.vae_stride[0] + 1
         pixels = pixels[:, :, -frames:].float().movedim(1, -1).add(1.0).mul(127.5)
@@ -111,7 +113,7 @@ class DiffusersVAE:
         """Posterior mean [B, C, t', h', w'] of one tile, not normalised."""
         pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
         with _without(self.model, "use_tiling", "use_framewise_encoding"):
-            moments = self.model._encode(pixels.to(self.model.dtype).contiguous())
+            moments: Tensor = self.model._encode(pixels.to(self.model.dtype).contiguous())
         return moments[:, : self.channels]
 
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
@@ -183,7 +185,7 @@ class DiffusersVAE:
 
     def _stride_of(self, side: str) -> int:
         if not self._cog:
-            return getattr(self.model, f"tile_sample_stride_{side}")
+            return int(getattr(self.model, f"tile_sample_stride_{side}"))
         overlap = getattr(self.model, f"tile_overlap_factor_{side}")
         return int(getattr(self.model, f"tile_sample_min_{side}") * (1 - overlap))
 
@@ -200,7 +202,7 @@ class DiffusersVAE:
 
 
 @contextmanager
-def _without(model: Any, *switches: str) -> Iterator[None]:
+def _without(model: object, *switches: str) -> Iterator[None]:
     """Diffusers' own cutting off: a tile is encoded whole."""
     before = {name: getattr(model, name) for name in switches if hasattr(model, name)}
     for name in before:
@@ -229,7 +231,7 @@ def _overlap(length: int, stride: int, ratio: int) -> float:
     )
 
 
-def _normalisation(fields: dict[str, Any], channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _normalisation(fields: Json, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(mean, std) that take the model's latents to what the transformer was trained on, as [1, C, 1, 1, 1]."""
     mean, std = fields.get("latents_mean"), fields.get("latents_std")
     if mean is None or std is None:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -100,7 +99,7 @@ def load_transformer(module: nn.Module, path: str | Path) -> None:
 
 
 def write_folder(
-    folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any], shard_bytes: int = SHARD_BYTES
+    folder: Path, state: Mapping[str, Tensor], config: Mapping[str, object], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index."""
     folder.mkdir(parents=True, exist_ok=True)

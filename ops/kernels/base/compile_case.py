@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from ops.kernels.base.tuning import Launch
+
+
+class JITKernel(Protocol):
+    """A function under @triton.jit."""
+
+    @property
+    def arg_names(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +24,8 @@ class CompileCase:
     """
 
     name: str
-    kernel: Any
-    constants: dict[str, Any]
+    kernel: JITKernel
+    constants: Mapping[str, int | str]
     launch: Launch
     scalars: int
     fp32: frozenset[str] = frozenset()

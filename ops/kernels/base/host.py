@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if tensor is None else tensor
 
 
-def options(config: Launch) -> dict[str, Any]:
+def options(config: Launch) -> dict[str, int]:
     return {"num_warps": config.warps, "enable_fp_fusion": True}
 
 

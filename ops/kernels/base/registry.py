@@ -6,11 +6,13 @@ argument's default in the schema and search the outputs for aliases on each call
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from ops.kernels.base.autograd import Context, Gradients
 
 LIBRARY = torch.library.Library("heddle", "FRAGMENT")  # owns the registrations; they end with it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -18,34 +20,51 @@ NO_DOUBLE_BACKWARD = (
     "{}: the fused backward has no derivative of its own; use the op's reference for create_graph=True."
 )
 
-Function = Callable[..., Any]
+
+C = TypeVar("C", bound=NamedTuple)
+X = TypeVar("X", bound=Context)
+R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
+R_co = TypeVar("R_co", bound=Tensor | tuple[Tensor, ...], covariant=True)
 
 
-def custom_op(name: str, schema: str, call: Function, fake: Function) -> Callable[[Function], torch._ops.OpOverload]:
+class RegisteredOp(Protocol[R_co]):
+    """An operator of PyTorch, called with the arguments of its schema in their order."""
+
+    def __call__(self, *inputs: object) -> R_co: ...
+
+
+def custom_op(
+    name: str, schema: str, call: type[C], fake: Callable[[C], Tensor | tuple[Tensor, ...]]
+) -> Callable[[Callable[[C], R]], RegisteredOp[R]]:
     """Decorator: register a function of one `call` as heddle::name; `fake` gives shapes and dtypes of its outputs.
 
     `call` is the named tuple of the op's arguments, whose fields are those of the schema in their order. The schema has
     no defaults. Outputs may share memory neither with inputs nor with each other.
     """
 
-    def register(kernel: Function) -> torch._ops.OpOverload:
+    def register(kernel: Callable[[C], R]) -> RegisteredOp[R]:
         LIBRARY.define(name + schema, tags=TAGS)
-        op = getattr(torch.ops.heddle, name).default
-        arguments = tuple(argument.name for argument in op._schema.arguments)
-        assert arguments == call._fields, f"heddle::{name} takes {arguments}, its call has {call._fields}"  # type: ignore[attr-defined]
-        LIBRARY.impl(name, lambda *inputs: kernel(call(*inputs)), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"heddle::{name}", lambda *inputs: fake(call(*inputs)), lib=LIBRARY)
+        overload = getattr(torch.ops.heddle, name).default
+        arguments = tuple(argument.name for argument in overload._schema.arguments)
+        assert arguments == call._fields, f"heddle::{name} takes {arguments}, its call has {call._fields}"
+        LIBRARY.impl(name, lambda *inputs: kernel(call._make(inputs)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"heddle::{name}", lambda *inputs: fake(call._make(inputs)), lib=LIBRARY)
+        op: RegisteredOp[R] = overload
         return op
 
     return register
 
 
-def register_autograd(op: torch._ops.OpOverload, backward: Function, setup_context: Function) -> None:
+def register_autograd(
+    op: RegisteredOp[R],
+    backward: Callable[..., Gradients],
+    setup_context: Callable[[X, Iterable[object], R], None],
+) -> None:
     """Give the op a derivative: setup_context(ctx, inputs, output) saves, backward(ctx, *gradients) computes."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
+        def forward(ctx: X, *inputs: object) -> R:
             with torch._C._AutoDispatchBelowAutograd():
                 output = op(*inputs)
             setup_context(ctx, inputs, output)
@@ -53,19 +72,23 @@ def register_autograd(op: torch._ops.OpOverload, backward: Function, setup_conte
 
     Differentiable.backward = staticmethod(backward)  # type: ignore[method-assign]
 
-    def autograd(*inputs: Any) -> Any:
+    def autograd(*inputs: object) -> R:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return Differentiable.apply(*inputs)
+            output: R = Differentiable.apply(*inputs)
+            return output
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
     LIBRARY.impl(op, autograd, "Autograd")
 
 
-def refuse_double_backward(op: torch._ops.OpOverload, name: str) -> None:
+def refuse_double_backward(op: RegisteredOp[R], name: str) -> None:
     """Make the backward of a backward op an error that says what to do."""
 
-    def refuse(ctx: Any, *grads: Tensor) -> None:
+    def refuse(ctx: Context, *grads: Tensor) -> Gradients:
         raise RuntimeError(NO_DOUBLE_BACKWARD.format(name))
 
-    register_autograd(op, refuse, lambda ctx, inputs, output: None)
+    def save_nothing(ctx: Context, inputs: Iterable[object], output: R) -> None:
+        return None
+
+    register_autograd(op, refuse, save_nothing)

@@ -6,11 +6,13 @@ alive anyway. The norm statistics are those of x' as rounded on its store, becau
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ops.kernels.base.autograd import Context, Gradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.dtypes import compute_dtype
 from ops.kernels.base.registry import custom_op, refuse_double_backward, register_autograd
@@ -61,13 +63,19 @@ def gate_residual_bwd(call: GateBackwardCall) -> tuple[Tensor, Tensor]:
     return cpu.backward(call)
 
 
-def _setup_gate(ctx: Any, inputs: Any, output: Any) -> None:
-    call = GateCall(*inputs)
+class GateContext(Context, Protocol):
+    """The dtype of x beside the saved tensors."""
+
+    x_dtype: torch.dtype
+
+
+def _setup_gate(ctx: GateContext, inputs: Iterable[object], output: Tensor) -> None:
+    call = GateCall._make(inputs)
     ctx.save_for_backward(call.y, call.gate, *call[3:8])
     ctx.x_dtype = call.x.dtype
 
 
-def _backward_gate(ctx: Any, dxo: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_gate(ctx: GateContext, dxo: Tensor) -> Gradients:
     y, gate, *index = ctx.saved_tensors
     wanted = ctx.needs_input_grad[2]
     dy, dgate = gate_residual_bwd(dxo, y, gate, *index, wanted)
@@ -144,8 +152,18 @@ def gate_residual_ln_modulate_bwd(
     return cpu.norm_backward(call)
 
 
-def _setup_gate_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    call = GateNormCall(*inputs)
+class GateNormContext(Context, Protocol):
+    """Flags and the dtypes of x and the tables beside the saved tensors."""
+
+    rms: bool
+    x_dtype: torch.dtype
+    dtypes: list[torch.dtype | None]
+
+
+def _setup_gate_norm(
+    ctx: GateNormContext, inputs: Iterable[object], output: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
+    call = GateNormCall._make(inputs)
     xo, _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
@@ -155,7 +173,7 @@ def _setup_gate_norm(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.dtypes = [None if t is None else t.dtype for t in (call.gate, call.scale, call.shift, call.weight, call.bias)]
 
 
-def _backward_gate_norm(ctx: Any, dxo: Tensor | None, dh: Tensor | None, *_stats: None) -> tuple[Tensor | None, ...]:
+def _backward_gate_norm(ctx: GateNormContext, dxo: Tensor | None, dh: Tensor | None, *_stats: None) -> Gradients:
     xo, y, gate, weight, bias, scale, mean, rstd, *index = ctx.saved_tensors
     _, _, gate_wanted, weight_wanted, bias_wanted, scale_wanted, shift_wanted, *_ = ctx.needs_input_grad
     tail = (None,) * 9
@@ -164,8 +182,8 @@ def _backward_gate_norm(ctx: Any, dxo: Tensor | None, dh: Tensor | None, *_stats
             return (None,) * 16
         if gate is None:
             return dxo.to(ctx.x_dtype), dxo.to(y.dtype), *(None,) * 5, *tail
-        dy, dgate = gate_residual_bwd(dxo, y, gate, *index, gate_wanted)
-        return dxo.to(ctx.x_dtype), dy, dgate.to(gate.dtype) if gate_wanted else None, *(None,) * 4, *tail
+        dy, gate_sum = gate_residual_bwd(dxo, y, gate, *index, gate_wanted)
+        return dxo.to(ctx.x_dtype), dy, gate_sum.to(gate.dtype) if gate_wanted else None, *(None,) * 4, *tail
     wanted = (gate_wanted, scale_wanted, shift_wanted, weight_wanted, bias_wanted)
     saved = dxo, dh, xo, y, gate, weight, bias, scale, mean, rstd, *index
     dx, dy, *grads = gate_residual_ln_modulate_bwd(*saved, ctx.rms, ctx.x_dtype, any(wanted[1:]), gate_wanted)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from ops.kernels.base.compile_case import CompileCase
+from ops.kernels.base.compile_case import CompileCase, JITKernel
 from ops.kernels.base.tuning import SUM_COLUMNS, SUM_SLOTS, SUM_WARPS, Launch
 from ops.kernels.norm_modulate import triton_kernels
 
@@ -39,7 +38,7 @@ def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Itera
 def forward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     """Of the forward kernel, with a gate where the name says so."""
     has_y = kernel.startswith("gate")
-    flags = {
+    flags: dict[str, int | str] = {
         "D": width,
         "CH": launch.chunk,
         "NC": launch.chunks(width),
@@ -53,7 +52,7 @@ def forward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) 
         "HAS_SHIFT": True,
         "INDEX": "runs",
     }
-    variants = {
+    variants: dict[str, dict[str, int | str]] = {
         "": {},
         " affine": {
             "AFFINE": True,
@@ -83,7 +82,7 @@ def forward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) 
 def backward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     """Of the backward kernel, with a gate where the name says so."""
     has_y = kernel.startswith("gate")
-    flags = {
+    flags: dict[str, int | str] = {
         "D": width,
         "CH": launch.chunk,
         "NC": launch.chunks(width),
@@ -99,7 +98,7 @@ def backward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool)
         "GATE_SUM": has_y,
         "INDEX": "runs",
     }
-    variants: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, int | str]] = {
         "": {},
         " frozen tables": {"SUMS": False, "GATE_SUM": False},
         " affine": {"AFFINE": True, "HAS_SCALE": False, "HAS_GATE": False, "GATE_SUM": False, "INDEX": "one"},
@@ -122,10 +121,10 @@ def _variants(
     kernel: str,
     width: int,
     launch: Launch,
-    function: Any,
+    function: JITKernel,
     scalars: int,
-    flags: dict[str, Any],
-    variants: dict[str, dict[str, Any]],
+    flags: Mapping[str, int | str],
+    variants: Mapping[str, Mapping[str, int | str]],
     fp32: set[str],
 ) -> Iterator[CompileCase]:
     for suffix, changes in variants.items():
@@ -133,7 +132,7 @@ def _variants(
         yield CompileCase(
             name=name,
             kernel=function,
-            constants=flags | changes,
+            constants={**flags, **changes},
             launch=launch,
             scalars=scalars,
             fp32=frozenset(fp32),

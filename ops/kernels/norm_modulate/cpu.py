@@ -146,11 +146,16 @@ def _layer_norm(
     """
     width = block.shape[-1:]
     if block.dtype != out_dtype or block.dtype == dtype or not (block.is_contiguous() and block.device.type == "cpu"):
-        return aten.native_layer_norm(block.to(dtype), width, gain, offset, eps)
+        return _aten_layer_norm(block.to(dtype), width, gain, offset, eps)
     ones, zeros = block.new_ones(width, dtype=dtype), block.new_zeros(width, dtype=dtype)
-    return aten.native_layer_norm(
-        block, width, ones if gain is None else gain, zeros if offset is None else offset, eps
-    )
+    return _aten_layer_norm(block, width, ones if gain is None else gain, zeros if offset is None else offset, eps)
+
+
+def _aten_layer_norm(
+    x: Tensor, width: torch.Size, gain: Tensor | None, offset: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm(x, width, gain, offset, eps)
+    return outputs
 
 
 def norm_block_bwd(
@@ -160,9 +165,10 @@ def norm_block_bwd(
     width = x.shape[-1]
     if not rms:
         weight = torch.ones(width, dtype=x.dtype, device=x.device) if gain is None else gain
-        return aten.native_layer_norm_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm_backward(
             dy, x, (width,), mean[:, None], rstd[:, None], weight, weight, (True, sums, sums)
         )
+        return grads
     xhat = x * rstd[:, None]
     grad = dy if gain is None else dy * gain
     dx = (grad - xhat * (grad * xhat).mean(-1, keepdim=True)) * rstd[:, None]

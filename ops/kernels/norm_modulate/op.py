@@ -6,12 +6,13 @@ both. Saved: x, mean, rstd (8 bytes a row) and the tables as they came; shift is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ops.kernels.base.autograd import Context, Gradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.blocks import is_per_token
 from ops.kernels.base.dtypes import compute_dtype
@@ -21,9 +22,14 @@ from ops.kernels.norm_modulate import cpu
 from ops.kernels.norm_modulate.call import NormBackwardCall, NormCall
 
 
-def cast_wanted(grads: Sequence[Tensor], wanted: Sequence[bool], dtypes: Sequence[Any]) -> list[Tensor | None]:
+def cast_wanted(
+    grads: Sequence[Tensor], wanted: Sequence[bool], dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor | None]:
     """Table gradients in the dtypes of their tables; None for what needs no gradient."""
-    return [grad.to(dtype) if want else None for grad, want, dtype in zip(grads, wanted, dtypes, strict=True)]
+    return [
+        grad.to(dtype) if want and dtype is not None else None
+        for grad, want, dtype in zip(grads, wanted, dtypes, strict=True)
+    ]
 
 
 def per_token_with_weight(per_token: bool, weight: Tensor | None) -> str | None:
@@ -89,8 +95,16 @@ def ln_modulate_bwd(call: NormBackwardCall) -> tuple[Tensor, Tensor, Tensor, Ten
     return cpu.backward(call)
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    call = NormCall(*inputs)
+class NormContext(Context, Protocol):
+    """Flags and the dtypes of the tables beside the saved tensors."""
+
+    rms: bool
+    per_token: bool
+    dtypes: list[torch.dtype | None]
+
+
+def _setup(ctx: NormContext, inputs: Iterable[object], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    call = NormCall._make(inputs)
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
@@ -100,7 +114,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.dtypes = [None if t is None else t.dtype for t in (call.scale, call.shift, call.weight, call.bias)]
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_stats: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: NormContext, dy: Tensor | None, *_stats: None) -> Gradients:
     if dy is None:
         return (None,) * 13
     x, weight, bias, scale, mean, rstd, *index = ctx.saved_tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ops.kernels.base.compile_case import CompileCase
 from ops.kernels.base.tuning import Launch
@@ -16,7 +15,7 @@ EXTRA: tuple[CompileCase, ...] = ()
 def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     """Of one row of the table."""
     heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
-    flags: dict[str, Any] = {
+    flags: dict[str, int] = {
         "HEADS": heads,
         "HD": HEAD_DIM,
         "HC": per_tile,

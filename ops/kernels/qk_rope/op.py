@@ -6,11 +6,13 @@ projections' outputs), rstd and the weights; the rotation is undone on the gradi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ops.kernels.base.autograd import Context, Gradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.dtypes import compute_dtype
 from ops.kernels.base.registry import custom_op, refuse_double_backward, register_autograd
@@ -85,8 +87,15 @@ def qk_norm_rope_bwd(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tens
     return cpu.backward(call)
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    call = QKCall(*inputs)
+class QKContext(Context, Protocol):
+    """Sizes of heads beside the saved tensors."""
+
+    head_dim: int
+    per_head: bool
+
+
+def _setup(ctx: QKContext, inputs: Iterable[object], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    call = QKCall._make(inputs)
     _, _, rstd_q, rstd_k = output
     ctx.mark_non_differentiable(rstd_q, rstd_k)
     ctx.set_materialize_grads(False)
@@ -94,7 +103,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.head_dim, ctx.per_head = call.head_dim, call.per_head
 
 
-def _backward(ctx: Any, dqo: Tensor | None, dko: Tensor | None, *_stats: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: QKContext, dqo: Tensor | None, dko: Tensor | None, *_stats: None) -> Gradients:
     q, k, wq, wk, cos, sin, rstd_q, rstd_k = ctx.saved_tensors
     if dqo is None and dko is None:
         return (None,) * 10

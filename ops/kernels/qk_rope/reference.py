@@ -24,7 +24,7 @@ def qk_norm_rope(
     cos, sin [n, head_dim / 2]; token r uses table row r % n. One of q and k: call it for each.
     """
     dtype = compute_dtype(x)
-    x_NHE = x.to(dtype).unflatten(-1, (-1, head_dim))
+    x_NHE: Tensor = x.to(dtype).unflatten(-1, (-1, head_dim))
     axes = (-1,) if per_head else (-2, -1)
     h = x_NHE * torch.rsqrt(x_NHE.square().mean(axes, keepdim=True) + eps)
     if weight is not None:

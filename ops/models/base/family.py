@@ -19,7 +19,7 @@ from ops.models.base.config import DiTConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Json = Mapping[str, Any]  # the fields of a config.json: their types are Diffusers' business
+Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are its business
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Scheduler:
     """A Diffusers scheduler that takes the Euler steps of `heddle sample`, and its settings beside the step count."""
 
     name: str
-    settings: Mapping[str, Any]  # values of a JSON file
+    settings: Mapping[str, object]  # values of a JSON file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +71,16 @@ class Family:
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
     fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong
-    read_rest: Callable[[Json, Json], dict[str, Any]]  # (config.json, fields known so far) -> further fields
-    write_rest: Callable[[Any], dict[str, Any]]  # config (of this family) -> further keys of config.json
+    read_rest: Callable[[Json, Json], dict[str, object]]  # (config.json, fields known so far) -> further fields
+    # `Any` is the settings of this very family, which no common parameter type can be.
+    write_rest: Callable[[Any], dict[str, object]]  # config -> further keys of config.json
 
     lora_names: LoraNames
     scheduler: Callable[[float], Scheduler]  # of a flow shift
     wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
-    parity_inputs: Callable[[Any, ParitySample], dict[str, Any]]  # (config, sample) -> what the Diffusers class takes
+    parity_inputs: Callable[
+        [Any, ParitySample], dict[str, Tensor]
+    ]  # (config of this family, sample) -> what the Diffusers class takes
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
     export_notes: Callable[[int], list[str]] = lambda pad_to: []  # model.text.pad_to -> how a pipeline is to be called

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ops.packing import Layout
 
 Activation = Callable[[Tensor], Tensor]
+R = TypeVar("R")
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -55,7 +56,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, D] -> [n, D]"""
-        projection: Any = self.net[0]
+        projection = self.net[0]
+        assert isinstance(projection, _Projection)
         return self.net[2](self.activation(projection.proj(x)))
 
 
@@ -98,11 +100,12 @@ def check_inputs(tokens: Tensor, features: int, timesteps: Tensor, text: Tensor,
             )
 
 
-def maybe_checkpoint(enabled: bool, block: nn.Module, *inputs: Any) -> Any:
+def maybe_checkpoint(enabled: bool, block: Callable[..., R], *inputs: object) -> R:
     """Runs the block; when enabled, its activations are recomputed in the backward instead of kept. The recompute runs
     the block's collectives again, in the same order on every rank of the bag."""
     if enabled and torch.is_grad_enabled():
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
+        outputs: R = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
+        return outputs
     return block(*inputs)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
 from ops.models.hunyuan.config import HunyuanConfig, default_rope_split
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def _model() -> type[nn.Module]:
@@ -22,7 +22,7 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("latent_channels", 16), (fields.get("temporal_compression_ratio", 4), stride_s, stride_s)
 
 
-def _read_rest(fields: Json, known: Json) -> dict[str, Any]:
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     spatial = fields.get("patch_size", 2)
     pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get("rope_axes_dim", (16, 56, 56)))
     return {
@@ -33,7 +33,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, Any]:
     }
 
 
-def _write_rest(config: HunyuanConfig) -> dict[str, Any]:
+def _write_rest(config: HunyuanConfig) -> dict[str, object]:
     patch_t, patch_h, patch_w = config.patch
     if patch_h != patch_w:
         raise ValueError(f"patch {config.patch}: HunyuanVideo's config knows one spatial patch size. Use equal ones.")
@@ -51,7 +51,7 @@ def _scheduler(shift: float) -> Scheduler:
     return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": shift})
 
 
-def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Tensor]:
     import torch
 
     text = sample.text

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
 from ops.models.wan.config import WanConfig
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def _model() -> type[nn.Module]:
@@ -25,11 +25,11 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("z_dim", 16), (stride_t, stride_s, stride_s)
 
 
-def _read_rest(fields: Json, known: Json) -> dict[str, Any]:
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     return {"patch": tuple(fields.get("patch_size", (1, 2, 2)))}
 
 
-def _write_rest(config: WanConfig) -> dict[str, Any]:
+def _write_rest(config: WanConfig) -> dict[str, object]:
     return {"patch_size": list(config.patch), "rope_max_seq_len": 1024}
 
 
@@ -46,7 +46,7 @@ def _scheduler(shift: float) -> Scheduler:
     return Scheduler(name="DPMSolverMultistepScheduler", settings=settings)
 
 
-def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]:
     return {
         "hidden_states": sample.latent[None],
         "timestep": sample.timestep,
