@@ -24,7 +24,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from data.captions import read_caption
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
-from data.media_info import square_width
+from data.media_info import CropBox, square_width
 from data.storage import ByteRange, ReadFile, open_file, read_range
 from data.types import Batch, Clip, DecodeJob
 
@@ -165,11 +165,14 @@ def _gone(path: str, clip: Clip) -> Exception:
 def decode_video(source: Any, clip: Clip, job: DecodeJob, into: np.ndarray) -> np.ndarray:
     """Fills `into`, uint8 [T, H, W, 3], from a seekable stream of one video, a frame at a time: copies and page faults
     of whole clips cost a tenth of their decoding. Raises BadSample and av.error.FFmpegError."""
-    begin = clip.start_seconds + (clip.start_frame / clip.fps if clip.fps else 0.0)
+    begin = clip.start_s + (clip.start_frame / clip.fps if clip.fps else 0.0)
     wanted = _in_a_row if job.fps <= 0 else _at_times
-    scaler, given = VideoReformatter(), 0
+    scaler, cropper, given = VideoReformatter(), VideoReformatter(), 0
     for shown in wanted(source, clip, job, begin):
-        _fit(shown, job, clip.rotation, scaler, into[given % len(into)])
+        if clip.crop is None:
+            _fit(shown, job, clip.rotation, scaler, into[given % len(into)])
+        else:
+            _fit(_cropped(shown, clip.crop, job, clip.rotation, cropper), job, 0, scaler, into[given % len(into)])
         given += 1
     if given % len(into):
         into[:] = np.roll(into, -given, axis=0)
@@ -234,11 +237,11 @@ def _in_a_row(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator
         left -= 1
         if not left:
             return
-    if not clip.end_seconds:  # else its frames were counted by the average rate, too
+    if not clip.end_s:  # else its frames were counted by the average rate, too
         least = max(least, clip.frames - max(1, int(FRAMES_SHORT_ALLOWED * clip.frames)))
     count = 0
     if clip.start_frame:
-        for shown in _frames_since(source, clip, job, clip.start_seconds):
+        for shown in _frames_since(source, clip, job, clip.start_s):
             count += 1
             if count > least - job.bucket.frames:
                 yield shown
@@ -251,7 +254,7 @@ def _in_a_row(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator
 
 
 def _frames_since(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
-    half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_seconds or math.inf
+    half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_s or math.inf
     frames = itertools.takewhile(lambda frame: frame[0] < end - END_SLACK, _frames_from(source, clip, job, begin))
     return (shown for seconds, shown in frames if seconds >= begin - half)
 
@@ -280,18 +283,38 @@ def _fit(shown: DecodedFrame, job: DecodeJob, rotation: int, scaler: VideoReform
     swscale gives planes in a third of the time of packed RGB, for which it has no vector code.
     """
     bucket, frame = job.bucket, shown.frame
-    if frame.width * frame.height > job.limits.max_pixels:
-        raise BadSample(Reason.TOO_MANY_PIXELS, f"a frame of {frame.width}x{frame.height}")
     turned = rotation in (90, 270)
     height, width = (bucket.width, bucket.height) if turned else (bucket.height, bucket.width)
     scaled_height, scaled_width = covering(frame.height, shown.width, height, width, job.crop)
-    scaled: Any = scaler.reformat(
-        frame, width=scaled_width, height=scaled_height, format="gbrp", interpolation=SCALING, threads=1
-    )
+    for channel, plane in enumerate(_rgb_planes(frame, scaled_height, scaled_width, job, scaler)):
+        into[..., channel] = np.rot90(_cut(plane, height, width), -rotation // 90)
+
+
+def _cropped(
+    shown: DecodedFrame, crop: CropBox, job: DecodeJob, rotation: int, scaler: VideoReformatter
+) -> DecodedFrame:
+    """The used part of a frame, upright. It is cut out before it is scaled, so that nothing bleeds in from outside."""
+    planes = _rgb_planes(shown.frame, shown.frame.height, shown.width, job, scaler)
+    upright = [np.rot90(plane, -rotation // 90) for plane in planes]
+    height, width = upright[0].shape
+    _check_crop(crop, width, height)
+    part = np.stack([plane[crop.top : crop.bottom, crop.left : crop.right] for plane in upright], axis=-1)
+    return DecodedFrame(av.VideoFrame.from_ndarray(part, format="gbrp"), crop.size[0])
+
+
+def _check_crop(crop: CropBox, width: int, height: int) -> None:
+    if not crop.fits(width, height):
+        raise BadSample(Reason.RANGE_OUTSIDE_VIDEO, f"{crop} is not inside the frame of {width}x{height}")
+
+
+def _rgb_planes(frame: Any, height: int, width: int, job: DecodeJob, scaler: VideoReformatter) -> list[np.ndarray]:
+    """Red, green and blue of a frame scaled to this size: uint8 [height, width] each, valid until the next call."""
+    if frame.width * frame.height > job.limits.max_pixels:
+        raise BadSample(Reason.TOO_MANY_PIXELS, f"a frame of {frame.width}x{frame.height}")
+    scaled: Any = scaler.reformat(frame, width=width, height=height, format="gbrp", interpolation=SCALING, threads=1)
     green, blue, red = scaled.planes
-    for channel, plane in enumerate((red, green, blue)):
-        rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
-        into[..., channel] = np.rot90(_cut(rows[:, : plane.width], height, width), -rotation // 90)
+    rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in (red, green, blue)]
+    return [plane[:, :width] for plane in rows]
 
 
 def covering(height: int, width: int, to_height: int, to_width: int, crop: bool) -> tuple[int, int]:
@@ -333,6 +356,9 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
             image.load()  # a PNG may say after its pixels how it is turned
             turn = EXIF_TRANSPOSES.get(orientation(image))
             upright = _rgb(image if turn is None else image.transpose(turn))
+            if clip.crop is not None:
+                _check_crop(clip.crop, *upright.size)
+                upright = upright.crop((clip.crop.left, clip.crop.top, clip.crop.right, clip.crop.bottom))
             height, width = covering(upright.height, upright.width, bucket.height, bucket.width, job.crop)
             scaled = upright.resize((width, height), Image.Resampling.BICUBIC)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:

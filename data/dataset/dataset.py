@@ -272,26 +272,7 @@ class Dataset:
         )
 
     def _clip(self, ref: SampleRef) -> Clip:
-        row = self._row(ref.source, ref.row)
-        return Clip(
-            source=row.source,
-            key=row.key,
-            media=row.path,
-            offset=row.offset,
-            size=row.size,
-            suffix=row.suffix,
-            image=row.image,
-            frames=row.num_frames,
-            fps=row.fps,
-            start_frame=ref.start_frame,
-            start_seconds=row.start_s,
-            end_seconds=row.end_s,
-            rotation=row.rotation,
-            captions=row.captions,
-            caption_pick=ref.caption_pick,
-            caption_drop=ref.caption_drop,
-            shard=row.shard,
-        )
+        return self._row(ref.source, ref.row).clip(ref.start_frame, ref.caption_pick, ref.caption_drop)
 
     def _load_row(self, source: int, row: int) -> IndexRow:
         return self.indexes[source].row(row)

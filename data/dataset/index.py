@@ -30,9 +30,10 @@ from data.captions import read_caption
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError
 from data.ledger import Fault, Ledger, Reason
+from data.media_info import CropBox
 from data.readers.part import CAPTION_FILE, MEDIA_FILE, SCORE, VERSION, IndexPart, PartWriter, read_meta
 from data.readers.registry import reader_of
-from data.types import CaptionRef
+from data.types import CaptionRef, Clip
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ COMPARE = {
     "<": operator.lt,
 }
 ALIASES = {"vtss": "video_training_suitability_score"}
-TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject"))
+TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject", "crop"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +74,36 @@ class IndexRow:
     num_keyframes: int
     start_s: float  # the sample is [start_s, end_s) of a longer video; end_s 0: to its end
     end_s: float
+    crop: CropBox | None  # the part of each frame that is used; width and height are its
     captions: tuple[CaptionRef, ...]  # texts, or where to read them
     caption_chars: int
     scores: dict[str, float]
     reject: Reason | None
     detail: str
-    content: str  # identity of the media bytes, for caches
+    content: str  # identity of the media bytes and of the part of them that is used, for caches
+
+    def clip(self, start_frame: int = 0, caption_pick: float = 0.0, caption_drop: bool = False) -> Clip:
+        """The row as decode work, with what chance decided of a draw."""
+        return Clip(
+            source=self.source,
+            key=self.key,
+            media=self.path,
+            offset=self.offset,
+            size=self.size,
+            suffix=self.suffix,
+            image=self.image,
+            frames=self.num_frames,
+            fps=self.fps,
+            start_frame=start_frame,
+            start_s=self.start_s,
+            end_s=self.end_s,
+            rotation=self.rotation,
+            crop=self.crop,
+            captions=self.captions,
+            caption_pick=caption_pick,
+            caption_drop=caption_drop,
+            shard=self.shard,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +220,7 @@ class Index:
             scores=scores,
             reject=Reason(values["reject"]) if values["reject"] else None,
             content=_content(part, path, values),
+            crop=CropBox(*values["crop"]) if values["crop"] else None,
             **plain,
         )
 
@@ -477,6 +503,7 @@ def _content(part: IndexedPart, path: str, values: dict[str, Any]) -> str:
         values["size"],
         values["start_s"],
         values["end_s"],
+        *(values["crop"] or ()),
     )
     return blake2b(repr(identity).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 

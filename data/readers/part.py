@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.ledger import BadSample, Fault, Reason
-from data.media_info import MediaInfo
+from data.media_info import CropBox, MediaInfo
 
-VERSION = 4
+VERSION = 5
 ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
@@ -49,6 +49,7 @@ SCHEMA = pa.schema(
         ("num_keyframes", pa.int32()),
         ("start_s", pa.float64()),
         ("end_s", pa.float64()),
+        ("crop", pa.list_(pa.int32())),
         ("caption_chars", pa.int32()),
         ("num_captions", pa.int16()),
         ("captions", pa.list_(CAPTION)),
@@ -100,9 +101,10 @@ class IndexedSample:
     size: int = 0
     mtime_ns: int = 0
     suffix: str = ""
-    info: MediaInfo | None = None
+    info: MediaInfo | None = None  # of whole frames, also with a crop
     start_s: float = 0.0
     end_s: float = 0.0
+    crop: CropBox | None = None
     captions: list[Caption] = field(default_factory=list)
     scores: Mapping[str, float] = field(default_factory=dict)
     reject: Reason | None = None
@@ -148,6 +150,7 @@ class PartWriter:
         self._digest.update(
             repr(
                 (
+                    *([] if sample.crop is None else [sample.crop]),
                     sample.key,
                     sample.path.rpartition("/")[2],
                     sample.offset,
@@ -250,7 +253,7 @@ def _scratch(path: Path, suffix: str) -> Path:
 
 def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> pa.Table:
     infos = [row.info or UNKNOWN for row in rows]
-    sizes = [info.shown_size for info in infos]
+    sizes = [row.crop.size if row.crop else info.shown_size for row, info in zip(rows, infos)]
     columns: dict[str, list[Any]] = {
         "key": [_text(row.key) for row in rows],
         "path": [row.path for row in rows],
@@ -268,6 +271,7 @@ def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> p
         "num_keyframes": [info.num_keyframes for info in infos],
         "start_s": [row.start_s for row in rows],
         "end_s": [row.end_s for row in rows],
+        "crop": [row.crop and list(astuple(row.crop)) for row in rows],
         "caption_chars": [row.captions[0].chars if row.captions else 0 for row in rows],
         "num_captions": [len(row.captions) for row in rows],
         "captions": [

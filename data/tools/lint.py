@@ -14,7 +14,7 @@ import numpy as np
 
 from data.captions import read_caption
 from data.config import LimitsConfig
-from data.dataset.index import Index, IndexRow
+from data.dataset.index import Index
 from data.decode import FRAMES_SHORT_ALLOWED
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Ledger, Reason
@@ -107,7 +107,7 @@ def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
             raise BadSample(
                 Reason.TOO_MANY_PIXELS, f"{stream.codec_context.width}x{stream.codec_context.height}", clip.offset
             )
-        if not clip.start_seconds:
+        if not clip.start_s:
             count = 0
             for _ in container.decode(stream):
                 count += 1
@@ -120,32 +120,12 @@ def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
 def _count_after(container: Any, stream: Any, clip: Clip) -> int:
     """Frames of a range of a longer video, from the keyframe before it."""
     origin, count = float((stream.start_time or 0) * stream.time_base), 0
-    container.seek(int((clip.start_seconds + origin) / stream.time_base), stream=stream, backward=True)
+    container.seek(int((clip.start_s + origin) / stream.time_base), stream=stream, backward=True)
     for frame in container.decode(stream):
-        count += frame.time is not None and frame.time - origin >= clip.start_seconds - TIME_SLACK_SECONDS
+        count += frame.time is not None and frame.time - origin >= clip.start_s - TIME_SLACK_SECONDS
         if count >= clip.frames:
             break
     return count
-
-
-def clip_of(row: IndexRow) -> Clip:
-    """A row of the index as decode work, from its first frame."""
-    return Clip(
-        source=row.source,
-        key=row.key,
-        media=row.path,
-        offset=row.offset,
-        size=row.size,
-        suffix=row.suffix,
-        image=row.image,
-        frames=row.num_frames,
-        fps=row.fps,
-        start_frame=0,
-        start_seconds=row.start_s,
-        rotation=row.rotation,
-        captions=row.captions,
-        shard=row.shard,
-    )
 
 
 def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[tuple[int, DecodeJob]]:
@@ -153,7 +133,7 @@ def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[
     for index, mask in zip(indexes, admitted, strict=True):
         rows = np.flatnonzero(mask)
         for start in range(0, len(rows), CLIPS_PER_JOB):
-            clips = tuple(clip_of(index.row(int(row))) for row in rows[start : start + CLIPS_PER_JOB])
+            clips = tuple(index.row(int(row)).clip() for row in rows[start : start + CLIPS_PER_JOB])
             job = DecodeJob(
                 item=f"{index.name}.{start}",
                 bucket=ENTIRE,

@@ -1,5 +1,5 @@
 """Tables of other trainers: Open-Sora, DiffSynth, Hugging Face, VideoX-Fun, FastVideo, musubi-tuner, finetrainers, DFM,
-Open-Sora-Plan. They differ in the names of two columns; `data.sources columns` is not needed for any of them.
+Open-Sora-Plan. They differ in the names of two columns, which are known here: no setting is needed for any of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from data.captions import check_lengths, choose, parse_policy, scores_of
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
+from data.media_info import CropBox, MediaInfo
 from data.readers.catalogue import Catalogue, cut
 from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartWriter
 from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
@@ -143,6 +144,7 @@ class ManifestReader:
             if frames is not None:
                 begin, end = (frame / sample.info.fps for frame in frames)
                 sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end, self.limits)
+            sample.crop = _crop(row, sample.info)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
             sample.refuse(fault)
@@ -168,6 +170,7 @@ class ManifestReader:
             place, sample.offset = writer.put_media(data)
             with ReadFile(place, self.limits.retries) as file:
                 sample.info = media.probe(file, sample.offset, sample.size, sample.suffix, self.limits)
+            sample.crop = _crop(row, sample.info)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
             sample.refuse(fault)
@@ -265,11 +268,33 @@ def _frame_range(row: dict[str, Any]) -> tuple[float, float] | None:
         return start, end
     if row.get("cut") in (None, ""):
         return None
-    bounds = [_number(bound) for bound in row["cut"]] if isinstance(row["cut"], list) else []
-    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
+    bounds = _list_of_numbers(row["cut"])
+    if len(bounds) != 2:
         raise BadSample(Reason.BAD_TIMESTAMP, f"cut {row['cut']!r} is not a list [first, end]"[:200])
     count = _number(row.get("num_frames"))
     return bounds[0], bounds[1] if count is None else bounds[0] + count
+
+
+def _crop(row: dict[str, Any], info: MediaInfo) -> CropBox | None:
+    """Open-Sora-Plan's `crop`, [start_x, end_x, start_y, end_y]; None for whole frames. Raises BadSample."""
+    if row.get("crop") in (None, "", []):
+        return None
+    bounds = _list_of_numbers(row["crop"])
+    if len(bounds) != 4 or not all(bound.is_integer() for bound in bounds):
+        what = f"crop {str(row['crop'])[:100]} is not a list of pixels [start_x, end_x, start_y, end_y]"
+        raise BadSample(Reason.BAD_ROW, what)
+    width, height = info.shown_size
+    box = CropBox(*map(int, bounds))
+    if not box.fits(width, height):
+        raise BadSample(Reason.RANGE_OUTSIDE_VIDEO, f"{box} is empty or not inside the frame of {width}x{height}"[:200])
+    return None if box.size == (width, height) else box
+
+
+def _list_of_numbers(value: Any) -> list[float]:
+    """Empty when the value is not a list, or one of its entries not a number."""
+    numbers = [_number(entry) for entry in value] if isinstance(value, list) else []
+    found = [number for number in numbers if number is not None]
+    return found if len(found) == len(numbers) else []
 
 
 def _scores(row: dict[str, Any]) -> dict[str, float]:
