@@ -57,6 +57,8 @@ class Feeder:
         self._items: dict[int, StepItems] = {}  # told and not released
         self._encoders = encoders
         self._cache = Cache(config.cache) if config.cache.path else None
+        wanted = self._cache if config.cache.latents else None
+        self._latents = CachedLatents(wanted, encoders.vae, config) if wanted is not None else None
 
     @property
     def dataset(self) -> Dataset:
@@ -68,9 +70,8 @@ class Feeder:
                 self._seed,
                 bad_list=f"{self._run_dir}/bad.jsonl",
                 timed=self._timed,
+                latents=self._latents,  # the engine reads no pixels of what it holds
             )
-            if self._cache is not None and self._cache.config.latents:  # the engine reads no pixels of what it holds
-                self._dataset.latents = CachedLatents(self._cache, self._encoders.vae, self._config)
         return self._dataset
 
     def start(self, first_step: int, token: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -129,15 +130,14 @@ class Feeder:
         )
 
     def _cache_keys(self, item: DataItem) -> CacheKeys:
-        known = self.dataset.latents
-        latent_keys = known.keys(item) if known is not None else ("",) * item.batch
+        latent_keys = self._latents.keys(item) if self._latents is not None else ("",) * item.batch
         return latent_keys, text_keys(self.dataset.job(item), self._encoders)
 
     def _cached(self, step: int, item: DataItem, keys: Mapping[str, CacheKeys]) -> dict[tuple[str, str], Any]:
         """References to the results that are there, whole, for every sample of the item."""
         if self._cache is None:
             return {}
-        latents, (latent_names, text_names) = self.dataset.latents, keys[item.id]
+        latents, (latent_names, text_names) = self._latents, keys[item.id]
         named = modules_in_cache(item, text_names, self._cache, latents)
         found: dict[tuple[str, str], Any] = {}
         if "text" in named:

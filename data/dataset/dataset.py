@@ -60,13 +60,13 @@ class Dataset:
         geometry: Any,
         ledger: Ledger,
         timed: BatchSize | None = None,
+        latents: CachedLatents | None = None,
     ) -> None:
         """Use `open`."""
         if not indexes:
             raise DataError("data.sources is empty. Give at least one source with its path.")
         self.config, self.indexes, self.seed = config, tuple(indexes), seed
-        self.geometry, self.ledger, self.timed = geometry, ledger, timed
-        self.latents: CachedLatents | None = None  # set by who knows the encoder
+        self.geometry, self.ledger, self.timed, self.latents = geometry, ledger, timed, latents
         self.shapes, codes = _shapes(self.indexes)
         segments = config.segments or (SegmentConfig(until_step=0),)
         self.tables = [BucketTable.build(segment.buckets or config.buckets, geometry) for segment in segments]
@@ -94,9 +94,14 @@ class Dataset:
         *,
         bad_list: str | Path | None = None,
         timed: BatchSize | None = None,
+        latents: CachedLatents | None = None,
     ) -> Dataset:
         """Load or build the index of every source, then plan. Raises DataError when no item can be formed or more is
-        bad than data.limits allow, ValueError for settings that make no sense. `bad_list`: where bad.jsonl goes."""
+        bad than data.limits allow, ValueError for settings that make no sense.
+
+        `bad_list`: where bad.jsonl goes. `timed` sizes the batches of buckets with a `target_s`. `latents`: what a
+        cache holds; items that it holds whole need no pixels.
+        """
         ledger = Ledger(config.limits, bad_list)
         indexes = [
             build_index(
@@ -104,7 +109,7 @@ class Dataset:
             )
             for ordinal, source in enumerate(config.sources)
         ]
-        dataset = cls(config, indexes, seed, geometry, ledger, timed)
+        dataset = cls(config, indexes, seed, geometry, ledger, timed, latents)
         ledger.check()
         ledger.check_limits()
         return dataset
@@ -159,11 +164,6 @@ class Dataset:
         if draws:
             self.ledger.restore_draws(draws)
         return state.step
-
-    @property
-    def plan_hash(self) -> str:
-        """12 hex digits over index, seed and settings of the stage that plans next."""
-        return digest(self.planner.parts(self._positions.newest.stage))
 
     def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
         """A step is handed to training: file its draws, of which those of `faults` are bad. Raises DataError when more

@@ -224,11 +224,6 @@ class Index:
             **plain,
         )
 
-    def content_id(self, row: int) -> str:
-        """Identity of the media bytes of a row: file, its size and time, and the range in it."""
-        shard, values = self._values(row)
-        return _content(self.parts[shard], _media_path(self.parts[shard], values), values)
-
     def caption(self, row: int, choice: int = 0) -> str:
         """Caption `choice` of a row, read now. Empty if the row has none."""
         captions = self.row(row).captions

@@ -209,10 +209,9 @@ def test_a_changed_index_under_a_token_is_refused(clips: Path, tmp_path: Path) -
         dataset(clips, sources=(source,)).resume(token)
 
 
-def test_plans_of_different_seeds_differ_and_have_other_hashes(clips: Path) -> None:
+def test_plans_of_different_seeds_differ(clips: Path) -> None:
     one, other = dataset(clips, 1), dataset(clips, 2)
     assert names(one.step(0)) != names(other.step(0))
-    assert one.plan_hash != other.plan_hash and one.plan_hash == dataset(clips, 1).plan_hash
 
 
 def test_a_cropped_clip_takes_the_bucket_of_its_crop_and_has_a_latent_of_its_own(tmp_path: Path) -> None:

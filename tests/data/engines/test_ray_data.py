@@ -169,11 +169,12 @@ def test_every_number_of_consumers_sees_the_same_pixels(cluster: None, clips: Pa
 
 
 def test_items_whose_latents_are_cached_are_not_decoded(cluster: None, clips: Path, tmp_path: Path) -> None:
-    data, plain = dataset(clips), dataset(clips)
+    plain = dataset(clips)
     cache = Cache(CacheConfig(path=str(tmp_path), min_free_gib=0))
-    data.latents = CachedLatents(cache, "vae", data.config)
+    latents = CachedLatents(cache, "vae", plain.config)
+    data = Dataset.open(plain.config, Geometry(), seed=0, latents=latents)
     known = [item for item in data.step(0).items if item.slot != 1]
-    for key in (key for item in known for key in data.latents.keys(item)):
+    for key in (key for item in known for key in latents.keys(item)):
         cache.put("latents", key, np.zeros(3, np.float32))
     engine = RayEngine(data)
     engine.start(0)
