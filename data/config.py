@@ -41,7 +41,8 @@ OPEN_SORA_RATIOS = (
 class SourceConfig:
     """Where samples come from. `weight` is a share of the mixture; all weights sum to 1, or none is given."""
 
-    # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs: the folder. PyArrow URIs too
+    # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs, mds: the folder.
+    # Several as A::B; PyArrow URIs too
     path: str
     kind: SourceKind = "webdataset"
     name: str = ""  # shown in reports; empty: the last part of the path
