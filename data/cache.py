@@ -28,7 +28,7 @@ import threading
 import zlib
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -259,5 +259,5 @@ def _sealed(body: bytes | memoryview) -> bytes:
     return _SEAL + zlib.crc32(body).to_bytes(4, "little")
 
 
-def _digest(*fields: Any) -> str:
+def _digest(*fields: str | float) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()

@@ -82,7 +82,7 @@ class BucketsConfig:
     resolutions: tuple[str, ...] = ()  # generated: 256px (256^2 pixels) or 480p (480^2 * 16/9 pixels)
     ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")  # generated: width:height
     frames: tuple[int, ...] = ()  # generated: frame counts, 4k+1 for causal VAEs; 1 is a still image
-    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted: {"256px": {1: [1.0, 45], 33: [1.0, 12]}}
+    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted, unchecked: {"256px": {1: [1.0, 45]}}
     max_ratio_error: float = 1.5  # a clip whose aspect ratio is further than this factor from every bucket is dropped
     min_area: float = 0.8  # a clip joins a resolution when it has at least this share of its pixels
     undersize: Literal["drop", "upscale"] = "drop"  # clips smaller than the smallest resolution

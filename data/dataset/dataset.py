@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from data.dataset.order import (
     PICK,
     START,
     BatchDraw,
+    DataToken,
     OrderState,
     Population,
     SampleDraw,
@@ -38,14 +38,15 @@ from data.dataset.order import (
 )
 from data.dataset.positions import Positions
 from data.errors import DataError
-from data.ledger import Fault, Ledger, Reason
+from data.ledger import DrawsRecord, Fault, Ledger, LedgerRecord, Reason
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef, StepOfItems
+from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
 KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
 KEPT_ROWS = 4096
-NO_DRAWS: Mapping[str, Any] = {"sources": {}}
+NO_DRAWS: DrawsRecord = {"sources": {}}
 MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
 
@@ -57,7 +58,7 @@ class Dataset:
         config: DataConfig,
         indexes: Sequence[Index],
         seed: int,
-        geometry: Any,
+        geometry: Geometry,
         ledger: Ledger,
         timed: BatchSize | None = None,
         latents: CachedLatents | None = None,
@@ -82,14 +83,14 @@ class Dataset:
         self.planner = SampleOrder(populations, stages, seed, self._identity())
         self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, StepOfItems] = OrderedDict()
-        self._draws: OrderedDict[int, dict[str, Any]] = OrderedDict({0: ledger.draw_state()})  # of the steps before
+        self._draws: OrderedDict[int, DrawsRecord] = OrderedDict({0: ledger.draw_state()})  # of the steps before
         self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
     @classmethod
     def open(
         cls,
         config: DataConfig,
-        geometry: Any,
+        geometry: Geometry,
         seed: int,
         *,
         bad_list: str | Path | None = None,
@@ -149,12 +150,12 @@ class Dataset:
 
     # position
 
-    def token(self, step: int) -> dict[str, Any]:
+    def token(self, step: int) -> DataToken:
         """JSON of the position before `step`: everything up to step - 1 is trained, `step` comes next. With it the
         counts of the ledger at that point, where this process handed the steps out."""
         return {**self.planner.token(self._positions.at(step)), "draws": self._draws.get(step)}
 
-    def resume(self, token: Mapping[str, Any]) -> int:
+    def resume(self, token: DataToken) -> int:
         """Stand where `token` was made; returns its step. Raises DataError if the index or the settings differ."""
         state = self.planner.restore(token)
         self._positions = self._known(state)
@@ -219,7 +220,7 @@ class Dataset:
 
     # accounts
 
-    def accounting(self) -> dict[str, Any]:
+    def accounting(self) -> LedgerRecord:
         """The ledger as JSON: indexed, planned, rejected by reason; scheduled, delivered, skipped. Costs nothing."""
         return self.ledger.summary()
 
@@ -369,7 +370,7 @@ class Dataset:
     def _visual_tokens(self, bucket: Bucket) -> int:
         return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
 
-    def _weights(self, segment: SegmentConfig, choices: Sequence[Sequence[Any]]) -> tuple[float, ...]:
+    def _weights(self, segment: SegmentConfig, choices: Sequence[Sequence[Choice]]) -> tuple[float, ...]:
         """Shares of the sources: the segment's, the sources', or by their number of samples that fit."""
         if segment.weights:
             return segment.weights
@@ -409,7 +410,7 @@ def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> lis
 def _shapes(indexes: Sequence[Index]) -> tuple[list[ClipShape], list[np.ndarray]]:
     """The distinct shapes of all sources, and the number of each row's shape."""
     names = ("height", "width", "num_frames", "fps", "image")
-    numbers: dict[tuple[Any, ...], int] = {}
+    numbers: dict[tuple[int, int, int, float, bool], int] = {}
     codes = []
     for index in indexes:
         columns = index.columns(*names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pickle
 import selectors
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -68,6 +69,7 @@ class DecodeProcess:
             raise DecoderHung(f"no answer from the decoder in {timeout_s:g} s") from error
         if isinstance(answer, Exception):
             raise answer
+        assert isinstance(answer, Batch), f"the decoder answered {answer!r}"
         return answer
 
     @property
@@ -148,7 +150,7 @@ def _send(pipe: IO[bytes], value: object) -> None:
     pipe.flush()
 
 
-def _receive(read: Callable[[int], bytes | memoryview]) -> Any:
+def _receive(read: Callable[[int], bytes | memoryview]) -> object:
     """What `_send` sent, through `read(count)`."""
     (count,) = HEADER.unpack(read(HEADER.size))
     head, *arrays = [read(*HEADER.unpack(read(HEADER.size))) for _ in range(count)]
@@ -174,12 +176,14 @@ def main() -> None:
     """The child's loop: until its input ends."""
     from data.decode import decode_job
 
-    incoming: Any = sys.stdin.buffer
+    incoming = sys.stdin.buffer
+    assert isinstance(incoming, io.BufferedReader)
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not mix with the answers
     _send(outgoing, READY)
     while incoming.peek(1):
         job = _receive(incoming.read)
+        assert isinstance(job, DecodeJob)
         try:
             answer: Batch | Exception = decode_job(job)
         except (DataIOError, ValueError) as error:  # ValueError: a decoder that cannot be imported

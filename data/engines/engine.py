@@ -14,10 +14,12 @@ engine.stop()
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from data.dataset.dataset import Dataset
 from data.engines.child import decode_isolated
+from data.ledger import LedgerRecord
 from data.types import Batch, DataItem
 
 
@@ -27,7 +29,7 @@ class Engine(Protocol):
     def start(self, first_step: int) -> None:
         """Begin decoding at a step. May be called again, also to go back: what was held is dropped."""
 
-    def batches(self, step: int) -> list[Any]:
+    def batches(self, step: int) -> Sequence[object]:
         """One value per item (of this engine's slots), in item order; `as_batch` turns a value into a Batch, for Ray
         engines after ray.get. Waits until all are decoded. Raises DataError when more is bad than data.limits allow,
         DataIOError when storage failed."""
@@ -35,7 +37,7 @@ class Engine(Protocol):
     def release(self, step: int) -> None:
         """The batches of `step` and earlier are no longer needed."""
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> LedgerRecord:
         """The ledger's summary: indexed, planned, rejected; scheduled, delivered, skipped, by reason."""
 
     def stop(self) -> None:

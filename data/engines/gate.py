@@ -3,6 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RemoteMethod(Protocol[P, R]):
+    """A method of an actor of this room."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]: ...
+
+
+class GateHandle(Protocol):
+    """The gate as its callers see it."""
+
+    @property
+    def begin(self) -> RemoteMethod[[int, str], tuple[int, bool] | None]: ...
+    @property
+    def open(self) -> RemoteMethod[[int, list[str]], None]: ...
+    @property
+    def dismiss(self) -> RemoteMethod[[], None]: ...
+    @property
+    def end(self) -> RemoteMethod[[str, list[str]], None]: ...
+    @property
+    def fail(self) -> RemoteMethod[[str], None]: ...
+    @property
+    def take_faults(self) -> RemoteMethod[[list[str]], list[str]]: ...
+    @property
+    def failure(self) -> RemoteMethod[[], str]: ...
 
 
 class Gate:

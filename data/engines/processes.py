@@ -8,12 +8,12 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
 
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.engines.engine import was_denied, with_pixels
+from data.ledger import LedgerRecord
 from data.types import Batch, DecodeJob
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class PoolEngine:
         for step in range(first_step, first_step + self.config.lookahead + 1):
             self._submit(step)
 
-    def batches(self, step: int) -> list[Any]:
+    def batches(self, step: int) -> list[Batch]:
         if not self._threads:
             raise RuntimeError("PoolEngine.batches before start.")
         for ahead in range(step, step + self.config.lookahead + 1):
@@ -63,7 +63,7 @@ class PoolEngine:
     def release(self, step: int) -> None:
         self._drop([held for held in self._steps if held <= step])
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> LedgerRecord:
         return self.dataset.ledger.summary()
 
     def stop(self) -> None:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.ledger import BadSample, Fault, Reason
+from data.ledger import BadSample, Fault, FaultRecord, Reason
 from data.media_info import CropBox, MediaInfo
 
 VERSION = 5
@@ -58,6 +58,61 @@ SCHEMA = pa.schema(
         ("reject_at", pa.int64()),
     ]
 )
+
+
+class StoredCaption(TypedDict):
+    """A caption as CAPTION says."""
+
+    path: str
+    offset: int
+    size: int
+    field: str
+    chars: int
+
+
+class StoredRow(TypedDict):
+    """A row as SCHEMA says. Beside these columns a row has those of its scores, which are floats or None."""
+
+    key: str
+    path: str
+    offset: int
+    size: int
+    mtime_ns: int
+    suffix: str
+    image: bool
+    width: int
+    height: int
+    fps: float
+    num_frames: int
+    duration: float
+    rotation: int
+    num_keyframes: int
+    start_s: float
+    end_s: float
+    crop: list[int] | None
+    caption_chars: int
+    num_captions: int
+    captions: list[StoredCaption]
+    reject: str | None
+    detail: str
+    reject_at: int | None
+
+
+class PartMeta(TypedDict):
+    """What a finished part says of itself."""
+
+    version: int
+    uri: str
+    size: int
+    mtime_ns: int
+    fingerprint: str
+    digest: str
+    rows: int
+    missing: int
+    rejects: dict[str, int]
+    faults: list[FaultRecord]
+
+
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
 
@@ -202,7 +257,7 @@ class PartWriter:
     def close(self) -> None:
         """Finish the part; the Parquet file appears last, so a torn index is never read."""
         self._flush()
-        meta = {
+        meta: PartMeta = {
             "version": VERSION,
             "uri": self.part.uri,
             "size": self.part.size,
@@ -254,7 +309,7 @@ def _scratch(path: Path, suffix: str) -> Path:
 def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> pa.Table:
     infos = [row.info or UNKNOWN for row in rows]
     sizes = [row.crop.size if row.crop else info.shown_size for row, info in zip(rows, infos)]
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Sequence[object]] = {
         "key": [_text(row.key) for row in rows],
         "path": [row.path for row in rows],
         "offset": [row.offset for row in rows],
@@ -295,11 +350,11 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def read_meta(path: Path) -> dict[str, Any] | None:
+def read_meta(path: Path) -> PartMeta | None:
     """Metadata of a finished part, or None if it is absent, torn or of another version."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
     except (FileNotFoundError, pa.ArrowInvalid):
         return None
-    meta = json.loads(metadata.get(b"heddle", b"{}"))
+    meta: PartMeta = json.loads(metadata.get(b"heddle", b"{}"))
     return meta if meta.get("version") == VERSION else None

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import av
 import av.error
@@ -98,7 +97,7 @@ def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdat
 
 def _members(row: IndexRow, index: Index, crf: int) -> dict[str, bytes]:
     captions = [read_caption(ref, index.limits) for ref in row.captions]
-    about: dict[str, Any] = {
+    about: dict[str, object] = {
         "key": row.key,
         "caption": captions[0],
         "width": row.width,
@@ -145,7 +144,7 @@ def cut_clip(row: IndexRow, index: Index, crf: int) -> bytes:
     return target.getvalue()
 
 
-def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[Any]:
+def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[av.VideoFrame]:
     bound = {"max_pixels": str(index.limits.max_pixels)}
     with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
@@ -164,7 +163,7 @@ def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[Any]:
                 yield _shown(frame, row, stream.sample_aspect_ratio)
 
 
-def _shown(frame: Any, row: IndexRow, pixel_aspect: Fraction | None) -> Any:
+def _shown(frame: av.VideoFrame, row: IndexRow, pixel_aspect: Fraction | None) -> av.VideoFrame:
     """The used part of a frame, as displayed: an encoded copy carries no rotation and no crop of its own."""
     if not row.rotation and not row.crop:
         return frame
@@ -172,7 +171,7 @@ def _shown(frame: Any, row: IndexRow, pixel_aspect: Fraction | None) -> Any:
     pixels = np.rot90(frame.to_ndarray(format="rgb24", width=width, height=frame.height), -row.rotation // 90)
     if row.crop:
         pixels = pixels[row.crop.top : row.crop.bottom, row.crop.left : row.crop.right]
-    return av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+    return av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels, np.uint8), format="rgb24")
 
 
 def crop_picture(row: IndexRow, crop: CropBox, index: Index) -> bytes:

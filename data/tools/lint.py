@@ -6,11 +6,13 @@ Decoding runs in a process of its own, so a clip that crashes or hangs libav is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from fractions import Fraction
 
 import av
 import av.error
 import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
 
 from data.captions import read_caption
 from data.config import LimitsConfig
@@ -93,7 +95,7 @@ def verify_clip(clip: Clip, job: DecodeJob) -> np.ndarray:
     return np.zeros((1, 1, 1, 3), np.uint8)
 
 
-def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
+def _count_frames(source: ByteRange, clip: Clip, limits: LimitsConfig) -> int:
     bound = {"max_pixels": str(limits.max_pixels)}
     with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
         if not container.streams.video:
@@ -117,10 +119,11 @@ def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
         return _count_after(container, stream, clip)
 
 
-def _count_after(container: Any, stream: Any, clip: Clip) -> int:
+def _count_after(container: InputContainer, stream: VideoStream, clip: Clip) -> int:
     """Frames of a range of a longer video, from the keyframe before it."""
-    origin, count = float((stream.start_time or 0) * stream.time_base), 0
-    container.seek(int((clip.start_s + origin) / stream.time_base), stream=stream, backward=True)
+    unit, count = stream.time_base or Fraction(1), 0
+    origin = float((stream.start_time or 0) * unit)
+    container.seek(int((clip.start_s + origin) / unit), stream=stream, backward=True)
     for frame in container.decode(stream):
         count += frame.time is not None and frame.time - origin >= clip.start_s - TIME_SLACK_SECONDS
         if count >= clip.frames:

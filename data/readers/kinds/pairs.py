@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from data import media, storage
 from data.captions import choose, decode_text, json_texts, parse_json, parse_policy, scores_of
@@ -86,7 +85,7 @@ class PairsReader:
         if not sample.captions:
             raise BadSample(Reason.NO_CAPTION, f"no {sample.key}.txt with text")
 
-    def _json(self, file: FileStat) -> dict[str, Any]:
+    def _json(self, file: FileStat) -> dict[str, object]:
         return parse_json(self._content(file, Reason.BAD_JSON), self.limits)
 
     def _content(self, file: FileStat, reason: Reason) -> bytes:
