@@ -362,6 +362,14 @@ def test_converted_shards_hold_the_same_samples(folder, tmp_path):
         convert(index, tmp_path / "shards", ledger)
 
 
+@pytest.mark.parametrize("held", [{"bytes": "text"}, {"bytes": [1, 2]}, {"path": 5}, {"bytes": None, "path": ["a"]}])
+def test_media_that_are_held_as_something_else_are_one_bad_row(folder, tmp_path, held):
+    rows = [{"video": held, "caption": "bad"}, {"video": NAMES[0], "caption": "good"}]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"bad_row": 1} and index.caption(1) == "good"
+
+
 def test_rows_that_hold_their_media_themselves_are_trained(tmp_path):
     """As Hugging Face's datasets write them."""
     rows = [
