@@ -89,8 +89,8 @@ def fault_of(clip: Clip, reason: Reason, offset: int | None, detail: str) -> Fau
 
 
 class _Memory(threading.local):
-    """Memory of the last batch of a thread, taken again when nobody has that batch any more: faulting in fresh pages
-    for the pixels of a clip costs 8 % of its decoding."""
+    """Memory of the last batch of a thread, used again as soon as that batch is gone. Fresh memory costs page faults:
+    8 % of the decoding of a clip."""
 
     pages = np.empty(0, np.uint8)
 
@@ -240,8 +240,9 @@ def _decoded(container: InputContainer, stream: VideoStream, origin: float, clip
 def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     """Consecutive frames of the file, of which the last ones given count.
 
-    A start counted in frames is sought by the average rate. Where the rate varies too few may follow it: then the clip
-    is decoded as a whole for its last ones, unless it is shorter than its header says.
+    The time of the first frame follows from its number and the average rate. If the rate varies, too few frames may
+    follow it. The clip is then decoded from its beginning for its last frames, unless it has
+    fewer than its header says.
     """
     left = least = job.bucket.frames
     for shown in _frames_since(source, clip, job, begin):

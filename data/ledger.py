@@ -25,7 +25,7 @@ from data.config import LimitsConfig
 from data.errors import DataError, DataIOError
 
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
-LEAST_IN_A_ROW = 20  # so many bad draws of a source without a good one between them, and it is gone, small as it may be
+LEAST_IN_A_ROW = 20  # a source counts as gone after at least this many bad draws in a row, however small it is
 
 
 class Severity(StrEnum):
@@ -33,7 +33,7 @@ class Severity(StrEnum):
 
     SAMPLE = "sample"  # a broken sample: counts towards max_bad_fraction
     SHARD = "shard"  # a broken shard or manifest: counts towards max_bad_shards
-    ABSENT = "absent"  # normal in an index (dead URLs): counted and reported only; a draw that is gone is a broken one
+    ABSENT = "absent"  # normal in an index (dead URLs), so only counted there; as a draw it is a broken sample
     CHOICE = "choice"  # the user's own filters and buckets left it out
     NOTE = "note"  # a member that belongs to no sample; no sample is lost
 
@@ -262,7 +262,7 @@ class Ledger:
     ledger.schedule(64, source); ledger.skip(fault); ledger.deliver(63, source)                      # draws of a step
 
     `source` is a number in data.sources; a fault carries its own. Of a step, file the faults before what is delivered:
-    the order tells a source of which nothing can be read any more from one with some bad samples.
+    a good draw resets the count of bad ones in a row, which tells a source that is gone from one with bad samples.
     """
 
     def __init__(self, limits: LimitsConfig | None = None, path: str | Path | None = None) -> None:
@@ -507,7 +507,7 @@ class Ledger:
             self._file.write(json.dumps(fault.to_json(), ensure_ascii=True) + "\n")
             self._file.flush()
         except OSError as error:
-            self._file = None  # what it still holds would fail again when it is closed
+            self._file = None  # closing it would write its buffer, and fail again
             raise DataIOError(
                 f"the list of faults {self.path} cannot be written: {error}. Free space, or name another "
                 f"folder; no fault goes unlisted."

@@ -139,7 +139,7 @@ class DecodeJob:
 class Batch:
     """Pixels and captions of one item. A clip found bad keeps its slot: black frames, `ok` False, weight 0.
 
-    The video of an item whose latents are cached has no frames: nobody needs them, and whoever does must notice.
+    The video of an item whose latents are cached has no frames. Code that needs them must check its shape.
     """
 
     item: str

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def _end_when_terminated() -> None:
-    """In an actor's process, SIGTERM ends it at once. Ray would first wait for the tasks that the actor has submitted,
-    and a window that is being decoded waits for the actor: neither would end, nor would anybody be answered."""
+    """Makes SIGTERM end an actor's process at once. Ray would first wait for the tasks that the actor has submitted,
+    and these wait for the actor: neither would end, and callers would get no answer."""
     if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
 

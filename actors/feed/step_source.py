@@ -30,10 +30,10 @@ T = TypeVar("T")
 Accounting = Mapping[str, object]  # JSON, as the data set counts itself
 
 
-_ALARMS = 5  # so many times the engine's own stall alarm without an answer, and the feeder is replaced
+_ALARMS = 5  # a feeder is replaced when it is silent for this many times the engine's stall alarm
 _LEAST_PATIENCE_S = 60.0
 _STARTS = 3
-_POSITIONS_KEPT = 256  # of a few kB each: what a checkpoint or a fallback of some steps asks for
+_POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
 
 
 class FeederHandle(Protocol):

@@ -167,8 +167,8 @@ class Dataset:
         return state.step
 
     def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
-        """A step is handed to training: file its draws, of which those of `faults` are bad. Raises DataError when more
-        is bad than the limits allow."""
+        """Counts the draws of a step that is handed to training; `faults` are its bad ones. Raises DataError when more
+        are bad than the limits allow."""
         if step + 1 not in self._draws:
             self._walk_draws(step)
             self._file_draws(Counter(ref.source for item in self.step(step).items for ref in item.samples), faults)
@@ -177,21 +177,21 @@ class Dataset:
         self.ledger.check_limits()
 
     def rewind_draws(self, step: int) -> None:
-        """Training goes on from `step`: the counts are those of the steps before it, whatever was handed out since."""
+        """Training continues with `step`. Sets the counts to those of the steps before it; later ones are forgotten."""
         for later in [held for held in self._draws if held > step]:
             del self._draws[later]
         self._walk_draws(step)
         self.ledger.restore_draws(self._draws[step])
 
     def _walk_draws(self, step: int) -> None:
-        """Counts before `step`, from the nearest known ones. The plan says how many samples the steps between have;
-        who trained them knows which were bad, but is gone: they count as delivered."""
+        """Counts before `step`, from the nearest known ones. The order of the data says how many samples the steps in
+        between have. Which of them were bad is lost with the process that counted, so all count as delivered."""
         if step in self._draws:
             return
         known = max((held for held in self._draws if held < step), default=None)
         start = self._positions.first if known is None else known
         self.ledger.restore_draws(self._draws[start] if known is not None else NO_DRAWS)
-        log.warning("the counts of bad samples in steps %d to %d are lost with who counted them", start, step - 1)
+        log.warning("the counts of bad samples in steps %d to %d are lost; they count as good", start, step - 1)
         for between in range(start, step):
             self._file_draws(self._count(between), ())
         self._keep_draws(step)
@@ -401,7 +401,7 @@ def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> lis
         filled = bisect.bisect_right(lengths, available_frames(shape, fps))
         key = (shape.height, shape.width, shape.is_image, filled)
         option = known.get(key)
-        if option is None or isinstance(option, Refusal):  # a refusal says how many frames there are
+        if option is None or isinstance(option, Refusal):  # a refusal names its number of frames
             option = known[key] = table.choices(shape, fps)
         found.append(option)
     return found

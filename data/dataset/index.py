@@ -346,7 +346,7 @@ class Index:
         return table
 
     def _caption_ref(self, part: IndexedPart, caption: StoredCaption) -> CaptionRef:
-        """Captions that lie beside the index go along as text: a decoder may run where the index is not."""
+        """Captions kept in the index are passed on as text, since a decoder may run on a node without the index."""
         if caption["path"] == CAPTION_FILE:
             data = storage.read_range(
                 str(part.file.with_suffix(".captions")), caption["offset"], caption["size"], self.limits.retries
@@ -477,7 +477,7 @@ def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
-    """What besides the bytes decides the rows."""
+    """All settings that decide the rows; with the bytes of a shard they name its part."""
     bounds = {name: value for name, value in asdict(limits).items() if name.startswith("max_") and "bad" not in name}
     return json.dumps([VERSION, source.kind, source.caption, source.media, bounds])
 

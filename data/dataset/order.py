@@ -1,14 +1,15 @@
 """The order of everything: which clips meet in which batch of which step. Pure: a function of its inputs and a seed.
 
-    planner = Planner(populations, stages, seed=0)
-    state = planner.start()
-    micros = planner.advance(state)          # the batches of step 0; `state` now stands before step 1
-    token = planner.token(state)             # JSON; planner.restore(token) continues exactly there
+    order = SampleOrder(populations, stages, seed=0)
+    state = order.start()
+    micros = order.advance(state)          # the batches of step 0; `state` now stands before step 1
+    token = order.token(state)             # JSON; order.restore(token) continues exactly there
 
 Within a source, shards are permuted per epoch and rows are shuffled within windows of a few shards, so reads stay near
 each other and no global permutation is held. The next source is the one the mixture owes most. Only row numbers wait
 in bucket queues, never pixels. A bucket emits a batch when it is full, or short when its oldest row has waited
-`max_wait` draws, so rare buckets do not starve. At a curriculum border waiting rows are chosen anew, none is dropped.
+`max_wait` draws, so rare buckets do not starve. When a curriculum stage ends, the
+rows that wait get new buckets; none is dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from data.types import Bucket
 
 TOKEN_VERSION = 2
 PACK_ABOVE_BYTES = 2048  # a longer token is compressed
-LISTED_MOST = 256  # a token lists so many waiting rows; more of them are drawn again when it is restored
+LISTED_MOST = 256  # most waiting rows that a token lists; if there are more, a restore draws them again
 MARK_EVERY = 2048  # draws between positions from which they can be drawn again
 MARKS_KEPT = 32  # so that a token is restored in a second
 START, DROP, PICK, BUCKET = 0, 1, 2, 16  # what a sample's random numbers are used for; bucket draws count up from 16
@@ -122,7 +123,7 @@ class OrderState:
     step: int
     stage: int
     drawn: int  # admitted draws so far
-    passed: int  # draws that met no bucket: probabilities of the table, or rows left behind at a border
+    passed: int  # draws without a bucket: by the probabilities of a table, or dropped when a stage ended
     cursors: list[Cursor]
     queues: dict[Bucket, list[SampleDraw]] = field(default_factory=dict)
     ready: list[BatchDraw] = field(default_factory=list)
@@ -355,8 +356,8 @@ class SampleOrder:
     def token(self, state: OrderState) -> DataToken:
         """The position as JSON of a few kB, however many rows wait.
 
-        Few are listed. Of many, the token says where to draw from again and how many of each bucket still wait: rows
-        leave a bucket in the order they came, so these are its last ones.
+        Few rows are listed. For many, the token says from where to draw again and how many of each bucket still wait.
+        Rows leave a bucket in the order they came, so the waiting ones are the last of those draws.
         """
         body: TokenBody = {"cursors": _plain(state.cursors)}
         if state.waiting > LISTED_MOST:
@@ -378,8 +379,8 @@ class SampleOrder:
         }
 
     def _counts(self, state: OrderState) -> TokenBody:
-        """Waiting rows by number. Those older than every mark (they wait long, or come from the stage before) are
-        listed; `ready` is (bucket, rows) of the finished batches, what is left waits in the queues."""
+        """Waiting rows as numbers to draw again. Rows older than every mark (they waited long, or come from the stage
+        before) are listed. `ready` counts the rows of each finished batch; all other rows wait in the queues."""
         buckets = sorted(self.stages[state.stage].batch)
         waiting = _waiting(state, buckets)
         oldest = min(draws[0].number for draws in waiting if draws)

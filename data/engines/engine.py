@@ -45,10 +45,10 @@ class Engine(Protocol):
 
 
 def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
-    """The batch as it is, or decoded after all, when its pixels were spared for latents that could not be read."""
+    """The batch with its pixels, decoded now if they were left out for latents that then could not be read."""
     return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
 
 
 def was_denied(dataset: Dataset, item: DataItem) -> bool:
-    """Whether the cache promised this item's latents in vain."""
+    """Whether the cache named latents of this item that then could not be read."""
     return dataset.latents is not None and dataset.latents.denied(item)

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 def beside_me() -> NodeAffinitySchedulingStrategy:
-    """Scheduling strategy: on the caller's node. A helper shares the fate of whom it helps, not some worker's.
+    """Scheduling strategy: on the caller's node. If the caller's node dies, its helper dies with it, and with no
+    other node.
 
     Hard, since Ray places an actor without resources on any node when the wish is a soft one.
     """

@@ -22,7 +22,7 @@ RECYCLE_AFTER = 500  # jobs; a decoder that leaks is replaced before it matters
 
 
 class PoolEngine:
-    """See data.engine.Engine. `batches` returns Batches."""
+    """See `data.engines.engine.Engine`. `batches` returns Batches."""
 
     def __init__(self, dataset: Dataset, config: DataConfig | None = None) -> None:
         self.dataset, self.config = dataset, (config or dataset.config).engine
@@ -108,7 +108,7 @@ class PoolEngine:
                 continue
             try:
                 future.set_result(self._decode(process, job))
-            except Exception as error:  # handed to whoever waits for this batch
+            except Exception as error:  # raised where this batch is awaited
                 future.set_exception(error)
             done += 1
             if done % RECYCLE_AFTER == 0:

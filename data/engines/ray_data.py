@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 Share = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
 
 EXECUTION_END_S = 25.0
-LOGS_WATCHED = 8  # of the last windows, whose log files are removed again and again
+LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
 
 
 class JobColumns(TypedDict):
@@ -265,18 +265,18 @@ class Blocks:
     ) -> None:
         self._items, self._dataset, self._config, self._gate, self._ahead = items, dataset, config, gate, ahead
         self._numbers = itertools.count()
-        self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
+        self._coming: deque[DataItem] = deque()  # in a window, not yet admitted by the gate
         self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
         self._begun: deque[int] = deque()  # bytes of the microbatches that have passed the gate, oldest first
         self._opened = 0
-        self._failure: Exception | None = None  # what ended the stream; every further call is told the same
+        self._failure: Exception | None = None  # what ended the stream; every later call raises it again
         # the first window is short: making its jobs is part of the wait for the first batch
         self._windows = [self._open(min(config.window, 4 * config.decode_workers + 2 * ahead))]
         self._admit()
 
     def next(self, item: str) -> ray.ObjectRef[object]:
-        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError, the same
-        one again when it is asked for more after that: nothing more will come."""
+        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError. Each later
+        call raises the same error, since nothing more will come."""
         waited = time.monotonic()
         while True:
             if self._failure is not None:

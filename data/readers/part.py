@@ -1,8 +1,8 @@
 """One indexed shard or manifest as a Parquet file: the rows, and as metadata what it was made from and its faults.
 
-Beside it may lie `.captions` (texts of manifests, UTF-8 end to end, addressed by offset), `.media` (clips and pictures
-that a table holds itself, in its compressed pages, where nobody could read one of them) and `.missing` (keys of rows
-whose file does not exist: of 36 million rows usually few have one, so they are counted, not kept as rows).
+Up to three files lie beside it. `.captions`: texts of manifests, UTF-8 without separators, addressed by offset.
+`.media`: clips and pictures that a table or compressed shard holds itself, where one alone cannot be read. `.missing`:
+keys of rows whose file does not exist. Of 36 million rows usually few have a file, so the others are not kept as rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StoredCaption(TypedDict):
 
 
 class StoredRow(TypedDict):
-    """A row as SCHEMA says. Beside these columns a row has those of its scores, which are floats or None."""
+    """A row as SCHEMA says. It also has one column per score, a float or None."""
 
     key: str
     path: str
@@ -99,7 +99,7 @@ class StoredRow(TypedDict):
 
 
 class PartMeta(TypedDict):
-    """What a finished part says of itself."""
+    """Metadata of a finished part."""
 
     version: int
     uri: str
@@ -194,7 +194,7 @@ class PartWriter:
 
     def add(self, sample: IndexedSample) -> None:
         if sample.path != _text(sample.path):
-            sample.reject = None  # whatever else is wrong, nobody could open it again
+            sample.reject = None  # the file cannot be opened again, which counts before any other fault
             sample.refuse(BadSample(Reason.UNSAFE_NAME, "a file name that is not UTF-8"))
             sample.path, sample.suffix, sample.captions = _text(sample.path), "", []
         self._rows.append(sample)
@@ -279,7 +279,7 @@ class PartWriter:
         os.replace(_scratch(self.path, ".parquet"), self.path)
 
     def abandon(self) -> None:
-        """Leave nothing behind after an error."""
+        """Remove all files after an error."""
         for file in (self._writer, self._captions, self._missing, self._media):
             if file is not None:
                 file.close()

@@ -67,7 +67,7 @@ def lint(
 def count_long_captions(
     indexes: Sequence[Index], admitted: Sequence[np.ndarray], tokens: Callable[[str], int], most: int
 ) -> tuple[int, int]:
-    """(captions longer than `most` by `tokens`, captions) of the admitted rows; those that cannot be read are none."""
+    """(captions longer than `most` by `tokens`, captions) of the admitted rows; unreadable ones are not counted."""
     long = total = 0
     for index, mask in zip(indexes, admitted, strict=True):
         for row in np.flatnonzero(mask):

@@ -3,7 +3,7 @@
 A shard, all numbers little-endian uint32: count of samples n, n + 1 offsets from its start, its columns as JSON, then
 the samples. A sample: the sizes of its columns of variable size, then the values of all columns in order. (Format 2,
 streaming/base/format/mds in github.com/mosaicml/streaming.) Media of a plain shard are read where they lie; those of a
-compressed one are kept beside the index, since nobody could read one clip of it. Pickled columns are never opened.
+compressed one are kept beside the index, since one clip alone cannot be read from it. Pickled columns are never opened.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MdsValue:
 
 
 class UnreadableShard(Exception):
-    """The shard as a whole is not what its list says."""
+    """The shard as a whole cannot be read."""
 
 
 class ShardBytes:

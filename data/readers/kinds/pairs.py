@@ -58,7 +58,7 @@ class PairsReader:
                 sample.refuse(fault)
             writer.add(sample)
         captioned = {name.rpartition(".")[0] for name in catalogue.files()}
-        for name in catalogue.others:  # what has a caption beside it was meant to be trained
+        for name in catalogue.others:  # a file with a caption was meant to be trained
             stem, _, suffix = name.rpartition(".")
             if stem in captioned and stem not in keys:
                 refused = IndexedSample(key=stem, path=storage.join(part.uri, name))
