@@ -24,8 +24,7 @@ from data.buckets import BatchSize
 from data.cache import Cache, CachedLatents, Kind
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.engine import Engine
-from data.engines.make import make_engine
+from data.engines.engine import Engine, make_engine
 from data.types import DataItem
 from ops.geometry import Geometry
 

@@ -134,6 +134,10 @@ class Dataset:
         """False when a cache holds the latents of all its samples."""
         return self.latents is None or not self.latents.has(item)
 
+    def latents_denied(self, item: DataItem) -> bool:
+        """Whether a cache named all latents of this item, and one of them then could not be read."""
+        return self.latents is not None and self.latents.denied(item)
+
     def job(self, item: DataItem, pixels: bool = True) -> DecodeJob:
         """Everything a decoder needs to make the item's batch."""
         clips = tuple(self._clip(ref) for ref in item.samples)

@@ -1,7 +1,7 @@
 """What every engine promises: the batches of a step, in item order, the same whatever engine, workers and faults.
 
 from data.engines.blocks import as_batch
-from data.engines.make import make_engine
+from data.engines.engine import make_engine
 
 engine = make_engine(dataset)
 engine.start(first_step=41)
@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.child import decode_isolated
 from data.ledger import LedgerRecord
-from data.types import Batch, DataItem
 
 
 class Engine(Protocol):
@@ -44,11 +43,12 @@ class Engine(Protocol):
         """End all work and processes."""
 
 
-def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
-    """The batch with its pixels, decoded now if they were left out for latents that then could not be read."""
-    return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
+def make_engine(dataset: Dataset, config: DataConfig | None = None) -> Engine:
+    """The engine that data.engine.kind names."""
+    if (config or dataset.config).engine.kind == "pool":
+        from data.engines.processes import PoolEngine
 
+        return PoolEngine(dataset, config)
+    from data.engines.ray_data import RayEngine  # imports ray.data, which takes seconds
 
-def was_denied(dataset: Dataset, item: DataItem) -> bool:
-    """Whether the cache named latents of this item that then could not be read."""
-    return dataset.latents is not None and dataset.latents.denied(item)
+    return RayEngine(dataset, config)

@@ -11,8 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
-from data.engines.engine import was_denied, with_pixels
+from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated, with_pixels
 from data.ledger import LedgerRecord
 from data.types import Batch, DecodeJob
 
@@ -52,7 +51,7 @@ class PoolEngine:
         found = [self._wait(step, slot, future) for slot, future in enumerate(self._steps[step])]
         found = [
             with_pixels(self.dataset, item, batch, self.config.clip_timeout_s)
-            if was_denied(self.dataset, item)
+            if self.dataset.latents_denied(item)
             else batch
             for item, batch in zip(self.dataset.step(step).items, found)
         ]

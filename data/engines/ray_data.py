@@ -45,8 +45,7 @@ from data.dataset.dataset import Dataset
 from data.dataset.order import DataToken
 from data.decode import decode_job
 from data.engines.blocks import as_batch, fault_from_json, fault_to_json, to_block
-from data.engines.child import decode_isolated
-from data.engines.engine import was_denied, with_pixels
+from data.engines.child import decode_isolated, with_pixels
 from data.engines.gate import Gate, GateHandle, RemoteMethod
 from data.engines.placement import beside_me, kill
 from data.errors import DataIOError
@@ -154,7 +153,7 @@ class RayEngine:
         references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
         faults = [fault_from_json(text) for _, found in parts for text in found]
         for slot, item in enumerate(items):
-            if was_denied(self.dataset, item):
+            if self.dataset.latents_denied(item):
                 references[slot], faults = self._with_pixels(item, references[slot], faults)
         self.dataset.count_draws(step, faults)
         return references
