@@ -8,7 +8,6 @@ tensors are laid out alike, so a mixture is right, only not what was asked for).
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +20,12 @@ MOST = 256  # head size
 _FA3 = "FA3"
 _FA3_MODULE = "flash_attn_interface"  # what the package flash_attn_3 installs
 
+# Found once: a compiled block traces the choice of its backend, and neither of the two can be traced.
+INSTALLED = importlib.util.find_spec(_FA3_MODULE) is not None
+OFFERED = hasattr(torch.nn.attention, "current_flash_attention_impl") and (
+    _FA3 in torch.nn.attention.list_flash_attention_impls()
+)
+
 
 class Flash:
     name: BackendName = "flash"
@@ -29,7 +34,7 @@ class Flash:
         return why_not_half_on_cuda(self.name, q, MOST)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
-        if offers_flash3():
+        if OFFERED:
             _put_in_place(None)
         return _varlen(q, k, v, q_lengths, k_lengths)
 
@@ -41,12 +46,12 @@ class Flash3:
         reason = why_not_half_on_cuda(self.name, q, MOST)
         if reason is not None:
             return reason
-        if not offers_flash3():
+        if not OFFERED:
             return (
                 f"attention flash3 is not offered by PyTorch {torch.__version__} (activate_flash_attention_impl knows "
                 f"no {_FA3}). Install a newer PyTorch, or use flash or auto."
             )
-        if importlib.util.find_spec(_FA3_MODULE) is None:
+        if not INSTALLED:
             return (
                 f"attention flash3 needs the package flash_attn_3 (module {_FA3_MODULE}), which is not installed. "
                 f"Install it, or use flash or auto."
@@ -59,13 +64,6 @@ class Flash3:
     def run(self, q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
         _put_in_place(_FA3)
         return _varlen(q, k, v, q_lengths, k_lengths)
-
-
-@cache
-def offers_flash3() -> bool:
-    """Whether this PyTorch can be told to use FlashAttention 3 (the package may still be missing)."""
-    known = getattr(torch.nn.attention, "list_flash_attention_impls", None)
-    return known is not None and _FA3 in known()
 
 
 def _put_in_place(impl: str | None) -> None:

@@ -43,8 +43,8 @@ class Flex:
         if not q_lengths.longest or not k_lengths.longest:
             return q * 0
         mask = document_mask(q_lengths.host, k_lengths.host, q.device)
-        views = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, k, v))
-        out = _compiled()(*views, block_mask=mask) if q.is_cuda else flex_attention(*views, block_mask=mask)
+        q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, k, v))
+        out = _compiled()(q, k, v, block_mask=mask) if q.is_cuda else flex_attention(q, k, v, block_mask=mask)
         assert isinstance(out, Tensor)  # a tuple only where a second result is asked for
         return out[0].transpose(0, 1)
 
@@ -58,7 +58,8 @@ def _compiled() -> Callable[..., Tensor | tuple[Tensor, ...]]:
 def document_mask(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> BlockMask:
     """Each query sees the keys of its own sequence. Found on the host from the lengths, without a mask of N x N.
 
-    The keys that a block of queries sees are one range, because sequences come in the same order on both sides.
+    The keys that a block of queries sees are one range, because sequences come in the same order on both sides; keys
+    of a sequence without queries may lie in it, and are masked.
     """
     q_document = np.repeat(np.arange(len(q_lengths)), q_lengths)
     k_start = np.concatenate([[0], np.cumsum(k_lengths)])
