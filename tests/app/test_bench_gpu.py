@@ -15,7 +15,7 @@ from app.bench.gpu import runner
 from app.bench.gpu.__main__ import _without, main
 from app.bench.gpu.attention_right import softmax_attention
 from app.bench.gpu.catalogue import catalogue, chosen
-from app.bench.gpu.counting import STAND_IN, DispatchCounter, _as_on_a_gpu, counted_call
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_call
 from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
 from app.bench.gpu.idle import use_of
 from app.bench.gpu.lines import FILE, Facts, ResultLine, append_line, read_lines
@@ -35,6 +35,18 @@ PLACE = Place(device=torch.device("cpu"), rehearse=False)
 FACTS = Facts(
     device="GPU", torch="2", triton="3", cuda="13", python="3", commit="abc", command="bench", rehearsal=False
 )
+
+
+class Mute:
+    """A measurement whose library cannot even say whether it can run."""
+
+    name, estimate_s = "mute", 1.0
+
+    def why_not(self, place: Place) -> str | None:
+        raise ImportError("no such symbol")
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        raise AssertionError("it was not asked to run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,12 @@ def test_a_failure_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert c.left_out == "No such thing."
     text = (tmp_path / runner.REPORT).read_text()
     assert "- b: OutOfMemoryError" in text and "- c: No such thing." in text
+
+
+def test_a_library_that_does_not_answer_is_a_failure_of_that_line(tmp_path: Path) -> None:
+    run_all([Mute(), Fake(name="a")], PLACE, tmp_path, FACTS, budget(60), lambda text: None)
+    mute, a = read_lines(tmp_path)
+    assert mute.error is not None and "ImportError: no such symbol" in mute.error and a.good
 
 
 def test_a_second_call_measures_only_what_is_missing(tmp_path: Path) -> None:
@@ -131,9 +149,10 @@ def test_a_restart_keeps_what_a_person_asked_for() -> None:
     [
         (["--rehearse", "--minutes", "0"], "--minutes 0 is too little for one result"),
         (["--rehearse", "--only", "nothing"], "--only nothing fits no measurement; their names begin with kernels, "),
+        (["--rehearse", "--minutes", "nan"], "--minutes nan is no time"),
         ([], "there is no CUDA device here. Run it with --rehearse"),
     ],
-    ids=["no time", "no such name", "no device"],
+    ids=["no time", "no such name", "no number", "no device"],
 )
 def test_a_call_that_cannot_be_answered_is_one_sentence_and_code_2(
     options: list[str], sentence: str, tmp_path: Path
@@ -212,7 +231,7 @@ def test_flops_of_a_step_are_those_of_its_products(config) -> None:
     import torch.nn.attention.varlen  # registers the count of its op
     from torch.utils.flop_counter import FlopCounterMode
 
-    with _as_on_a_gpu():
+    with as_on_a_gpu():
         dit = build(config, STAND_IN, torch.bfloat16)
         call = PackedCall.of(config, [CLIP_480P81], STAND_IN, torch.bfloat16)
         with FlopCounterMode(display=False) as counter:

@@ -69,6 +69,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     from app.bench.gpu.measurement import Place
     from app.bench.gpu.runner import REPORT, Budget, run_all
 
+    if not 0 <= options.minutes < float("inf"):
+        raise ValueError(f"--minutes {options.minutes:g} is no time. Give minutes from 0 on.")
     if not options.rehearse and not options.list and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here. Run it with --rehearse for all of it, small, on the CPU.")
     cuda = torch.cuda.is_available() and not options.rehearse
@@ -83,7 +85,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     facts = _facts(options.rehearse, arguments)
     folder: Path = options.out or ROOT / "bench-out" / f"gpu-{re.sub(r'[^a-z0-9]+', '-', facts.device.lower())}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be a folder: {error.strerror}. Give another.") from None
     budget = Budget(began=options.began, seconds=60 * options.minutes)
     done = run_all(wanted, place, folder, facts, budget, _say, options.retry)
     if done.dead and options.restarts < MOST_RESTARTS:

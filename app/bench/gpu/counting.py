@@ -121,7 +121,7 @@ def counted_call(config: DiTConfig) -> tuple[DispatchCounter, DispatchCounter]:
 
 
 def _count(config: DiTConfig, blocks: bool) -> DispatchCounter:
-    with _as_on_a_gpu():
+    with as_on_a_gpu():
         dit = build(config, STAND_IN, torch.bfloat16)
         if not blocks:
             for name, child in list(dit.named_children()):
@@ -135,7 +135,7 @@ def _count(config: DiTConfig, blocks: bool) -> DispatchCounter:
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def as_on_a_gpu() -> Iterator[None]:
     """Attention as on a GPU (variable-length flash); autocast does not know the stand-in, and weights are bf16."""
     flash = backend_of("flash")
     autocast: Callable[..., Any] = torch.autocast

@@ -222,8 +222,8 @@ CASES = {
     "ln_modulate": _norm(rms=False),
     "gate_residual_ln_modulate": _gate_norm(),
     "qk_norm_rope": _qk(per_head=False),
-    "qk_norm_rope per head": _qk(per_head=True),
+    "qk_norm_rope-per-head": _qk(per_head=True),
     "gate_residual": _gate(),
     "rms_modulate": _norm(rms=True),
-    "affine norm": _affine(),
+    "affine-norm": _affine(),
 }

@@ -69,11 +69,11 @@ def run_all(
     skipped: list[str] = []
     dead = False
     for one in missing:
-        reason = one.why_not(place)
-        if reason is None and expected_seconds(one, place) > budget.left():
+        line = _left_out(one, place, facts)
+        if line is None and expected_seconds(one, place) > budget.left():
             skipped.append(one.name)
             continue
-        line = _left_out(one, facts, reason) if reason else _measured(one, place, folder, facts)
+        line = line or _measured(one, place, folder, facts)
         append_line(folder, line)
         new.append(line)
         say(_said(line, budget))
@@ -102,8 +102,15 @@ def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> Res
     )
 
 
-def _left_out(one: Measurement, facts: Facts, reason: str) -> ResultLine:
-    return ResultLine(name=one.name, facts=facts, at=_now(), seconds=0.0, left_out=reason)
+def _left_out(one: Measurement, place: Place, facts: Facts) -> ResultLine | None:
+    """The line of what cannot run here; None where it can."""
+    try:
+        reason, error = one.why_not(place), None
+    except Exception as raised:  # a library that does not even answer
+        reason, error = None, _told(raised)
+    if reason is None and error is None:
+        return None
+    return ResultLine(name=one.name, facts=facts, at=_now(), seconds=0.0, left_out=reason, error=error)
 
 
 def _forget(place: Place) -> None:
