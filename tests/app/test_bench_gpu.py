@@ -112,6 +112,23 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     assert [line.name for line in read_lines(tmp_path)] == ["a", "b"]
 
 
+def test_what_a_process_died_of_is_a_failure_and_not_run_again(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib
+from tests.app import test_bench_gpu as t
+class Deadly(t.Fake):
+    def run(self, place, earlier):
+        os._exit(9)
+t.run([t.Fake(name="a"), Deadly(name="b"), t.Fake(name="c")], pathlib.Path({str(tmp_path)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 9
+    done = run([Fake(name="a"), Fake(name="b"), Fake(name="c")], tmp_path)
+    assert [line.name for line in done.lines] == ["c"]
+    (error,) = [line.error for line in read_lines(tmp_path) if line.name == "b"]
+    assert error is not None and "--retry" in error
+    assert [line.name for line in run([Fake(name="b")], tmp_path, retry=True).lines] == ["b"]
+
+
 def test_what_does_not_fit_is_skipped_by_name_and_what_fits_still_runs(tmp_path: Path) -> None:
     done = run([Fake(name="long", estimate_s=500), Fake(name="short")], tmp_path, seconds=100)
     assert [line.name for line in done.lines] == ["short"] and done.skipped == ("long",)
@@ -137,6 +154,24 @@ def test_a_dead_device_ends_the_process_s_part(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(runner, "_answers", lambda place: False)
     done = run([Fake(name="a"), Fake(name="b", error=OOM), Fake(name="c")], tmp_path)
     assert done.dead and [line.name for line in done.lines] == ["a", "b"]
+
+
+def test_a_fresh_process_goes_on_where_the_device_died(tmp_path: Path) -> None:
+    code = f"""
+import os
+from app.bench.gpu import __main__ as command, catalogue, runner
+from tests.app.test_bench_gpu import Fake
+catalogue.catalogue = lambda place: [Fake(name="a", error=RuntimeError("illegal memory access")), Fake(name="b")]
+runner._answers = lambda place: False
+os.execv = lambda program, arguments: (print("NEXT", *arguments[1:], flush=True), os._exit(7))
+command.main(["--rehearse", "--retry", "--minutes", "1", "--out", {str(tmp_path)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    (following,) = [text for text in done.stdout.splitlines() if text.startswith("NEXT")]
+    asked = f"NEXT -m app.bench.gpu --rehearse --minutes 1 --out {tmp_path} --began "
+    assert following.startswith(asked) and following.endswith(" --restarts 1")
+    assert [line.name for line in read_lines(tmp_path)] == ["a"]
 
 
 def test_a_restart_keeps_what_a_person_asked_for() -> None:
@@ -255,6 +290,7 @@ def test_blocks_fit_as_long_as_their_step_does() -> None:
         return step_bytes(replace(WAN_14B, num_layers=count), count * block + other, tokens, checkpointing=True) or 0.0
 
     assert needed(blocks) <= 120e9 < needed(blocks + 1)
+    assert needed(7) - needed(6) == 22 * block + 2 * 5120 * tokens, "its states, and its input in bf16"
     assert blocks_that_fit(WAN_14B, block, other, tokens, 1e13) == 40 and blocks_that_fit(WAN_14B, 1, 1, tokens, 0) == 0
 
 

@@ -13,11 +13,11 @@ from ops.attention.varlen import backend_of, choose
 
 WIDTH = 1536  # heads x head size, as in Wan2.1-1.3B
 PACKS = {  # lengths of the real run, then of the rehearsal; keys are as long, or 512 per sequence in a cross case
-    "one 32760": ((32760,), (24,)),
-    "packed 32k": ((10155, 7207, 5569, 3931, 2948, 1965, 985), (9, 8, 4, 3)),
-    "4 x 8190": ((8190,) * 4, (6,) * 4),
-    "16 x 1024": ((1024,) * 16, (3,) * 8),
-    "cross one 32760": ((32760,), (24,)),
+    "one-32760": ((32760,), (24,)),
+    "packed-32k": ((10155, 7207, 5569, 3931, 2948, 1965, 985), (9, 8, 4, 3)),
+    "4x8190": ((8190,) * 4, (6,) * 4),
+    "16x1024": ((1024,) * 16, (3,) * 8),
+    "cross-32760": ((32760,), (24,)),
 }
 TEXT = 512
 BACKWARD_PRODUCTS = 2.5  # of the forward's: five matrix products instead of two
@@ -81,4 +81,4 @@ class AttentionSpeed:
 def measurements() -> list[AttentionSpeed]:
     order: tuple[BackendName, ...] = ("flash", "cudnn", "flash3", "flex")
     real = [AttentionSpeed(backend=name, pack=pack) for pack in PACKS for name in order]
-    return [*real, AttentionSpeed(backend="sdpa", pack="one 32760"), AttentionSpeed(backend="sdpa", pack="packed 32k")]
+    return [*real, AttentionSpeed(backend="sdpa", pack="one-32760"), AttentionSpeed(backend="sdpa", pack="packed-32k")]

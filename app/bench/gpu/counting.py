@@ -7,10 +7,9 @@ that is read from it makes the host wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -72,8 +71,8 @@ class DispatchCounter(TorchDispatchMode):
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),  # an op's arguments are of any type
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         self.dispatched += 1
         given = dict(kwargs or {})
@@ -91,17 +90,19 @@ class DispatchCounter(TorchDispatchMode):
             self.kernels += 1
         return out
 
-    def _moved(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    def _moved(self, name: str, args: tuple[object, ...], given: Mapping[str, object]) -> Tensor | None:
         """What a download gives (uploads are only counted); None where the op may run as it is."""
-        source = args[1] if name == "aten.copy_" else args[0]
-        target = args[0].device if name == "aten.copy_" else torch.device(given.get("device") or source.device)
+        source, first, device = args[1 if name == "aten.copy_" else 0], args[0], given.get("device")
+        assert isinstance(source, Tensor) and isinstance(first, Tensor)
+        target = torch.device(device) if isinstance(device, str | torch.device) else first.device
         if source.device != STAND_IN and target == STAND_IN:
             self.uploads += 1
             self.uploaded_bytes += source.numel() * source.element_size()
         if source.device == STAND_IN and target != STAND_IN:
             self.downloads += 1
             self.waits += not given.get("non_blocking", False)
-            return torch.zeros(source.shape, dtype=given.get("dtype") or source.dtype)
+            dtype = given.get("dtype")
+            return torch.zeros(source.shape, dtype=dtype if isinstance(dtype, torch.dtype) else source.dtype)
         return None
 
     def figures(self) -> dict[str, float]:
@@ -138,10 +139,17 @@ def _count(config: DiTConfig, blocks: bool) -> DispatchCounter:
 def as_on_a_gpu() -> Iterator[None]:
     """Attention as on a GPU (variable-length flash); autocast does not know the stand-in, and weights are bf16."""
     flash = backend_of("flash")
-    autocast: Callable[..., Any] = torch.autocast
+    autocast = torch.autocast
 
-    def quiet(device_type: str, *args: Any, **settings: Any) -> Any:  # as torch.autocast
-        return nullcontext() if device_type == STAND_IN.type else autocast(device_type, *args, **settings)
+    def quiet(
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> AbstractContextManager[object]:
+        if device_type == STAND_IN.type:
+            return nullcontext()
+        return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     with (
         patch.object(varlen, "choose", lambda q, lengths: flash),

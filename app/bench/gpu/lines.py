@@ -11,6 +11,7 @@ from pathlib import Path
 from app.bench.gpu.measurement import Figures
 
 FILE = "results.jsonl"
+RUNNING = "running"  # holds a name while it is measured; it outlives a process that dies of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +78,19 @@ def append_line(folder: Path, line: ResultLine) -> None:
     torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if torn else "") + line.to_json() + "\n")
+
+
+def begin_mark(folder: Path, name: str) -> None:
+    """Note what is measured from now on."""
+    (folder / RUNNING).write_text(name, encoding="utf-8")
+
+
+def end_mark(folder: Path) -> str | None:
+    """Take the note away; what it said, if there was one."""
+    path = folder / RUNNING
+    name = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    path.unlink(missing_ok=True)
+    return name or None
 
 
 def good_figures(lines: Iterable[ResultLine]) -> dict[str, Figures]:

@@ -32,7 +32,7 @@ class OpsSpeed:
 
     @property
     def name(self) -> str:
-        return f"ops.{self.op}.d{self.width}.n{self.tokens}"
+        return f"ops.{self.op.replace(', ', '-')}.d{self.width}.n{self.tokens}"
 
     def why_not(self, place: Place) -> str | None:
         return None

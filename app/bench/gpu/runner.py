@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from app.bench.gpu.lines import Facts, ResultLine, append_line, good_figures, read_lines
+from app.bench.gpu.lines import Facts, ResultLine, append_line, begin_mark, end_mark, good_figures, read_lines
 from app.bench.gpu.measurement import Measurement, Place, expected_seconds
 from app.bench.gpu.report import cell, report
 
@@ -63,6 +63,9 @@ def run_all(
     """
     before = read_lines(folder)
     _check_same_device(before, facts, folder)
+    if lost := end_mark(folder):
+        append_line(folder, _died(lost, facts))
+        before = read_lines(folder)
     done = {line.name for line in before if line.error is None or not retry}
     missing = [one for one in measurements if one.name not in done]
     new: list[ResultLine] = []
@@ -81,7 +84,7 @@ def run_all(
         if line.error is not None and not _answers(place):
             dead = True
             break
-    if skipped and not any(line.left_out is None for line in [*before, *new]):
+    if skipped and not any(line.good or line.error for line in [*before, *new]):
         raise TooLittleTime(_too_little(missing, place, budget, skipped))
     (folder / REPORT).write_text(report(read_lines(folder), skipped), encoding="utf-8")
     return Round(lines=tuple(new), skipped=tuple(skipped), dead=dead)
@@ -91,15 +94,24 @@ def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> Res
     at, start = _now(), time.monotonic()
     earlier = good_figures(read_lines(folder))
     torch.manual_seed(0)
+    begin_mark(folder, one.name)
     try:
         figures, error = one.run(place, earlier), None
         place.synchronize()
     except Exception as raised:  # a kernel, a compiler, the allocator: the next measurement does not care
         figures, error = {}, _told(raised)
+    finally:  # also when a person stops it; not when the process dies
+        end_mark(folder)
     _forget(place)
     return ResultLine(
         name=one.name, facts=facts, at=at, seconds=round(time.monotonic() - start, 2), figures=figures, error=error
     )
+
+
+def _died(name: str, facts: Facts) -> ResultLine:
+    """Of a measurement in which a process ended without a word: it would do so again, and nothing after it ran."""
+    error = "the process died or was stopped while this ran; --retry measures it again."
+    return ResultLine(name=name, facts=facts, at=_now(), seconds=0.0, error=error)
 
 
 def _left_out(one: Measurement, place: Place, facts: Facts) -> ResultLine | None:

@@ -29,7 +29,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton
 from ops.sync import FlatSync
 
-ROOM = 0.9  # of the free memory: fragments, cuBLAS and cuDNN take the rest
+ROOM = 0.85  # of the free memory: fragments, cuBLAS and cuDNN take the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

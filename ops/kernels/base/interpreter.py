@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ def round_bf16_like_hardware() -> None:
 
     truncate = interpreter._convert_float
 
-    def convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:  # as Triton's own, which is untyped
+    def convert(values: np.ndarray, source: object, target: object, rounding_mode: object) -> np.ndarray:
         if source == tl.float32 and target == tl.bfloat16:
             exact = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
             return exact.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
