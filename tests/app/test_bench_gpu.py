@@ -24,6 +24,7 @@ from app.bench.gpu.models import CLIP_480P81, HUNYUAN_13B, WAN_1_3B, WAN_14B, Pa
 from app.bench.gpu.report import report
 from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_all
 from app.bench.gpu.targets import TARGETS, judged
+from app.bench.gpu.train_step import AS_TRAINED, step_config
 from app.bench.gpu.vae_speed import psnr
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
@@ -292,6 +293,18 @@ def test_blocks_fit_as_long_as_their_step_does() -> None:
     assert needed(blocks) <= 120e9 < needed(blocks + 1)
     assert needed(7) - needed(6) == 22 * block + 2 * 5120 * tokens, "its states, and its input in bf16"
     assert blocks_that_fit(WAN_14B, block, other, tokens, 1e13) == 40 and blocks_that_fit(WAN_14B, 1, 1, tokens, 0) == 0
+
+
+@pytest.mark.parametrize(("gib", "blocks"), [(139, (30, 13)), (79, (30, 6))], ids=["H200", "H100"])
+def test_a_model_gets_the_blocks_that_the_device_holds(
+    gib: int, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * 2**30, gib * 2**30))
+    place = Place(device=torch.device("cuda", 0), rehearse=False)
+    assert tuple(step_config(model, AS_TRAINED, place).num_layers for model in (WAN_1_3B, WAN_14B)) == blocks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 2**30, 8 * 2**30))
+    with pytest.raises(RuntimeError, match="not one block fits: 7 GiB are free"):
+        step_config(WAN_14B, AS_TRAINED, place)
 
 
 def test_moves_and_reads_are_counted_and_views_are_not() -> None:

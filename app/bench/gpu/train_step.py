@@ -75,9 +75,7 @@ class TrainStep:
 
     def run(self, place: Place, earlier: Earlier) -> Figures:
         settings = SETTINGS[self.setting]
-        config = _config(MODELS[self.model], settings, place)
-        if not config.num_layers:
-            raise RuntimeError(f"no block of {self.model} fits into the free memory of this device.")
+        config = step_config(MODELS[self.model], settings, place)
         if place.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(place.device)
         with _fused(settings.fused):
@@ -160,8 +158,8 @@ def _fused(on: bool) -> Iterator[None]:
         yield
 
 
-def _config(model: DiTConfig, settings: StepSettings, place: Place) -> DiTConfig:
-    """The model with the setting; of one that is too large as many blocks as fit."""
+def step_config(model: DiTConfig, settings: StepSettings, place: Place) -> DiTConfig:
+    """The model with the setting; of one that is too large as many blocks as fit. Raises RuntimeError if none does."""
     config = place.pick(model, small(model, 2))
     config = replace(config, gradient_checkpointing=settings.checkpointing, attention=settings.attention)
     if place.device.type != "cuda":
@@ -169,6 +167,8 @@ def _config(model: DiTConfig, settings: StepSettings, place: Place) -> DiTConfig
     one, two = (_parameters(replace(config, num_layers=layers)) for layers in (1, 2))
     free = ROOM * torch.cuda.mem_get_info(place.device)[0]
     fitting = blocks_that_fit(config, two - one, 2 * one - two, CLIP_480P81.tokens, free)
+    if not fitting:
+        raise RuntimeError(f"not one block fits: {free / 2**30:.0f} GiB are free for a step. Use a larger device.")
     # a model that fits whole keeps all its blocks also without checkpointing, where it may run out of memory
     return replace(config, num_layers=fitting)
 
