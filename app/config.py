@@ -23,6 +23,7 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Train
 from app.prompts import with_prompts_of_file
 from app.settings import override, read
 from data.config import DataConfig
+from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.models.config import ModelConfig, geometry
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
@@ -206,6 +207,7 @@ def check(config: RunConfig) -> None:
     _check_schedule(config)
     _check_buckets(config)
     _check_sample(config)
+    _check_attention(config)
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -293,6 +295,20 @@ def _check_sample(config: RunConfig) -> None:
         geometry(config.model).token_grid(sample.frames, sample.height, sample.width)
     except ValueError as error:
         raise ConfigError(f"sample.frames/height/width cannot be generated: {error}") from None
+
+
+def _check_attention(config: RunConfig) -> None:
+    """What is wrong on every machine; what this worker's device lacks, the worker says when it starts."""
+    name, train = config.model.dit.attention, config.train
+    if config.workers.device == "cpu" and name in CUDA_ONLY + FORWARD_ONLY_ON_CPU:
+        raise ConfigError(
+            f"model.dit.attention {name} cannot train on workers.device cpu. Use auto or sdpa, or workers on cuda."
+        )
+    if name in CUDA_ONLY and train.autocast == "none" and train.parameter_dtype == "float32":
+        raise ConfigError(
+            f"model.dit.attention {name} takes bfloat16 and float16; train.autocast is none and train.parameter_dtype "
+            f"float32. Set train.autocast: bfloat16, or attention: auto."
+        )
 
 
 def _check_buckets(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from data.config import LimitsConfig, SourceConfig
     from data.dataset.index import Index
-    from data.ledger import Ledger
+    from data.ledger import Ledger, LedgerRecord, SourceRecord
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -322,13 +322,13 @@ def _print_ledger(ledger: Ledger) -> None:
         print(f"members that are no samples{_reasons(facts['notes'])}")
 
 
-def _row_counts(facts: dict[str, Any]) -> str:
+def _row_counts(facts: LedgerRecord | SourceRecord) -> str:
     """Of the whole ledger, or of one source."""
     rejected = sum(facts["rejected"].values())
     return f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {rejected}{_reasons(facts['rejected'])}"
 
 
-def _draw_counts(facts: dict[str, Any]) -> str:
+def _draw_counts(facts: LedgerRecord | SourceRecord) -> str:
     skipped = facts["skipped"]
     return f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(skipped.values())}{_reasons(skipped)}"
 

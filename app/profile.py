@@ -147,10 +147,13 @@ class Bench:
     def __init__(self, config: RunConfig, model: ModelConfig, geometry: Geometry, device: torch.device) -> None:
         import torch
 
+        from ops.attention.varlen import check_backend
         from ops.models.load import build_dit, build_text, build_vae
 
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         dtype = getattr(torch, config.train.parameter_dtype)
+        queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
+        check_backend(model.dit.attention, device, queries, model.dit.head_dim)
         self.dit = build_dit(model.dit, config.train.seed).to(device=device, dtype=dtype)
         self.vae = build_vae(model.vae, device)
         self.text = build_text(model.text, device)

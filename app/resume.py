@@ -35,7 +35,8 @@ FUNCTION = _names("""
 WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
-    model.dit.gradient_checkpointing model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
+    model.dit.gradient_checkpointing model.dit.attention
+    model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     data.segments data.min_coverage data.limits data.engine data.cache
     train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps
     train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
@@ -54,7 +55,13 @@ _TABLES: tuple[tuple[list[str], Kind], ...] = (
 KINDS: dict[str, Kind] = {name: kind for names, kind in _TABLES for name in names}
 
 MOVABLE = ("path", "media", "index", "name", "synthetic")  # of a source
-RUNTIME = ("path", "gradient_checkpointing", "lora_rank", "lora_alpha")  # of model.dit beside a config.json
+RUNTIME = (
+    "path",
+    "gradient_checkpointing",
+    "attention",
+    "lora_rank",
+    "lora_alpha",
+)  # of model.dit beside a config.json
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,10 @@ from actors.state.checkpoint_files import CheckpointError, is_complete, latest, 
 from app.config import RunConfig, names
 from app.profile import pick_device
 from app.video import contact_sheet, write_mp4
+from ops.attention.varlen import check_backend
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
@@ -191,7 +193,7 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     meta, _ = load(folder)
     config = run_config(meta, folder)
     target = pick_device(device)
-    resolved, geometry = resolve(config.model)
+    resolved, geometry = _for_device(config, config.model, target)
     dit = build_dit(resolved.dit, config.train.seed)
     put_weights(dit, model_state(folder, ema), str(folder))
     return Model(
@@ -203,6 +205,18 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
         step=int(meta["step"]),
         device=target,
     )
+
+
+def _for_device(config: RunConfig, model: ModelConfig, device: torch.device) -> tuple[ModelConfig, Geometry]:
+    """The resolved model; attention that the run named but this device does not have becomes `auto`, with a note."""
+    resolved, geometry = resolve(model)
+    dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
+    try:
+        check_backend(resolved.dit.attention, device, dtype, resolved.dit.head_dim, training=False)
+    except ValueError as error:
+        print(f"note: {error} Sampling uses auto.")
+        resolved = replace(resolved, dit=replace(resolved.dit, attention="auto"))
+    return resolved, geometry
 
 
 def is_export(path: Path) -> bool:
@@ -221,7 +235,7 @@ def _load_export(folder: Path, device: str) -> Model:
         text=replace(model.text, path=here) if model.text.path else model.text,
     )
     target = pick_device(device)
-    resolved, geometry = resolve(model)
+    resolved, geometry = _for_device(config, model, target)
     return Model(
         dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
         vae=build_vae(resolved.vae, target),

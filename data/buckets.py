@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from data.config import OPEN_SORA_RATIOS, BatchConfig, BucketsConfig
 from data.types import Bucket
@@ -353,7 +352,7 @@ def _area(name: str) -> int:
     return side * side * 16 // 9 if match[2] == "p" else side * side
 
 
-def _open_sora_entries(table: Mapping[str, Any], geometry: Geometry) -> list[ResolutionBuckets]:
+def _open_sora_entries(table: Mapping[str, Mapping[int, object]], geometry: Geometry) -> list[ResolutionBuckets]:
     entries = []
     for name, rows in table.items():
         name = str(name)

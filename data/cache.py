@@ -10,7 +10,7 @@ decoder, the encoder. So folders may be shared by runs, by machines and by bucke
 where it was. A latent of 81 frames at 480x832 is 4 MB, more than its clip: the cache saves encoder time, not space.
 
 An entry is a `.npy` file with a checksum at its end. One that is torn, changed or not of the wanted shape is a miss:
-it is removed, and whoever asked encodes again.
+it is removed, and the caller encodes again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import threading
 import zlib
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["latents", "text"]
 ANSWERS_KEPT = 1 << 16  # items; far more than are under way at once
 QUEUE_BYTES = 256 << 20  # entries that wait to be written; a slow disk costs entries, not memory
-FAILURES_IN_A_ROW = 8  # so many, and nothing more is tried
+FAILURES_IN_A_ROW = 8  # after this many failed writes the cache takes no more entries
 FOR_GOOD = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # the next entry would fail, too
 _SEAL = b"crc1"
 
@@ -191,13 +191,13 @@ class CacheWriter:
 
 
 class CachedLatents:
-    """Which items of a run have all their latents in the cache. An answer stays what it was, so that who plans the
-    encoding of an item and who decodes its pixels agree while workers fill the cache. Only `deny` takes one back: an
-    entry that is there and of no use. Pixels that were spared because of it are then decoded after all."""
+    """Which items of a run have all their latents in the cache. The first answer for an item is kept, because the
+    planner (is it encoded?) and the engine (are its pixels decoded?) must agree while workers fill the cache. Only
+    `deny` takes an answer back, for an entry that cannot be read; the item's pixels are then decoded after all."""
 
     def __init__(self, cache: Cache, vae: str, config: DataConfig) -> None:
         """`vae` names the encoder as in `latent_key`."""
-        from data.decode import DECODE_VERSION  # imports PyAV, which a worker that reads the cache has no use for
+        from data.decode import DECODE_VERSION  # imports PyAV; workers that only read the cache do not need it
 
         self._cache, self._vae = cache, vae
         self._decoder = f"{config.engine.decoder} {DECODE_VERSION}"
@@ -259,5 +259,5 @@ def _sealed(body: bytes | memoryview) -> bytes:
     return _SEAL + zlib.crc32(body).to_bytes(4, "little")
 
 
-def _digest(*fields: Any) -> str:
+def _digest(*fields: str | float) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from data.config import LimitsConfig
 from data.ledger import BadSample, Reason
@@ -69,12 +68,12 @@ def decode_text(data: bytes, limits: LimitsConfig) -> str:
         raise BadSample(Reason.CAPTION_NOT_UTF8, f"{error.reason} at byte {error.start}") from error
 
 
-def parse_json(data: bytes, limits: LimitsConfig) -> dict[str, Any]:
+def parse_json(data: bytes, limits: LimitsConfig) -> dict[str, object]:
     """A JSON object, refused when it is too large, too deep or something else."""
     if len(data) > limits.max_json_bytes:
         raise BadSample(Reason.BAD_JSON, f"{len(data)} bytes > max_json_bytes {limits.max_json_bytes}")
     try:
-        value = json.loads(data.decode("utf-8-sig"))
+        value: object = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadSample(Reason.BAD_JSON, f"not UTF-8 at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
@@ -84,7 +83,7 @@ def parse_json(data: bytes, limits: LimitsConfig) -> dict[str, Any]:
     return value
 
 
-def json_texts(value: dict[str, Any], name: str) -> list[str]:
+def json_texts(value: Mapping[str, object], name: str) -> list[str]:
     """Texts of field `name`: a string, or the strings of a list."""
     field = value.get(name)
     if isinstance(field, str):
@@ -92,7 +91,7 @@ def json_texts(value: dict[str, Any], name: str) -> list[str]:
     return [text for text in field if isinstance(text, str)] if isinstance(field, list) else []
 
 
-def scores_of(value: dict[str, Any], limit: int = 64) -> dict[str, float]:
+def scores_of(value: Mapping[str, object], limit: int = 64) -> dict[str, float]:
     """Numeric fields of a JSON object or table row, named without spaces."""
     found: dict[str, float] = {}
     for name, field in value.items():

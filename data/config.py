@@ -41,7 +41,8 @@ OPEN_SORA_RATIOS = (
 class SourceConfig:
     """Where samples come from. `weight` is a share of the mixture; all weights sum to 1, or none is given."""
 
-    # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs: the folder. PyArrow URIs too
+    # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs, mds: the folder.
+    # Several as A::B; PyArrow URIs too
     path: str
     kind: SourceKind = "webdataset"
     name: str = ""  # shown in reports; empty: the last part of the path
@@ -81,7 +82,7 @@ class BucketsConfig:
     resolutions: tuple[str, ...] = ()  # generated: 256px (256^2 pixels) or 480p (480^2 * 16/9 pixels)
     ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")  # generated: width:height
     frames: tuple[int, ...] = ()  # generated: frame counts, 4k+1 for causal VAEs; 1 is a still image
-    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted: {"256px": {1: [1.0, 45], 33: [1.0, 12]}}
+    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted, unchecked: {"256px": {1: [1.0, 45]}}
     max_ratio_error: float = 1.5  # a clip whose aspect ratio is further than this factor from every bucket is dropped
     min_area: float = 0.8  # a clip joins a resolution when it has at least this share of its pixels
     undersize: Literal["drop", "upscale"] = "drop"  # clips smaller than the smallest resolution

@@ -15,18 +15,24 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
 
 import av
 import numpy as np
+from av.container import InputContainer
 from av.video.reformatter import Interpolation, VideoReformatter
+from av.video.stream import VideoStream
 
 from data.captions import read_caption
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
-from data.media_info import square_width
+from data.media_info import CropBox, square_width
 from data.storage import ByteRange, ReadFile, open_file, read_range
 from data.types import Batch, Clip, DecodeJob
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: latents cached before are of no use then
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
@@ -38,13 +44,14 @@ FRAMES_SHORT_ALLOWED = 0.02  # of those a header promises: edit lists make its c
 # table's bicubic (1080p to 480p 5.2 ms). BITEXACT: the same pixels on every CPU.
 SCALING = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
+MediaStream = io.BytesIO | ByteRange
 Decoder = Callable[[Clip, DecodeJob], np.ndarray]
 
 
 class DecodedFrame(NamedTuple):
     """A decoded frame, and its width when its pixels are made square."""
 
-    frame: Any
+    frame: av.VideoFrame
     width: int
 
 
@@ -82,8 +89,8 @@ def fault_of(clip: Clip, reason: Reason, offset: int | None, detail: str) -> Fau
 
 
 class _Memory(threading.local):
-    """Memory of the last batch of a thread, taken again when nobody has that batch any more: faulting in fresh pages
-    for the pixels of a clip costs 8 % of its decoding."""
+    """Memory of the last batch of a thread, used again as soon as that batch is gone. Fresh memory costs page faults:
+    8 % of the decoding of a clip."""
 
     pages = np.empty(0, np.uint8)
 
@@ -135,7 +142,7 @@ def decode_clip(clip: Clip, job: DecodeJob, into: np.ndarray | None = None) -> n
         pixels[0] = _decode_image(clip, job)
         return pixels
     with _open_media(clip, job) as file:
-        source: Any = ByteRange(file, clip.offset, clip.size)
+        source: MediaStream = ByteRange(file, clip.offset, clip.size)
         size = file.size if clip.size < 0 else clip.size
         if size < WHOLE_BELOW_BYTES:
             source = io.BytesIO(source.read())
@@ -162,28 +169,31 @@ def _gone(path: str, clip: Clip) -> Exception:
 # video
 
 
-def decode_video(source: Any, clip: Clip, job: DecodeJob, into: np.ndarray) -> np.ndarray:
+def decode_video(source: MediaStream, clip: Clip, job: DecodeJob, into: np.ndarray) -> np.ndarray:
     """Fills `into`, uint8 [T, H, W, 3], from a seekable stream of one video, a frame at a time: copies and page faults
     of whole clips cost a tenth of their decoding. Raises BadSample and av.error.FFmpegError."""
-    begin = clip.start_seconds + (clip.start_frame / clip.fps if clip.fps else 0.0)
+    begin = clip.start_s + (clip.start_frame / clip.fps if clip.fps else 0.0)
     wanted = _in_a_row if job.fps <= 0 else _at_times
-    scaler, given = VideoReformatter(), 0
+    scaler, cropper, given = VideoReformatter(), VideoReformatter(), 0
     for shown in wanted(source, clip, job, begin):
-        _fit(shown, job, clip.rotation, scaler, into[given % len(into)])
+        if clip.crop is None:
+            _fit(shown, job, clip.rotation, scaler, into[given % len(into)])
+        else:
+            _fit(_cropped(shown, clip.crop, job, clip.rotation, cropper), job, 0, scaler, into[given % len(into)])
         given += 1
     if given % len(into):
         into[:] = np.roll(into, -given, axis=0)
     return into
 
 
-def _frames_from(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Frames:
+def _frames_from(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Frames:
     """From a keyframe at or before `begin` on."""
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
-        origin = float((stream.start_time or 0) * stream.time_base)
+        origin = float((stream.start_time or 0) * _unit(stream))
         sought = begin > SEEK_AFTER_SECONDS
         if sought:
-            container.seek(int((begin + origin) / stream.time_base), stream=stream, backward=True)
+            container.seek(int((begin + origin) / _unit(stream)), stream=stream, backward=True)
         for number, (seconds, frame) in enumerate(_decoded(container, stream, origin, clip)):
             if sought and number == 0 and seconds > begin + TIME_SLACK:
                 break  # the file's seek table points past the wanted frame
@@ -192,15 +202,20 @@ def _frames_from(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Frame
             return
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
-        yield from _decoded(container, stream, float((stream.start_time or 0) * stream.time_base), clip)
+        yield from _decoded(container, stream, float((stream.start_time or 0) * _unit(stream)), clip)
 
 
-def _container(source: Any, job: DecodeJob) -> Any:
+def _unit(stream: VideoStream) -> Fraction:
+    """Seconds of one count of its time stamps."""
+    return stream.time_base or Fraction(1)
+
+
+def _container(source: MediaStream, job: DecodeJob) -> InputContainer:
     source.seek(0)
-    return av.open(source, options={"max_pixels": str(job.limits.max_pixels)}, metadata_errors="ignore")
+    return av.open(source, "r", options={"max_pixels": str(job.limits.max_pixels)}, metadata_errors="ignore")
 
 
-def _video_stream(container: Any, clip: Clip, job: DecodeJob) -> Any:
+def _video_stream(container: InputContainer, clip: Clip, job: DecodeJob) -> VideoStream:
     if not container.streams.video:
         raise BadSample(Reason.NO_VIDEO_TRACK, f"{len(container.streams)} streams, none of video", clip.offset)
     stream = container.streams.video[0]
@@ -214,7 +229,7 @@ def _video_stream(container: Any, clip: Clip, job: DecodeJob) -> Any:
     return stream
 
 
-def _decoded(container: Any, stream: Any, origin: float, clip: Clip) -> Frames:
+def _decoded(container: InputContainer, stream: VideoStream, origin: float, clip: Clip) -> Frames:
     rate = float(stream.average_rate or clip.fps or 25)
     seconds, pixel_aspect = -1 / rate, stream.sample_aspect_ratio
     for frame in container.decode(stream):
@@ -222,11 +237,12 @@ def _decoded(container: Any, stream: Any, origin: float, clip: Clip) -> Frames:
         yield seconds, DecodedFrame(frame, square_width(frame.width, pixel_aspect))
 
 
-def _in_a_row(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
+def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     """Consecutive frames of the file, of which the last ones given count.
 
-    A start counted in frames is sought by the average rate. Where the rate varies too few may follow it: then the clip
-    is decoded as a whole for its last ones, unless it is shorter than its header says.
+    The time of the first frame follows from its number and the average rate. If the rate varies, too few frames may
+    follow it. The clip is then decoded from its beginning for its last frames, unless it has
+    fewer than its header says.
     """
     left = least = job.bucket.frames
     for shown in _frames_since(source, clip, job, begin):
@@ -234,11 +250,11 @@ def _in_a_row(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator
         left -= 1
         if not left:
             return
-    if not clip.end_seconds:  # else its frames were counted by the average rate, too
+    if not clip.end_s:  # else its frames were counted by the average rate, too
         least = max(least, clip.frames - max(1, int(FRAMES_SHORT_ALLOWED * clip.frames)))
     count = 0
     if clip.start_frame:
-        for shown in _frames_since(source, clip, job, clip.start_seconds):
+        for shown in _frames_since(source, clip, job, clip.start_s):
             count += 1
             if count > least - job.bucket.frames:
                 yield shown
@@ -250,13 +266,13 @@ def _in_a_row(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator
         )
 
 
-def _frames_since(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
-    half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_seconds or math.inf
+def _frames_since(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
+    half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_s or math.inf
     frames = itertools.takewhile(lambda frame: frame[0] < end - END_SLACK, _frames_from(source, clip, job, begin))
     return (shown for seconds, shown in frames if seconds >= begin - half)
 
 
-def _at_times(source: Any, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
+def _at_times(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     """Of every wanted time the frame that is on screen then, by time stamps: right for variable frame rates too."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
     shown, next_time, since = None, 0, 0.0
@@ -280,18 +296,43 @@ def _fit(shown: DecodedFrame, job: DecodeJob, rotation: int, scaler: VideoReform
     swscale gives planes in a third of the time of packed RGB, for which it has no vector code.
     """
     bucket, frame = job.bucket, shown.frame
-    if frame.width * frame.height > job.limits.max_pixels:
-        raise BadSample(Reason.TOO_MANY_PIXELS, f"a frame of {frame.width}x{frame.height}")
     turned = rotation in (90, 270)
     height, width = (bucket.width, bucket.height) if turned else (bucket.height, bucket.width)
     scaled_height, scaled_width = covering(frame.height, shown.width, height, width, job.crop)
-    scaled: Any = scaler.reformat(
-        frame, width=scaled_width, height=scaled_height, format="gbrp", interpolation=SCALING, threads=1
-    )
+    for channel, plane in enumerate(_rgb_planes(frame, scaled_height, scaled_width, job, scaler)):
+        into[..., channel] = np.rot90(_cut(plane, height, width), -rotation // 90)
+
+
+def _cropped(
+    shown: DecodedFrame, crop: CropBox, job: DecodeJob, rotation: int, scaler: VideoReformatter
+) -> DecodedFrame:
+    """The used part of a frame, upright. It is cut out before it is scaled, so that nothing bleeds in from outside."""
+    planes = _rgb_planes(shown.frame, shown.frame.height, shown.width, job, scaler)
+    upright = [np.rot90(plane, -rotation // 90) for plane in planes]
+    height, width = upright[0].shape
+    _check_crop(crop, width, height)
+    part = np.stack([plane[crop.top : crop.bottom, crop.left : crop.right] for plane in upright], axis=-1)
+    return DecodedFrame(av.VideoFrame.from_ndarray(part, format="gbrp"), crop.size[0])
+
+
+def _check_crop(crop: CropBox, width: int, height: int) -> None:
+    if not crop.fits(width, height):
+        raise BadSample(Reason.RANGE_OUTSIDE_VIDEO, f"{crop} is not inside the frame of {width}x{height}")
+
+
+def _rgb_planes(
+    frame: av.VideoFrame, height: int, width: int, job: DecodeJob, scaler: VideoReformatter
+) -> list[np.ndarray]:
+    """Red, green and blue of a frame scaled to this size: uint8 [height, width] each, valid until the next call."""
+    if frame.width * frame.height > job.limits.max_pixels:
+        raise BadSample(Reason.TOO_MANY_PIXELS, f"a frame of {frame.width}x{frame.height}")
+    scaled = scaler.reformat(frame, width=width, height=height, format="gbrp", interpolation=SCALING, threads=1)
     green, blue, red = scaled.planes
-    for channel, plane in enumerate((red, green, blue)):
-        rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
-        into[..., channel] = np.rot90(_cut(rows[:, : plane.width], height, width), -rotation // 90)
+    rows = [
+        np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
+        for plane in (red, green, blue)
+    ]
+    return [plane[:, :width] for plane in rows]
 
 
 def covering(height: int, width: int, to_height: int, to_width: int, crop: bool) -> tuple[int, int]:
@@ -333,6 +374,9 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
             image.load()  # a PNG may say after its pixels how it is turned
             turn = EXIF_TRANSPOSES.get(orientation(image))
             upright = _rgb(image if turn is None else image.transpose(turn))
+            if clip.crop is not None:
+                _check_crop(clip.crop, *upright.size)
+                upright = upright.crop((clip.crop.left, clip.crop.top, clip.crop.right, clip.crop.bottom))
             height, width = covering(upright.height, upright.width, bucket.height, bucket.width, job.crop)
             scaled = upright.resize((width, height), Image.Resampling.BICUBIC)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
@@ -340,7 +384,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
     return _cut(np.asarray(scaled), bucket.height, bucket.width)
 
 
-def _rgb(image: Any) -> Any:
+def _rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB as a viewer shows it: 16-bit greys scaled, transparent pictures on white. Pillow alone cuts off every
     grey above 255, and shows the colours that hide under transparent pixels."""
     from PIL import Image

@@ -16,17 +16,16 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import NotRequired, TextIO, TypedDict, final
 
 from data.config import LimitsConfig
 from data.errors import DataError, DataIOError
 
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
-LEAST_IN_A_ROW = 20  # so many bad draws of a source without a good one between them, and it is gone, small as it may be
+LEAST_IN_A_ROW = 20  # a source counts as gone after at least this many bad draws in a row, however small it is
 
 
 class Severity(StrEnum):
@@ -34,7 +33,7 @@ class Severity(StrEnum):
 
     SAMPLE = "sample"  # a broken sample: counts towards max_bad_fraction
     SHARD = "shard"  # a broken shard or manifest: counts towards max_bad_shards
-    ABSENT = "absent"  # normal in an index (dead URLs): counted and reported only; a draw that is gone is a broken one
+    ABSENT = "absent"  # normal in an index (dead URLs), so only counted there; as a draw it is a broken sample
     CHOICE = "choice"  # the user's own filters and buckets left it out
     NOTE = "note"  # a member that belongs to no sample; no sample is lost
 
@@ -113,8 +112,66 @@ class BadSample(Exception):
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
         self.reason, self.detail, self.offset = reason, detail, offset
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str, int | None]]:
         return (type(self), (self.reason, self.detail, self.offset))
+
+
+class FaultRecord(TypedDict):
+    """A line of bad.jsonl. `source` only between processes; in the file the shard names it."""
+
+    shard: str
+    key: str
+    offset: int | None
+    reason: str
+    detail: str
+    source: NotRequired[int]
+
+
+@final
+class DrawRecord(TypedDict):
+    """Counts of the draws of a source as JSON. `bad_in_a_row` is left out where it is 0."""
+
+    scheduled: int
+    delivered: int
+    skipped: dict[str, int]
+    bad_in_a_row: NotRequired[int]
+
+
+class SourceRecord(TypedDict):
+    """Everything counted of one source as JSON."""
+
+    name: str
+    indexed: int
+    planned: int
+    rejected: dict[str, int]
+    scheduled: int
+    delivered: int
+    skipped: dict[str, int]
+    bad_in_a_row: NotRequired[int]
+
+
+@final
+class DrawsRecord(TypedDict):
+    """Counts of the draws as a resume token holds them, by number of the source (a string, as JSON wants)."""
+
+    sources: dict[str, DrawRecord]
+
+
+class LedgerRecord(TypedDict):
+    """The whole ledger as JSON."""
+
+    indexed: int
+    planned: int
+    rejected: dict[str, int]
+    scheduled: int
+    delivered: int
+    skipped: dict[str, int]
+    pending: int
+    shard_faults: dict[str, int]
+    notes: dict[str, int]
+    details: dict[str, int]
+    bad_shards: int
+    sources: list[SourceRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +185,7 @@ class Fault:
     detail: str = ""
     source: int = 0  # its number in data.sources; not in bad.jsonl, where the shard names it
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> FaultRecord:
         return {
             "shard": self.shard,
             "key": self.key,
@@ -172,7 +229,7 @@ class SourceCounts:
         """Draws that ended, good or bad."""
         return self.delivered + self.skipped.total()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> SourceRecord:
         return {
             "name": self.name,
             "indexed": self.indexed,
@@ -181,12 +238,18 @@ class SourceCounts:
             **self.draw_state(),
         }
 
-    def draw_state(self) -> dict[str, Any]:
+    def draw_state(self) -> DrawRecord:
         """Counts of the draws as JSON."""
-        state = {"scheduled": self.scheduled, "delivered": self.delivered, "skipped": _plain(self.skipped)}
-        return state | ({"bad_in_a_row": self.bad_in_a_row} if self.bad_in_a_row else {})
+        state: DrawRecord = {
+            "scheduled": self.scheduled,
+            "delivered": self.delivered,
+            "skipped": _plain(self.skipped),
+        }
+        if self.bad_in_a_row:
+            state["bad_in_a_row"] = self.bad_in_a_row
+        return state
 
-    def restore_draws(self, state: Mapping[str, Any]) -> None:
+    def restore_draws(self, state: DrawRecord) -> None:
         self.scheduled, self.delivered = int(state["scheduled"]), int(state["delivered"])
         self.skipped = Counter({Reason(name): int(count) for name, count in state["skipped"].items()})
         self.bad_in_a_row = int(state.get("bad_in_a_row", 0))
@@ -199,7 +262,7 @@ class Ledger:
     ledger.schedule(64, source); ledger.skip(fault); ledger.deliver(63, source)                      # draws of a step
 
     `source` is a number in data.sources; a fault carries its own. Of a step, file the faults before what is delivered:
-    the order tells a source of which nothing can be read any more from one with some bad samples.
+    a good draw resets the count of bad ones in a row, which tells a source that is gone from one with bad samples.
     """
 
     def __init__(self, limits: LimitsConfig | None = None, path: str | Path | None = None) -> None:
@@ -360,7 +423,7 @@ class Ledger:
                 if source != EARLIER:
                     self._check_source(counts)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LedgerRecord:
         """Everything as JSON, for reports and logs."""
         with self._lock:
             return {
@@ -378,16 +441,18 @@ class Ledger:
                 "sources": [counts.summary() for _, counts in sorted(self.sources.items())],
             }
 
-    def draw_state(self) -> dict[str, Any]:
+    def draw_state(self) -> DrawsRecord:
         """Counts of the draws, saved beside the resume token (rows are recounted from the index)."""
         with self._lock:
             drawn = {source: counts for source, counts in sorted(self.sources.items()) if counts.scheduled}
             return {"sources": {str(source): counts.draw_state() for source, counts in drawn.items()}}
 
-    def restore_draws(self, state: Mapping[str, Any]) -> None:
+    def restore_draws(self, state: DrawsRecord | DrawRecord) -> None:
         """Stand where `draw_state` was asked. Totals without sources, as version 0.1 wrote them, stay totals."""
-        by_source = state.get("sources", {EARLIER: state})
-        held = {int(source): counts for source, counts in by_source.items()}
+        if "sources" in state:
+            held = {int(source): counts for source, counts in state["sources"].items()}
+        else:
+            held = {EARLIER: state}
         with self._lock:
             for source in {*self.sources, *held}:
                 self.sources[source].restore_draws(held.get(source, _NO_DRAWS))
@@ -442,7 +507,7 @@ class Ledger:
             self._file.write(json.dumps(fault.to_json(), ensure_ascii=True) + "\n")
             self._file.flush()
         except OSError as error:
-            self._file = None  # what it still holds would fail again when it is closed
+            self._file = None  # closing it would write its buffer, and fail again
             raise DataIOError(
                 f"the list of faults {self.path} cannot be written: {error}. Free space, or name another "
                 f"folder; no fault goes unlisted."
@@ -453,4 +518,4 @@ def _plain(counts: Counter[Reason]) -> dict[str, int]:
     return {str(reason): count for reason, count in sorted(counts.items())}
 
 
-_NO_DRAWS: Mapping[str, Any] = SourceCounts().draw_state()
+_NO_DRAWS = SourceCounts().draw_state()

@@ -102,7 +102,7 @@ def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -
 
 def orientation(image: Image.Image) -> int:
     """EXIF orientation, from what Pillow has read so far: `image.getexif()` would decode a whole PNG to look for it.
-    EXIF that cannot be read counts as none."""
+    Unreadable EXIF counts as absent."""
     try:
         return Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
     except PILLOW_ERRORS:

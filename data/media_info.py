@@ -28,6 +28,28 @@ class MediaInfo:
         return (self.height, self.width) if self.rotation in (90, 270) else (self.width, self.height)
 
 
+@dataclass(frozen=True, slots=True)
+class CropBox:
+    """The part of a picture that is used: columns [left, right) and rows [top, bottom), in pixels as displayed."""
+
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height)."""
+        return self.right - self.left, self.bottom - self.top
+
+    def fits(self, width: int, height: int) -> bool:
+        """Whether it has pixels, all of them inside a picture of this size."""
+        return 0 <= self.left < self.right <= width and 0 <= self.top < self.bottom <= height
+
+    def __str__(self) -> str:
+        return f"crop [{self.left}, {self.right}, {self.top}, {self.bottom}]"
+
+
 def square_width(width: int, pixel_aspect: Fraction | float | None) -> int:
     """Columns of a stored frame of `width` when its pixels, `pixel_aspect` times as wide as high, are made square:
     1440 with 4:3 are shown as 1920. Aspects that are absent or absurd count as 1."""

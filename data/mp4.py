@@ -57,7 +57,7 @@ def _find_moov(read: Read, size: int, limits: LimitsConfig) -> bytes:
         if kind not in TOP_LEVEL or length < head:
             if position == 0:
                 raise BadSample(Reason.NOT_MP4, f"starts with {header[:8]!r}")
-            break  # trailing bytes after whole boxes harm nobody
+            break  # trailing bytes after whole boxes are harmless
         if position + length > size:
             raise BadSample(
                 Reason.TRUNCATED_VIDEO,

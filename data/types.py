@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data.config import LimitsConfig
+from data.media_info import CropBox
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,9 +94,10 @@ class Clip:
     frames: int  # number of frames the header promises
     fps: float  # frame rate the header promises; 0 for images
     start_frame: int
-    start_seconds: float = 0.0  # the sample is a part of a longer video that begins here,
-    end_seconds: float = 0.0  # and ends before this; 0: with the video
+    start_s: float = 0.0  # the sample is the part [start_s, end_s) of a longer video
+    end_s: float = 0.0  # 0: to the end of the video
     rotation: int = 0
+    crop: CropBox | None = None  # the part of each frame that is used
     captions: tuple[CaptionRef, ...] = ()
     caption_pick: float = 0.0
     caption_drop: bool = False
@@ -137,7 +139,7 @@ class DecodeJob:
 class Batch:
     """Pixels and captions of one item. A clip found bad keeps its slot: black frames, `ok` False, weight 0.
 
-    The video of an item whose latents are cached has no frames: nobody needs them, and whoever does must notice.
+    The video of an item whose latents are cached has no frames. Code that needs them must check its shape.
     """
 
     item: str

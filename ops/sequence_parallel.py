@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ops.attention.names import AttentionName
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, Gradients
@@ -31,7 +32,9 @@ def check_degree(degree: int, num_heads: int) -> None:
         )
 
 
-def sequence_parallel_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group) -> Tensor:
+def sequence_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionName = "auto"
+) -> Tensor:
     """Self-attention of packed sequences that are spread over the bag: q, k, v [n, H, d] -> [n, H, d].
 
     Collective: all ranks of the group call it in the same order, also with n = 0, forward and backward.
@@ -43,9 +46,10 @@ def sequence_parallel_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Excha
             f"{group.rank} of {group.size}. Build the Layout with the bag's degree and rank."
         )
     if exchange.degree == 1 and exchange.in_order:
-        return attention(q, k, v, exchange.lengths, exchange.lengths)
+        return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
     q, k, v = _RowsToHeads.apply(exchange, group, q, k, v)
-    outputs: tuple[Tensor] = _HeadsToRows.apply(exchange, group, attention(q, k, v, exchange.lengths, exchange.lengths))
+    heads = attention(q, k, v, exchange.lengths, exchange.lengths, backend)
+    outputs: tuple[Tensor] = _HeadsToRows.apply(exchange, group, heads)
     return outputs[0]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -15,11 +17,15 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a late call joins the cluster of another test process
 os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
 
-import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared: a slow example is no fault
-hypothesis.settings.load_profile("unhurried")
+if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
+    import hypothesis
+
+    hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared: slow is no fault
+    hypothesis.settings.load_profile("unhurried")
+
+GPU_MARK = "mark.gpu"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,6 +34,23 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest -m gpu` opens the files that have such tests only: the others import packages that they do not need."""
+    if config.option.markexpr != "gpu":
+        return None
+    files = collection_path.rglob("*.py") if collection_path.is_dir() else [collection_path]
+    return None if any(_has_gpu_tests(file) for file in files) else True
+
+
+def _has_gpu_tests(file: Path) -> bool:
+    """A test file that names the mark, or one of a folder whose conftest.py gives it to all."""
+    if not file.name.startswith("test_"):
+        return False
+    folder = file.parent / "conftest.py"
+    by_folder = folder.is_file() and folder != Path(__file__) and GPU_MARK in folder.read_text(encoding="utf-8")
+    return by_folder or GPU_MARK in file.read_text(encoding="utf-8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

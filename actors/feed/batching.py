@@ -17,7 +17,7 @@ _MOST = 4096  # clips of the smallest image bucket; more would not train better
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetBatch:
-    """`data.buckets.BatchSize`: the same profile gives the same sizes to whoever asks."""
+    """`data.buckets.BatchSize`: a pure function of the profile, so run and preview agree."""
 
     profile: Profile
     geometry: Geometry

@@ -1,4 +1,4 @@
-"""What a feeder and a preview know of the frozen encoders, and what they tell the planner of an item."""
+"""Facts about the frozen encoders that feeder and preview share, and the item as they describe it to the planner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Encoders:
     def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
         """For a resolved model. Names hold every setting of an encoder, what it computes in, and each of its files.
 
-        Without names no file is looked at; what reads no cache needs none.
+        Without names no file is read; only a cache needs names.
         """
         vae_folders = [component(model.vae.path, "vae")] if named and model.vae.path else []
         text_folders = [component(model.text.path, "text_encoder")] if named and model.text.path else []

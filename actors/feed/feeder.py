@@ -18,12 +18,13 @@ from actors.feed.encoders import ENCODED, Encoders, modules_in_cache, plan_item,
 from actors.messages import PublishedResult
 from actors.plan.types import Module
 from actors.ray_calls import put
-from actors.step import CacheKeys, StepBatches, StepItems
+from actors.refs import Ref
+from actors.step import CacheKeys, Position, StepBatches, StepItems
 from data.buckets import BatchSize
 from data.cache import Cache, CachedLatents, Kind
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.make import make_engine
+from data.engines.engine import Engine, make_engine
 from data.types import DataItem
 from ops.geometry import Geometry
 
@@ -31,10 +32,16 @@ log = logging.getLogger(__name__)
 
 
 def _end_when_terminated() -> None:
-    """In an actor's process, SIGTERM ends it at once. Ray would first wait for the tasks that the actor has submitted,
-    and a window that is being decoded waits for the actor: neither would end, nor would anybody be answered."""
+    """Makes SIGTERM end an actor's process at once. Ray would first wait for the tasks that the actor has submitted,
+    and these wait for the actor: neither would end, and callers would get no answer."""
     if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+
+
+def _reference(value: object) -> Ref[object]:
+    """A batch, or Ray's reference to one, as a reference."""
+    found: Any = value if isinstance(value, ray.ObjectRef) else put(value)  # at run time a Ref is Ray's own
+    return found
 
 
 class Feeder:
@@ -53,10 +60,17 @@ class Feeder:
         self._config, self._geometry, self._seed, self._run_dir = config, geometry, seed, run_dir
         self._timed = timed
         self._dataset: Dataset | None = None
-        self._engine: Any = None
+        self._engine: Engine | None = None
         self._items: dict[int, StepItems] = {}  # told and not released
         self._encoders = encoders
         self._cache = Cache(config.cache) if config.cache.path else None
+        wanted = self._cache if config.cache.latents else None
+        self._latents = CachedLatents(wanted, encoders.vae, config) if wanted is not None else None
+
+    @property
+    def _running(self) -> Engine:
+        assert self._engine is not None, "start() comes before the first step"
+        return self._engine
 
     @property
     def dataset(self) -> Dataset:
@@ -68,12 +82,11 @@ class Feeder:
                 self._seed,
                 bad_list=f"{self._run_dir}/bad.jsonl",
                 timed=self._timed,
+                latents=self._latents,  # the engine reads no pixels of what it holds
             )
-            if self._cache is not None and self._cache.config.latents:  # the engine reads no pixels of what it holds
-                self._dataset.latents = CachedLatents(self._cache, self._encoders.vae, self._config)
         return self._dataset
 
-    def start(self, first_step: int, token: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def start(self, first_step: int, token: Position | None = None) -> Mapping[str, object]:
         """Begin decoding at this step. Returns the dataset's accounting, shown once at the start of a run.
 
         Raises DataError when no item can be formed, and with the `token` of a checkpoint when index or data settings
@@ -82,7 +95,8 @@ class Feeder:
         self._items.clear()
         _end_when_terminated()
         if token is not None:
-            self.dataset.resume(token)
+            plain: Any = token  # JSON out of a checkpoint; `resume` checks its version and what it was made from
+            self.dataset.resume(plain)
         if self._engine is not None:
             self._engine.stop()
         self._engine = make_engine(self.dataset, self._config)
@@ -98,19 +112,19 @@ class Feeder:
 
     def batches(self, step: int) -> StepBatches:
         """References to the decoded batches of a step; returns when all are decoded."""
-        values = self._engine.batches(step)  # references, or batches of an engine without Ray
-        references: tuple[Any, ...] = tuple(v if isinstance(v, ray.ObjectRef) else put(v) for v in values)
+        values = self._running.batches(step)  # references, or batches of an engine without Ray
+        references = tuple(_reference(value) for value in values)
         return StepBatches(references=references, position=self.token(step + 1))
 
     def release(self, step: int) -> None:
         """The step is committed: its pixels will not be asked for again."""
         self._items = {held: items for held, items in self._items.items() if held > step}
-        self._engine.release(step)
+        self._running.release(step)
 
-    def token(self, step: int) -> dict[str, Any]:
+    def token(self, step: int) -> Position:
         return self.dataset.token(step)
 
-    def ledger(self) -> dict[str, Any]:
+    def ledger(self) -> Mapping[str, object]:
         """Counts of delivered and skipped samples so far."""
         return self._engine.counts() if self._engine is not None else {}
 
@@ -129,28 +143,29 @@ class Feeder:
         )
 
     def _cache_keys(self, item: DataItem) -> CacheKeys:
-        known = self.dataset.latents
-        latent_keys = known.keys(item) if known is not None else ("",) * item.batch
+        latent_keys = self._latents.keys(item) if self._latents is not None else ("",) * item.batch
         return latent_keys, text_keys(self.dataset.job(item), self._encoders)
 
-    def _cached(self, step: int, item: DataItem, keys: Mapping[str, CacheKeys]) -> dict[tuple[str, str], Any]:
+    def _cached(
+        self, step: int, item: DataItem, keys: Mapping[str, CacheKeys]
+    ) -> dict[tuple[str, str], Ref[list[PublishedResult]]]:
         """References to the results that are there, whole, for every sample of the item."""
         if self._cache is None:
             return {}
-        latents, (latent_names, text_names) = self.dataset.latents, keys[item.id]
+        latents, (latent_names, text_names) = self._latents, keys[item.id]
         named = modules_in_cache(item, text_names, self._cache, latents)
-        found: dict[tuple[str, str], Any] = {}
+        found: dict[tuple[str, str], Ref[list[PublishedResult]]] = {}
         if "text" in named:
             results = self._load("text", step, item, text_names)
             if results is not None:
-                found["text", item.id] = ray.put(results)
+                found["text", item.id] = put(results)
         if "vae" in named:
             assert latents is not None
             results = self._load("vae", step, item, latent_names)
             if results is None:
                 latents.deny(item)
             else:
-                found["vae", item.id] = ray.put(results)
+                found["vae", item.id] = put(results)
         return found
 
     def _load(self, module: Module, step: int, item: DataItem, names: tuple[str, ...]) -> list[PublishedResult] | None:

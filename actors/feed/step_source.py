@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import ray
@@ -27,13 +27,13 @@ from ops.models.text import text_dtype
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Accounting = dict[str, Any]  # JSON, as the data set counts itself
+Accounting = Mapping[str, object]  # JSON, as the data set counts itself
 
 
-_ALARMS = 5  # so many times the engine's own stall alarm without an answer, and the feeder is replaced
+_ALARMS = 5  # a feeder is replaced when it is silent for this many times the engine's stall alarm
 _LEAST_PATIENCE_S = 60.0
 _STARTS = 3
-_POSITIONS_KEPT = 256  # of a few kB each: what a checkpoint or a fallback of some steps asks for
+_POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
 
 
 class FeederHandle(Protocol):
@@ -188,11 +188,11 @@ class StepSource:
             raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
 
 
-def actor_factory(plain: type, *arguments: Any, **named: Any) -> Callable[[], FeederHandle]:
+def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[[], FeederHandle]:
     """A function that starts an actor of this class beside the caller; used again when the actor dies."""
 
     def start() -> FeederHandle:
-        actor: Any = ray.remote(plain)
+        actor: Any = ray.remote(plain)  # its type says nothing of options and methods
         handle: FeederHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
         return handle
 

@@ -13,6 +13,7 @@ from actors.messages import FormTask, WorkerSettings
 from actors.state.checkpoint_files import load
 from actors.worker.executor import Modules
 from actors.worker.meeting import fetch
+from ops.attention.varlen import check_backend
 from ops.comm import CancelToken
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
@@ -47,9 +48,14 @@ class FirstWeights:
 
 
 def build_modules(settings: WorkerSettings, device: torch.device, first: FirstWeights) -> Modules:
-    """Text encoder, VAE and DiT on the device; `first` is given the DiT's weights as they were read."""
+    """Text encoder, VAE and DiT on the device; `first` is given the DiT's weights as they were read.
+
+    Raises ValueError, before weights are read, when the device cannot run the attention that the settings name.
+    """
     model, geometry = resolve(settings.model)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
+    queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
+    check_backend(model.dit.attention, device, queries, model.dit.head_dim)
     dit = build_dit(model.dit, settings.train.seed)
     if dtype != torch.float32:
         first.keep(dit)

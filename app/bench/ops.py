@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,12 +24,12 @@ import torch
 import typer
 
 from app.bench.ops_blocks import BlockResult, compare_block, mmdit_block, wan_block
+from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
-from app.bench.ops_variants import inputs_of, layouts
-from app.bench.timing import Closure, ceilings, measure, peak_bytes
+from app.bench.ops_variants import layouts
+from app.bench.timing import ceilings
 from ops.kernels.base import backend
-from ops.kernels.base.contest import Contest, RowLayout, Variant
-from ops.kernels.base.segments import Segments
+from ops.kernels.base.contest import Contest, RowLayout
 from ops.kernels.folders import contests
 
 log = logging.getLogger(__name__)
@@ -59,17 +59,6 @@ CUDA_GRID = CaseGrid(
 CPU_GRID = CaseGrid(widths=(512, 1536), tokens=(1008,), compile_tokens=(), repeats=9)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchCase:
-    """One op on one layout and width, and who is measured on it."""
-
-    op: Contest
-    layout: RowLayout
-    width: int
-    variants: dict[str, Variant]
-    ablations: bool = False
-
-
 def run(
     compile: Annotated[bool, typer.Option(help="Include torch.compile of the eager chains (CUDA only).")] = True,
     liger: Annotated[
@@ -97,7 +86,7 @@ def run(
         if time.monotonic() - started > budget_s:
             skipped += 1
             continue
-        rows += _measure_case(case, device, grid.repeats)
+        rows += measure_case(case, device, grid.repeats)
     results = Results(rows, limits["copy"])
     lines += tables(results)
     if skipped:
@@ -149,76 +138,6 @@ def _ops_and_layouts(liger: bool, tokens: int) -> Iterator[tuple[Contest, RowLay
     for op in contests(liger):
         # QK-norm has no tables: its layouts are the same.
         yield from ((op, layout) for layout in layouts(tokens) if op.name != "qk_norm_rope" or layout.name == "B=1")
-
-
-def _measure_case(case: BenchCase, device: torch.device, repeats: int) -> list[OpsRow]:
-    op, layout, width = case.op, case.layout, case.width
-    unit = 2 * layout.tokens * width
-    segments = Segments.packed(layout.lengths, device=device)
-    rows = segments.run2mod.long()[segments.run.long()]
-    torch._dynamo.reset()
-    found: list[OpsRow] = []
-
-    def add(direction: str, variant: str, make: Callable[[int], Closure], units: int, peak: int | None) -> None:
-        timing = measure(make, units * unit, device, repeats)
-        found.append(
-            OpsRow(
-                op=op.name,
-                layout=layout.name,
-                width=width,
-                tokens=layout.tokens,
-                direction=direction,
-                variant=variant,
-                timing=timing,
-                useful_bytes=units * unit,
-                peak=peak,
-            )
-        )
-
-    for name, function in case.variants.items():
-
-        def forward(_: int, function: Variant = function) -> Closure:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
-            return lambda: function(tensors, layout, segments, rows)
-
-        def backward(_: int, function: Variant = function) -> Closure:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
-            outs = function(tensors, layout, segments, rows)
-            cotangents = [torch.randn_like(o) for o in outs]
-            wrt = [tensors[n] for n in op.inputs]
-            return lambda: torch.autograd.grad(outs, wrt, cotangents, retain_graph=True)
-
-        def both(function: Variant = function) -> object:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
-            outs = function(tensors, layout, segments, rows)
-            return torch.autograd.grad(outs, [tensors[n] for n in op.inputs], [torch.ones_like(o) for o in outs])
-
-        peak = peak_bytes(both, device)
-        add("forward", name, forward, op.forward_T, peak)
-        add("backward", name, backward, op.backward_T, peak)
-    if case.ablations:
-        for name, make in _ablations(op, layout, width, segments, device).items():
-            add("backward", name, make, op.backward_T, None)
-    return found
-
-
-def _ablations(
-    op: Contest, layout: RowLayout, width: int, segments: Segments, device: torch.device
-) -> dict[str, Callable[[int], Closure]]:
-    """The two other reductions of the table gradients: AdaptiveLoad's D-tile and Liger's atomics."""
-    from ops.kernels.norm_modulate import ablations
-
-    def make(function: Callable[..., object]) -> Callable[[int], Closure]:
-        def build(_: int) -> Closure:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
-            x, scale = tensors["x"].detach(), tensors["scale"].detach()
-            dy = torch.randn_like(x)
-            mean, rstd = x.float().mean(-1), torch.rsqrt(x.float().var(-1, correction=0) + 1e-6)
-            return lambda: function(dy, x, scale, mean, rstd, segments)
-
-        return build
-
-    return {"D-tile (paper)": make(ablations.dtile_bwd), "atomic": make(ablations.atomic_bwd)}
 
 
 def _blocks(device: torch.device) -> list[BlockResult]:

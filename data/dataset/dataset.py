@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from data.dataset.order import (
     PICK,
     START,
     BatchDraw,
+    DataToken,
     OrderState,
     Population,
     SampleDraw,
@@ -38,14 +38,15 @@ from data.dataset.order import (
 )
 from data.dataset.positions import Positions
 from data.errors import DataError
-from data.ledger import Fault, Ledger, Reason
+from data.ledger import DrawsRecord, Fault, Ledger, LedgerRecord, Reason
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef, StepOfItems
+from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
 KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
 KEPT_ROWS = 4096
-NO_DRAWS: Mapping[str, Any] = {"sources": {}}
+NO_DRAWS: DrawsRecord = {"sources": {}}
 MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
 
@@ -57,16 +58,16 @@ class Dataset:
         config: DataConfig,
         indexes: Sequence[Index],
         seed: int,
-        geometry: Any,
+        geometry: Geometry,
         ledger: Ledger,
         timed: BatchSize | None = None,
+        latents: CachedLatents | None = None,
     ) -> None:
         """Use `open`."""
         if not indexes:
             raise DataError("data.sources is empty. Give at least one source with its path.")
         self.config, self.indexes, self.seed = config, tuple(indexes), seed
-        self.geometry, self.ledger, self.timed = geometry, ledger, timed
-        self.latents: CachedLatents | None = None  # set by who knows the encoder
+        self.geometry, self.ledger, self.timed, self.latents = geometry, ledger, timed, latents
         self.shapes, codes = _shapes(self.indexes)
         segments = config.segments or (SegmentConfig(until_step=0),)
         self.tables = [BucketTable.build(segment.buckets or config.buckets, geometry) for segment in segments]
@@ -82,21 +83,26 @@ class Dataset:
         self.planner = SampleOrder(populations, stages, seed, self._identity())
         self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, StepOfItems] = OrderedDict()
-        self._draws: OrderedDict[int, dict[str, Any]] = OrderedDict({0: ledger.draw_state()})  # of the steps before
+        self._draws: OrderedDict[int, DrawsRecord] = OrderedDict({0: ledger.draw_state()})  # of the steps before
         self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
     @classmethod
     def open(
         cls,
         config: DataConfig,
-        geometry: Any,
+        geometry: Geometry,
         seed: int,
         *,
         bad_list: str | Path | None = None,
         timed: BatchSize | None = None,
+        latents: CachedLatents | None = None,
     ) -> Dataset:
         """Load or build the index of every source, then plan. Raises DataError when no item can be formed or more is
-        bad than data.limits allow, ValueError for settings that make no sense. `bad_list`: where bad.jsonl goes."""
+        bad than data.limits allow, ValueError for settings that make no sense.
+
+        `bad_list`: where bad.jsonl goes. `timed` sizes the batches of buckets with a `target_s`. `latents`: what a
+        cache holds; items that it holds whole need no pixels.
+        """
         ledger = Ledger(config.limits, bad_list)
         indexes = [
             build_index(
@@ -104,7 +110,7 @@ class Dataset:
             )
             for ordinal, source in enumerate(config.sources)
         ]
-        dataset = cls(config, indexes, seed, geometry, ledger, timed)
+        dataset = cls(config, indexes, seed, geometry, ledger, timed, latents)
         ledger.check()
         ledger.check_limits()
         return dataset
@@ -128,6 +134,10 @@ class Dataset:
         """False when a cache holds the latents of all its samples."""
         return self.latents is None or not self.latents.has(item)
 
+    def latents_denied(self, item: DataItem) -> bool:
+        """Whether a cache named all latents of this item, and one of them then could not be read."""
+        return self.latents is not None and self.latents.denied(item)
+
     def job(self, item: DataItem, pixels: bool = True) -> DecodeJob:
         """Everything a decoder needs to make the item's batch."""
         clips = tuple(self._clip(ref) for ref in item.samples)
@@ -144,12 +154,12 @@ class Dataset:
 
     # position
 
-    def token(self, step: int) -> dict[str, Any]:
+    def token(self, step: int) -> DataToken:
         """JSON of the position before `step`: everything up to step - 1 is trained, `step` comes next. With it the
         counts of the ledger at that point, where this process handed the steps out."""
         return {**self.planner.token(self._positions.at(step)), "draws": self._draws.get(step)}
 
-    def resume(self, token: Mapping[str, Any]) -> int:
+    def resume(self, token: DataToken) -> int:
         """Stand where `token` was made; returns its step. Raises DataError if the index or the settings differ."""
         state = self.planner.restore(token)
         self._positions = self._known(state)
@@ -160,14 +170,9 @@ class Dataset:
             self.ledger.restore_draws(draws)
         return state.step
 
-    @property
-    def plan_hash(self) -> str:
-        """12 hex digits over index, seed and settings of the stage that plans next."""
-        return digest(self.planner.parts(self._positions.newest.stage))
-
     def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
-        """A step is handed to training: file its draws, of which those of `faults` are bad. Raises DataError when more
-        is bad than the limits allow."""
+        """Counts the draws of a step that is handed to training; `faults` are its bad ones. Raises DataError when more
+        are bad than the limits allow."""
         if step + 1 not in self._draws:
             self._walk_draws(step)
             self._file_draws(Counter(ref.source for item in self.step(step).items for ref in item.samples), faults)
@@ -176,21 +181,21 @@ class Dataset:
         self.ledger.check_limits()
 
     def rewind_draws(self, step: int) -> None:
-        """Training goes on from `step`: the counts are those of the steps before it, whatever was handed out since."""
+        """Training continues with `step`. Sets the counts to those of the steps before it; later ones are forgotten."""
         for later in [held for held in self._draws if held > step]:
             del self._draws[later]
         self._walk_draws(step)
         self.ledger.restore_draws(self._draws[step])
 
     def _walk_draws(self, step: int) -> None:
-        """Counts before `step`, from the nearest known ones. The plan says how many samples the steps between have;
-        who trained them knows which were bad, but is gone: they count as delivered."""
+        """Counts before `step`, from the nearest known ones. The order of the data says how many samples the steps in
+        between have. Which of them were bad is lost with the process that counted, so all count as delivered."""
         if step in self._draws:
             return
         known = max((held for held in self._draws if held < step), default=None)
         start = self._positions.first if known is None else known
         self.ledger.restore_draws(self._draws[start] if known is not None else NO_DRAWS)
-        log.warning("the counts of bad samples in steps %d to %d are lost with who counted them", start, step - 1)
+        log.warning("the counts of bad samples in steps %d to %d are lost; they count as good", start, step - 1)
         for between in range(start, step):
             self._file_draws(self._count(between), ())
         self._keep_draws(step)
@@ -219,7 +224,7 @@ class Dataset:
 
     # accounts
 
-    def accounting(self) -> dict[str, Any]:
+    def accounting(self) -> LedgerRecord:
         """The ledger as JSON: indexed, planned, rejected by reason; scheduled, delivered, skipped. Costs nothing."""
         return self.ledger.summary()
 
@@ -272,26 +277,7 @@ class Dataset:
         )
 
     def _clip(self, ref: SampleRef) -> Clip:
-        row = self._row(ref.source, ref.row)
-        return Clip(
-            source=row.source,
-            key=row.key,
-            media=row.path,
-            offset=row.offset,
-            size=row.size,
-            suffix=row.suffix,
-            image=row.image,
-            frames=row.num_frames,
-            fps=row.fps,
-            start_frame=ref.start_frame,
-            start_seconds=row.start_s,
-            end_seconds=row.end_s,
-            rotation=row.rotation,
-            captions=row.captions,
-            caption_pick=ref.caption_pick,
-            caption_drop=ref.caption_drop,
-            shard=row.shard,
-        )
+        return self._row(ref.source, ref.row).clip(ref.start_frame, ref.caption_pick, ref.caption_drop)
 
     def _load_row(self, source: int, row: int) -> IndexRow:
         return self.indexes[source].row(row)
@@ -388,7 +374,7 @@ class Dataset:
     def _visual_tokens(self, bucket: Bucket) -> int:
         return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
 
-    def _weights(self, segment: SegmentConfig, choices: Sequence[Sequence[Any]]) -> tuple[float, ...]:
+    def _weights(self, segment: SegmentConfig, choices: Sequence[Sequence[Choice]]) -> tuple[float, ...]:
         """Shares of the sources: the segment's, the sources', or by their number of samples that fit."""
         if segment.weights:
             return segment.weights
@@ -419,7 +405,7 @@ def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> lis
         filled = bisect.bisect_right(lengths, available_frames(shape, fps))
         key = (shape.height, shape.width, shape.is_image, filled)
         option = known.get(key)
-        if option is None or isinstance(option, Refusal):  # a refusal says how many frames there are
+        if option is None or isinstance(option, Refusal):  # a refusal names its number of frames
             option = known[key] = table.choices(shape, fps)
         found.append(option)
     return found
@@ -428,7 +414,7 @@ def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> lis
 def _shapes(indexes: Sequence[Index]) -> tuple[list[ClipShape], list[np.ndarray]]:
     """The distinct shapes of all sources, and the number of each row's shape."""
     names = ("height", "width", "num_frames", "fps", "image")
-    numbers: dict[tuple[Any, ...], int] = {}
+    numbers: dict[tuple[int, int, int, float, bool], int] = {}
     codes = []
     for index in indexes:
         columns = index.columns(*names)

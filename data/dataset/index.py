@@ -19,7 +19,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,9 +29,21 @@ from data.captions import read_caption
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError
 from data.ledger import Fault, Ledger, Reason
-from data.readers.part import CAPTION_FILE, MEDIA_FILE, SCORE, VERSION, IndexPart, PartWriter, read_meta
+from data.media_info import CropBox
+from data.readers.part import (
+    CAPTION_FILE,
+    MEDIA_FILE,
+    SCORE,
+    VERSION,
+    IndexPart,
+    PartMeta,
+    PartWriter,
+    StoredCaption,
+    StoredRow,
+    read_meta,
+)
 from data.readers.registry import reader_of
-from data.types import CaptionRef
+from data.types import CaptionRef, Clip
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +59,7 @@ COMPARE = {
     "<": operator.lt,
 }
 ALIASES = {"vtss": "video_training_suitability_score"}
-TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject"))
+TEXTUAL = frozenset(("key", "path", "suffix", "detail", "captions", "reject", "crop"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +84,36 @@ class IndexRow:
     num_keyframes: int
     start_s: float  # the sample is [start_s, end_s) of a longer video; end_s 0: to its end
     end_s: float
+    crop: CropBox | None  # the part of each frame that is used; width and height are its
     captions: tuple[CaptionRef, ...]  # texts, or where to read them
     caption_chars: int
     scores: dict[str, float]
     reject: Reason | None
     detail: str
-    content: str  # identity of the media bytes, for caches
+    content: str  # identity of the media bytes and of the part of them that is used, for caches
+
+    def clip(self, start_frame: int = 0, caption_pick: float = 0.0, caption_drop: bool = False) -> Clip:
+        """The row as decode work, with what chance decided of a draw."""
+        return Clip(
+            source=self.source,
+            key=self.key,
+            media=self.path,
+            offset=self.offset,
+            size=self.size,
+            suffix=self.suffix,
+            image=self.image,
+            frames=self.num_frames,
+            fps=self.fps,
+            start_frame=start_frame,
+            start_s=self.start_s,
+            end_s=self.end_s,
+            rotation=self.rotation,
+            crop=self.crop,
+            captions=self.captions,
+            caption_pick=caption_pick,
+            caption_drop=caption_drop,
+            shard=self.shard,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +122,7 @@ class IndexedPart:
 
     part: IndexPart
     file: Path
-    meta: dict[str, Any]
+    meta: PartMeta
 
 
 class Index:
@@ -163,45 +198,35 @@ class Index:
         scores = {
             name.removeprefix(SCORE): value
             for name, value in values.items()
-            if name.startswith(SCORE) and value is not None
-        }
-        plain = {
-            name: values[name]
-            for name in (
-                "key",
-                "offset",
-                "size",
-                "suffix",
-                "image",
-                "width",
-                "height",
-                "fps",
-                "num_frames",
-                "duration",
-                "rotation",
-                "num_keyframes",
-                "start_s",
-                "end_s",
-                "caption_chars",
-                "detail",
-            )
+            if name.startswith(SCORE) and isinstance(value, float)
         }
         return IndexRow(
             source=self.ordinal,
             row=int(row),
+            key=values["key"],
             shard=part.part.uri,
             path=path,
+            offset=values["offset"],
+            size=values["size"],
+            suffix=values["suffix"],
+            image=values["image"],
+            width=values["width"],
+            height=values["height"],
+            fps=values["fps"],
+            num_frames=values["num_frames"],
+            duration=values["duration"],
+            rotation=values["rotation"],
+            num_keyframes=values["num_keyframes"],
+            start_s=values["start_s"],
+            end_s=values["end_s"],
+            crop=CropBox(*values["crop"]) if values["crop"] else None,
             captions=captions,
+            caption_chars=values["caption_chars"],
             scores=scores,
             reject=Reason(values["reject"]) if values["reject"] else None,
+            detail=values["detail"],
             content=_content(part, path, values),
-            **plain,
         )
-
-    def content_id(self, row: int) -> str:
-        """Identity of the media bytes of a row: file, its size and time, and the range in it."""
-        shard, values = self._values(row)
-        return _content(self.parts[shard], _media_path(self.parts[shard], values), values)
 
     def caption(self, row: int, choice: int = 0) -> str:
         """Caption `choice` of a row, read now. Empty if the row has none."""
@@ -291,7 +316,7 @@ class Index:
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
         return DataError(f"source {self.name} has no column {name!r}. {hint}")
 
-    def _values(self, row: int) -> tuple[int, dict[str, Any]]:
+    def _values(self, row: int) -> tuple[int, StoredRow]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of source {self.name}, which has {len(self)} rows")
         shard = int(np.searchsorted(self.shard_bounds, row, side="right")) - 1
@@ -304,8 +329,8 @@ class Index:
                     self._keep_group(shard, 0, file.read_row_group(0))
             bounds = self._group_bounds[shard] = np.concatenate([[0], np.cumsum(counts)])
         group = int(np.searchsorted(bounds, inside, side="right")) - 1
-        table = self._group(shard, group)
-        return shard, table.slice(inside - int(bounds[group]), 1).to_pylist()[0]
+        row_values: StoredRow = self._group(shard, group).slice(inside - int(bounds[group]), 1).to_pylist()[0]
+        return shard, row_values
 
     def _group(self, shard: int, group: int) -> pa.Table:
         if (shard, group) in self._groups:
@@ -320,8 +345,8 @@ class Index:
             self._groups.popitem(last=False)
         return table
 
-    def _caption_ref(self, part: IndexedPart, caption: dict[str, Any]) -> CaptionRef:
-        """Captions that lie beside the index go along as text: a decoder may run where the index is not."""
+    def _caption_ref(self, part: IndexedPart, caption: StoredCaption) -> CaptionRef:
+        """Captions kept in the index are passed on as text, since a decoder may run on a node without the index."""
         if caption["path"] == CAPTION_FILE:
             data = storage.read_range(
                 str(part.file.with_suffix(".captions")), caption["offset"], caption["size"], self.limits.retries
@@ -443,7 +468,7 @@ def _array(name: str, values: pa.ChunkedArray) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _fresh(part: IndexPart, meta: dict[str, Any] | None) -> bool:
+def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:
     return meta is not None and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == (
         part.size,
         part.mtime_ns,
@@ -452,7 +477,7 @@ def _fresh(part: IndexPart, meta: dict[str, Any] | None) -> bool:
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
-    """What besides the bytes decides the rows."""
+    """All settings that decide the rows; with the bytes of a shard they name its part."""
     bounds = {name: value for name, value in asdict(limits).items() if name.startswith("max_") and "bad" not in name}
     return json.dumps([VERSION, source.kind, source.caption, source.media, bounds])
 
@@ -461,13 +486,13 @@ def _stem(uri: str) -> str:
     return re.sub(r"[^\w.-]", "_", storage.name_of(uri)).removesuffix(".tar")[:80]
 
 
-def _media_path(part: IndexedPart, values: dict[str, Any]) -> str:
+def _media_path(part: IndexedPart, values: StoredRow) -> str:
     if values["path"] == MEDIA_FILE:
         return str(part.file.with_suffix(".media").absolute())
     return values["path"] or part.part.uri
 
 
-def _content(part: IndexedPart, path: str, values: dict[str, Any]) -> str:
+def _content(part: IndexedPart, path: str, values: StoredRow) -> str:
     own = not values["path"]
     identity = (
         path,
@@ -477,6 +502,7 @@ def _content(part: IndexedPart, path: str, values: dict[str, Any]) -> str:
         values["size"],
         values["start_s"],
         values["end_s"],
+        *(values["crop"] or ()),
     )
     return blake2b(repr(identity).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 

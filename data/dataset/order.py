@@ -1,14 +1,15 @@
 """The order of everything: which clips meet in which batch of which step. Pure: a function of its inputs and a seed.
 
-    planner = Planner(populations, stages, seed=0)
-    state = planner.start()
-    micros = planner.advance(state)          # the batches of step 0; `state` now stands before step 1
-    token = planner.token(state)             # JSON; planner.restore(token) continues exactly there
+    order = SampleOrder(populations, stages, seed=0)
+    state = order.start()
+    micros = order.advance(state)          # the batches of step 0; `state` now stands before step 1
+    token = order.token(state)             # JSON; order.restore(token) continues exactly there
 
 Within a source, shards are permuted per epoch and rows are shuffled within windows of a few shards, so reads stay near
 each other and no global permutation is held. The next source is the one the mixture owes most. Only row numbers wait
 in bucket queues, never pixels. A bucket emits a batch when it is full, or short when its oldest row has waited
-`max_wait` draws, so rare buckets do not starve. At a curriculum border waiting rows are chosen anew, none is dropped.
+`max_wait` draws, so rare buckets do not starve. When a curriculum stage ends, the
+rows that wait get new buckets; none is dropped.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
 from data.buckets import Choice, pick
 from data.errors import DataError
+from data.ledger import DrawsRecord
 from data.types import Bucket
 
 TOKEN_VERSION = 2
 PACK_ABOVE_BYTES = 2048  # a longer token is compressed
-LISTED_MOST = 256  # a token lists so many waiting rows; more of them are drawn again when it is restored
+LISTED_MOST = 256  # most waiting rows that a token lists; if there are more, a restore draws them again
 MARK_EVERY = 2048  # draws between positions from which they can be drawn again
 MARKS_KEPT = 32  # so that a token is restored in a second
 START, DROP, PICK, BUCKET = 0, 1, 2, 16  # what a sample's random numbers are used for; bucket draws count up from 16
@@ -121,7 +123,7 @@ class OrderState:
     step: int
     stage: int
     drawn: int  # admitted draws so far
-    passed: int  # draws that met no bucket: probabilities of the table, or rows left behind at a border
+    passed: int  # draws without a bucket: by the probabilities of a table, or dropped when a stage ended
     cursors: list[Cursor]
     queues: dict[Bucket, list[SampleDraw]] = field(default_factory=dict)
     ready: list[BatchDraw] = field(default_factory=list)
@@ -142,6 +144,35 @@ class OrderState:
     @property
     def waiting(self) -> int:
         return sum(map(len, self.queues.values())) + sum(len(micro.draws) for micro in self.ready)
+
+
+TokenBody = TypedDict(
+    "TokenBody",
+    {
+        "cursors": list[list[int]],  # a row per source, see `_plain`
+        "queues": dict[str, list[list[int]]],  # rows that wait, by bucket; columns, see `_columns`
+        # finished batches: [bucket, rows], or [its number, how many]
+        "ready": list[list[str | int | list[list[int]]]],
+        "from": list[int | list[list[int]]],  # many waiting rows are drawn again from here: [draw number, cursors]
+        "again": list[int],  # how many of each bucket still wait then
+        "listed": dict[str, list[list[int]]],  # older ones, by number of the bucket
+        "packed": str,  # all of these, compressed
+    },
+    total=False,
+)
+"""What a token lists: few waiting rows one by one, many by where to draw them from again."""
+
+
+class DataToken(TokenBody):
+    """The position of the data as JSON."""
+
+    v: int
+    step: int
+    stage: int
+    drawn: int
+    passed: int
+    plan: dict[str, str]
+    draws: NotRequired[DrawsRecord | None]
 
 
 class SampleOrder:
@@ -322,20 +353,18 @@ class SampleOrder:
             self._parts[stage] = {"seed": digest(self.seed), "buckets": digest(stages), **self.identity}
         return self._parts[stage]
 
-    def token(self, state: OrderState) -> dict[str, Any]:
+    def token(self, state: OrderState) -> DataToken:
         """The position as JSON of a few kB, however many rows wait.
 
-        Few are listed. Of many, the token says where to draw from again and how many of each bucket still wait: rows
-        leave a bucket in the order they came, so these are its last ones.
+        Few rows are listed. For many, the token says from where to draw again and how many of each bucket still wait.
+        Rows leave a bucket in the order they came, so the waiting ones are the last of those draws.
         """
-        body: dict[str, Any] = {"cursors": _plain(state.cursors)}
+        body: TokenBody = {"cursors": _plain(state.cursors)}
         if state.waiting > LISTED_MOST:
-            body |= self._counts(state)
+            body.update(self._counts(state))
         else:
-            body |= {
-                "queues": {str(bucket): _columns(queue) for bucket, queue in state.queues.items()},
-                "ready": [[str(micro.bucket), _columns(micro.draws)] for micro in state.ready],
-            }
+            body["queues"] = {str(bucket): _columns(queue) for bucket, queue in state.queues.items()}
+            body["ready"] = [[str(micro.bucket), _columns(micro.draws)] for micro in state.ready]
         text = json.dumps(body, separators=(",", ":"))
         if len(text) > PACK_ABOVE_BYTES:
             body = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
@@ -349,9 +378,9 @@ class SampleOrder:
             **body,
         }
 
-    def _counts(self, state: OrderState) -> dict[str, Any]:
-        """Waiting rows by number. Those older than every mark (they wait long, or come from the stage before) are
-        listed; `ready` is (bucket, rows) of the finished batches, what is left waits in the queues."""
+    def _counts(self, state: OrderState) -> TokenBody:
+        """Waiting rows as numbers to draw again. Rows older than every mark (they waited long, or come from the stage
+        before) are listed. `ready` counts the rows of each finished batch; all other rows wait in the queues."""
         buckets = sorted(self.stages[state.stage].batch)
         waiting = _waiting(state, buckets)
         oldest = min(draws[0].number for draws in waiting if draws)
@@ -370,7 +399,7 @@ class SampleOrder:
             "ready": [[buckets.index(micro.bucket), len(micro.draws)] for micro in state.ready],
         }
 
-    def restore(self, token: Mapping[str, Any]) -> OrderState:
+    def restore(self, token: DataToken) -> OrderState:
         """The state a token was made from. Raises DataError, naming what differs, when this is not its plan."""
         if token.get("v") != TOKEN_VERSION:
             raise DataError(f"resume token of version {token.get('v')!r}; this program reads {TOKEN_VERSION}.")
@@ -386,7 +415,7 @@ class SampleOrder:
                 f"the resume token of step {token['step']} was made with other data settings: "
                 f"{', '.join(changed)} changed since. Restore them, or start a new run."
             )
-        body = token
+        body: TokenBody = token
         if "packed" in token:
             body = json.loads(zlib.decompress(base64.b85decode(token["packed"])))
         state = OrderState(
@@ -401,13 +430,16 @@ class SampleOrder:
         else:
             state.marks = [SourceMark.of(state)]
             state.queues = {Bucket.parse(name): _draws(rows) for name, rows in body["queues"].items()}
-            state.ready = [BatchDraw(Bucket.parse(name), tuple(_draws(rows))) for name, rows in body["ready"]]
+            for name, rows in body["ready"]:
+                assert isinstance(name, str) and isinstance(rows, list), "queues that are listed, batches that are not"
+                state.ready.append(BatchDraw(Bucket.parse(name), tuple(_draws(rows))))
         return state
 
-    def _draw_again(self, state: OrderState, body: Mapping[str, Any]) -> None:
+    def _draw_again(self, state: OrderState, body: TokenBody) -> None:
         """Fill the queues of a state from `_counts`."""
         stage = self.stages[state.stage]
         number, cursors = body["from"]
+        assert isinstance(number, int) and isinstance(cursors, list), "not a draw number and cursors"
         then = OrderState(
             step=state.step,
             stage=state.stage,
@@ -425,10 +457,11 @@ class SampleOrder:
             last[bucket].append(draw)
         state.marks = then.marks
         waiting = [
-            [*(_draws(body["listed"].get(str(number), ([], [], [], [])))), *last[bucket]]
+            [*(_draws(body["listed"].get(str(number), [[], [], [], []]))), *last[bucket]]
             for number, bucket in enumerate(buckets)
         ]
         for position, count in body["ready"]:
+            assert isinstance(position, int) and isinstance(count, int), "queues that are counted, batches that are not"
             state.ready.append(BatchDraw(buckets[position], tuple(waiting[position][:count])))
             del waiting[position][:count]
         state.queues = {bucket: draws for bucket, draws in zip(buckets, waiting) if draws}
@@ -477,6 +510,6 @@ def _draws(columns: Sequence[Sequence[int]]) -> list[SampleDraw]:
     return [SampleDraw(*fields) for fields in zip(sources, epochs, rows, itertools.accumulate(steps))]
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """12 hex digits that stand for a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -11,10 +11,8 @@ The last positions are held as they are, with their queues. Of older ones tokens
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
-from data.dataset.order import OrderState, SampleOrder
+from data.dataset.order import DataToken, OrderState, SampleOrder
 from data.errors import DataError
 
 SPACING = 256  # steps between two older positions, until there are too many of them
@@ -32,7 +30,7 @@ class Positions:
         self._planner, self._most = planner, max(recent, FEWEST_RECENT)
         self._recent: OrderedDict[int, OrderState] = OrderedDict({state.step: self.newest})
         self._waiting = self.newest.waiting
-        self._tokens: dict[int, Mapping[str, Any]] = {state.step: planner.token(state)}
+        self._tokens: dict[int, DataToken] = {state.step: planner.token(state)}
         self._spacing = SPACING
         self._walked: OrderState | None = None  # where the last walk ended: the next one often goes on from there
 

@@ -7,18 +7,20 @@ memory (read-only).
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from data.ledger import Fault, Reason
+from data.ledger import Fault, FaultRecord, Reason
 from data.types import Batch
 
 
-def as_batch(value: Any) -> Batch:
+def as_batch(value: object) -> Batch:
     """A Batch from what any engine hands out: itself, or a block."""
-    return value if isinstance(value, Batch) else from_block(value)
+    if isinstance(value, Batch):
+        return value
+    assert isinstance(value, pa.Table), f"a {type(value).__name__} is neither a batch nor a block"
+    return from_block(value)
 
 
 def to_block(batch: Batch) -> pa.Table:
@@ -66,7 +68,7 @@ def fault_to_json(fault: Fault) -> str:
 
 
 def fault_from_json(text: str) -> Fault:
-    plain = json.loads(text)
+    plain: FaultRecord = json.loads(text)
     return Fault(
         reason=Reason(plain["reason"]),
         shard=plain["shard"],

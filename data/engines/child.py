@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pickle
 import selectors
@@ -19,14 +20,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
 from data.decode import caption_or_empty, fault_of
 from data.errors import DataIOError
 from data.ledger import Fault, Reason
-from data.types import Batch, DecodeJob
+from data.types import Batch, DataItem, DecodeJob
+
+if TYPE_CHECKING:
+    from data.dataset.dataset import Dataset  # the child has no use for it
 
 HEADER = struct.Struct("<Q")
 START_SECONDS = 120.0  # a decode process comes up in one second, on a busy machine in many
@@ -68,6 +72,7 @@ class DecodeProcess:
             raise DecoderHung(f"no answer from the decoder in {timeout_s:g} s") from error
         if isinstance(answer, Exception):
             raise answer
+        assert isinstance(answer, Batch), f"the decoder answered {answer!r}"
         return answer
 
     @property
@@ -134,6 +139,11 @@ def decode_isolated(job: DecodeJob, clip_timeout_s: float) -> Batch:
     return whole
 
 
+def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
+    """The batch, decoded now if its pixels were left out for latents of a cache that then could not be read."""
+    return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
+
+
 def _send(pipe: IO[bytes], value: object) -> None:
     """The pickle, then its arrays as they lie in memory: pixels are not copied into the pickle and out of it."""
     arrays: list[pickle.PickleBuffer] = []
@@ -148,7 +158,7 @@ def _send(pipe: IO[bytes], value: object) -> None:
     pipe.flush()
 
 
-def _receive(read: Callable[[int], bytes | memoryview]) -> Any:
+def _receive(read: Callable[[int], bytes | memoryview]) -> object:
     """What `_send` sent, through `read(count)`."""
     (count,) = HEADER.unpack(read(HEADER.size))
     head, *arrays = [read(*HEADER.unpack(read(HEADER.size))) for _ in range(count)]
@@ -174,12 +184,14 @@ def main() -> None:
     """The child's loop: until its input ends."""
     from data.decode import decode_job
 
-    incoming: Any = sys.stdin.buffer
+    incoming = sys.stdin.buffer
+    assert isinstance(incoming, io.BufferedReader)
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not mix with the answers
     _send(outgoing, READY)
     while incoming.peek(1):
         job = _receive(incoming.read)
+        assert isinstance(job, DecodeJob)
         try:
             answer: Batch | Exception = decode_job(job)
         except (DataIOError, ValueError) as error:  # ValueError: a decoder that cannot be imported

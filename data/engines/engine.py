@@ -1,7 +1,7 @@
 """What every engine promises: the batches of a step, in item order, the same whatever engine, workers and faults.
 
 from data.engines.blocks import as_batch
-from data.engines.make import make_engine
+from data.engines.engine import make_engine
 
 engine = make_engine(dataset)
 engine.start(first_step=41)
@@ -14,11 +14,12 @@ engine.stop()
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
+from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.child import decode_isolated
-from data.types import Batch, DataItem
+from data.ledger import LedgerRecord
 
 
 class Engine(Protocol):
@@ -27,7 +28,7 @@ class Engine(Protocol):
     def start(self, first_step: int) -> None:
         """Begin decoding at a step. May be called again, also to go back: what was held is dropped."""
 
-    def batches(self, step: int) -> list[Any]:
+    def batches(self, step: int) -> Sequence[object]:
         """One value per item (of this engine's slots), in item order; `as_batch` turns a value into a Batch, for Ray
         engines after ray.get. Waits until all are decoded. Raises DataError when more is bad than data.limits allow,
         DataIOError when storage failed."""
@@ -35,18 +36,19 @@ class Engine(Protocol):
     def release(self, step: int) -> None:
         """The batches of `step` and earlier are no longer needed."""
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> LedgerRecord:
         """The ledger's summary: indexed, planned, rejected; scheduled, delivered, skipped, by reason."""
 
     def stop(self) -> None:
         """End all work and processes."""
 
 
-def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
-    """The batch as it is, or decoded after all, when its pixels were spared for latents that could not be read."""
-    return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
+def make_engine(dataset: Dataset, config: DataConfig | None = None) -> Engine:
+    """The engine that data.engine.kind names."""
+    if (config or dataset.config).engine.kind == "pool":
+        from data.engines.processes import PoolEngine
 
+        return PoolEngine(dataset, config)
+    from data.engines.ray_data import RayEngine  # imports ray.data, which takes seconds
 
-def was_denied(dataset: Dataset, item: DataItem) -> bool:
-    """Whether the cache promised this item's latents in vain."""
-    return dataset.latents is not None and dataset.latents.denied(item)
+    return RayEngine(dataset, config)

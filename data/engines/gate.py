@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RemoteMethod(Protocol[P, R]):
+    """A method of an actor of this room."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]: ...
+
+
+class GateHandle(Protocol):
+    """The gate as its callers see it."""
+
+    @property
+    def begin(self) -> RemoteMethod[[int, str], tuple[int, bool] | None]: ...
+    @property
+    def open(self) -> RemoteMethod[[int, list[str]], None]: ...
+    @property
+    def dismiss(self) -> RemoteMethod[[], None]: ...
+    @property
+    def end(self) -> RemoteMethod[[str, list[str]], None]: ...
+    @property
+    def fail(self) -> RemoteMethod[[str], None]: ...
+    @property
+    def take_faults(self) -> RemoteMethod[[list[str]], list[str]]: ...
+    @property
+    def failure(self) -> RemoteMethod[[], str]: ...
 
 
 class Gate:
-    """What decode tasks ask and tell: whether a microbatch may begin (again), what was wrong in it, what broke.
+    """Decode tasks ask it whether a microbatch may begin, and report its faults and failures of the storage.
 
-    A clip that crashes libav takes its task's process along; Ray starts the task again and again. The second attempt
-    sees here that it is one, and decodes each clip in a process of its own.
+    A clip that crashes libav ends the process of its task, and Ray starts the task again. The gate tells such a task
+    that it is a second attempt; it then decodes each clip in a process of its own.
     """
 
     def __init__(self) -> None:
@@ -22,8 +54,8 @@ class Gate:
         self._changed = asyncio.Condition()
 
     async def begin(self, number: int, item: str) -> tuple[int, bool] | None:
-        """Waits until the gate is open for this microbatch. How many attempts at it came before and did not end, and
-        whether its pixels are wanted; None when nobody wants it any more."""
+        """Waits until this microbatch may begin. Returns how many earlier attempts at it did not end, and whether its
+        pixels are needed; None when the engine has stopped."""
         async with self._changed:
             await self._changed.wait_for(lambda: number < self._open or self._dismissed)
         if self._dismissed:

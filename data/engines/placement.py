@@ -1,12 +1,16 @@
-"""Where helper actors run."""
+"""Where helper actors run, and their end."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
-def beside_me() -> Any:
-    """Scheduling strategy: on the caller's node. A helper shares the fate of whom it helps, not some worker's.
+def beside_me() -> NodeAffinitySchedulingStrategy:
+    """Scheduling strategy: on the caller's node. If the caller's node dies, its helper dies with it, and with no
+    other node.
 
     Hard, since Ray places an actor without resources on any node when the wish is a soft one.
     """
@@ -14,3 +18,11 @@ def beside_me() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def kill(handle: object) -> None:
+    """End the process of an actor without a word to it."""
+    import ray
+
+    actor: Any = handle  # Ray wants its own class; ours are protocols
+    ray.kill(actor)

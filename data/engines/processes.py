@@ -8,12 +8,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
 
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
-from data.engines.engine import was_denied, with_pixels
+from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated, with_pixels
+from data.ledger import LedgerRecord
 from data.types import Batch, DecodeJob
 
 log = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ RECYCLE_AFTER = 500  # jobs; a decoder that leaks is replaced before it matters
 
 
 class PoolEngine:
-    """See data.engine.Engine. `batches` returns Batches."""
+    """See `data.engines.engine.Engine`. `batches` returns Batches."""
 
     def __init__(self, dataset: Dataset, config: DataConfig | None = None) -> None:
         self.dataset, self.config = dataset, (config or dataset.config).engine
@@ -44,7 +43,7 @@ class PoolEngine:
         for step in range(first_step, first_step + self.config.lookahead + 1):
             self._submit(step)
 
-    def batches(self, step: int) -> list[Any]:
+    def batches(self, step: int) -> list[Batch]:
         if not self._threads:
             raise RuntimeError("PoolEngine.batches before start.")
         for ahead in range(step, step + self.config.lookahead + 1):
@@ -52,7 +51,7 @@ class PoolEngine:
         found = [self._wait(step, slot, future) for slot, future in enumerate(self._steps[step])]
         found = [
             with_pixels(self.dataset, item, batch, self.config.clip_timeout_s)
-            if was_denied(self.dataset, item)
+            if self.dataset.latents_denied(item)
             else batch
             for item, batch in zip(self.dataset.step(step).items, found)
         ]
@@ -63,7 +62,7 @@ class PoolEngine:
     def release(self, step: int) -> None:
         self._drop([held for held in self._steps if held <= step])
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> LedgerRecord:
         return self.dataset.ledger.summary()
 
     def stop(self) -> None:
@@ -108,7 +107,7 @@ class PoolEngine:
                 continue
             try:
                 future.set_result(self._decode(process, job))
-            except Exception as error:  # handed to whoever waits for this batch
+            except Exception as error:  # raised where this batch is awaited
                 future.set_exception(error)
             done += 1
             if done % RECYCLE_AFTER == 0:

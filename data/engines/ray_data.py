@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import pyarrow as pa
 import ray
@@ -42,24 +42,44 @@ from ray.data._internal.logging import get_log_directory
 from data.buckets import BatchSize
 from data.config import DataConfig, EngineConfig
 from data.dataset.dataset import Dataset
+from data.dataset.order import DataToken
 from data.decode import decode_job
 from data.engines.blocks import as_batch, fault_from_json, fault_to_json, to_block
-from data.engines.child import decode_isolated
-from data.engines.engine import was_denied, with_pixels
-from data.engines.gate import Gate
-from data.engines.placement import beside_me
+from data.engines.child import decode_isolated, with_pixels
+from data.engines.gate import Gate, GateHandle, RemoteMethod
+from data.engines.placement import beside_me, kill
 from data.errors import DataIOError
-from data.ledger import Fault
+from data.ledger import Fault, LedgerRecord
 from data.types import DataItem, DecodeJob
+from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
-FINISHED = object()
+Share = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
+
 EXECUTION_END_S = 25.0
-LOGS_WATCHED = 8  # of the last windows, whose log files are removed again and again
+LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
 
 
-def decode_block(rows: dict[str, Any], gate: Any, clip_timeout_s: float) -> pa.Table:
+class JobColumns(TypedDict):
+    """A block of decode work, column by column, of one row."""
+
+    number: Sequence[int]
+    job: Sequence[DecodeJob]
+
+
+class ShareHandle(Protocol):
+    """A further feeder as the first one sees it."""
+
+    @property
+    def start(self) -> RemoteMethod[[DataToken], None]: ...
+    @property
+    def take(self) -> RemoteMethod[[int], Share]: ...
+    @property
+    def release(self) -> RemoteMethod[[int], None]: ...
+
+
+def decode_block(rows: JobColumns, gate: GateHandle, clip_timeout_s: float) -> pa.Table:
     """The decode task: one job in, one block out. A data fault never leaves as an exception."""
     (number,), (job,) = rows["number"], rows["job"]
     admitted = ray.get(gate.begin.remote(int(number), job.item))
@@ -109,36 +129,38 @@ class RayEngine:
         self.config: EngineConfig = (config or dataset.config).engine
         self.share = share or (0, self.config.feeders)
         self._leads = share is None
-        self._others: list[Any] = []
-        self._gate: Any = None
+        self._others: list[ShareHandle] = []
+        self._gate: GateHandle | None = None
         self._blocks: Blocks | None = None
-        self._held: dict[int, tuple[list[Any], list[str]]] = {}  # step -> references, faults found in them
+        self._held: dict[int, Share] = {}  # by step
         self._next = 0
 
     def start(self, first_step: int) -> None:
         self._close_blocks()
-        self._gate = ray.remote(Gate).options(num_cpus=0, scheduling_strategy=beside_me()).remote()
+        gate = self._gate = _start_gate()
         if self._leads and not self._others:
             self._others = [self._other(number) for number in range(1, self.share[1])]
         self.dataset.rewind_draws(first_step)
         started = [other.start.remote(self.dataset.token(first_step)) for other in self._others]
         self._held, self._next = {}, first_step
-        self._blocks = Blocks(self._work(first_step), self.dataset, self.config, self._gate, self._ahead)
+        self._blocks = Blocks(self._work(first_step), self.dataset, self.config, gate, self._ahead)
         ray.get(started)
 
-    def batches(self, step: int) -> list[Any]:
+    def batches(self, step: int) -> list[ray.ObjectRef[object]]:
         asked = [other.take.remote(step) for other in self._others]
         parts = [self.take(step), *ray.get(asked)]
         items = self.dataset.step(step).items
         references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
         faults = [fault_from_json(text) for _, found in parts for text in found]
         for slot, item in enumerate(items):
-            if was_denied(self.dataset, item):
+            if self.dataset.latents_denied(item):
                 references[slot], faults = self._with_pixels(item, references[slot], faults)
         self.dataset.count_draws(step, faults)
         return references
 
-    def _with_pixels(self, item: DataItem, reference: Any, faults: list[Fault]) -> tuple[Any, list[Fault]]:
+    def _with_pixels(
+        self, item: DataItem, reference: ray.ObjectRef[object], faults: list[Fault]
+    ) -> tuple[ray.ObjectRef[object], list[Fault]]:
         """The reference of a batch with pixels, and the step's faults with those of this batch as they then are."""
         spared = as_batch(ray.get(reference))
         whole = with_pixels(self.dataset, item, spared, self.config.clip_timeout_s)
@@ -148,9 +170,9 @@ class RayEngine:
             faults.remove(fault)
         return ray.put(to_block(whole)), [*faults, *whole.faults]
 
-    def take(self, step: int) -> tuple[list[Any], list[str]]:
+    def take(self, step: int) -> Share:
         """References of this engine's share of a step, and the faults found in them."""
-        if self._blocks is None:
+        if self._blocks is None or self._gate is None:
             raise RuntimeError("RayEngine.batches before start.")
         if step not in self._held and step < self._next:
             raise RuntimeError(f"step {step} is released; {self._next} comes next. Start the engine at {step} again.")
@@ -166,30 +188,29 @@ class RayEngine:
             other.release.remote(step)
         self._held = {held: parts for held, parts in self._held.items() if held > step}
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> LedgerRecord:
         return self.dataset.ledger.summary()
 
     def stop(self) -> None:
         for other in self._others:
-            ray.kill(other)
+            kill(other)
         self._others = []
         self._close_blocks()
         self._held = {}
 
-    def _other(self, number: int) -> Any:
+    def _other(self, number: int) -> ShareHandle:
         data = self.dataset
-        return (
-            ray.remote(ShareOfFeeder)
-            .options(num_cpus=0)
-            .remote(data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
-        )
+        actor: Any = ray.remote(ShareOfFeeder)  # its type says nothing of options and methods
+        settings = (data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
+        handle: ShareHandle = actor.options(num_cpus=0).remote(*settings)
+        return handle
 
     def _close_blocks(self) -> None:
         if self._blocks is not None:
             self._blocks.close()
             self._blocks = None
         if self._gate is not None:
-            ray.kill(self._gate)
+            kill(self._gate)
             self._gate = None
 
     @property
@@ -208,18 +229,24 @@ class RayEngine:
                     yield item
 
 
+def _start_gate() -> GateHandle:
+    actor: Any = ray.remote(Gate)  # its type says nothing of options and methods
+    handle: GateHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote()
+    return handle
+
+
 class ShareOfFeeder:
     """A further feeder: plans the same steps, decodes its share of their slots, owns these blocks."""
 
     def __init__(
-        self, config: DataConfig, geometry: Any, seed: int, timed: BatchSize | None, share: tuple[int, int]
+        self, config: DataConfig, geometry: Geometry, seed: int, timed: BatchSize | None, share: tuple[int, int]
     ) -> None:
         self._engine = RayEngine(Dataset.open(config, geometry, seed, timed=timed), share=share)
 
-    def start(self, token: dict[str, Any]) -> None:
+    def start(self, token: DataToken) -> None:
         self._engine.start(self._engine.dataset.resume(token))
 
-    def take(self, step: int) -> tuple[list[Any], list[str]]:
+    def take(self, step: int) -> Share:
         return self._engine.take(step)
 
     def release(self, step: int) -> None:
@@ -233,22 +260,22 @@ class Blocks:
     """
 
     def __init__(
-        self, items: Iterator[DataItem], dataset: Dataset, config: EngineConfig, gate: Any, ahead: int
+        self, items: Iterator[DataItem], dataset: Dataset, config: EngineConfig, gate: GateHandle, ahead: int
     ) -> None:
         self._items, self._dataset, self._config, self._gate, self._ahead = items, dataset, config, gate, ahead
         self._numbers = itertools.count()
-        self._coming: deque[DataItem] = deque()  # in a window, the gate still closed
+        self._coming: deque[DataItem] = deque()  # in a window, not yet admitted by the gate
         self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
         self._begun: deque[int] = deque()  # bytes of the microbatches that have passed the gate, oldest first
         self._opened = 0
-        self._failure: Exception | None = None  # what ended the stream; every further call is told the same
+        self._failure: Exception | None = None  # what ended the stream; every later call raises it again
         # the first window is short: making its jobs is part of the wait for the first batch
         self._windows = [self._open(min(config.window, 4 * config.decode_workers + 2 * ahead))]
         self._admit()
 
-    def next(self, item: str) -> Any:
-        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError, the same
-        one again when it is asked for more after that: nothing more will come."""
+    def next(self, item: str) -> ray.ObjectRef[object]:
+        """The next reference; `item` is only named in alarms and errors. Raises DataIOError or RuntimeError. Each later
+        call raises the same error, since nothing more will come."""
         waited = time.monotonic()
         while True:
             if self._failure is not None:
@@ -266,11 +293,11 @@ class Blocks:
             if isinstance(value, BaseException):
                 self._failure = self._named(value, item)
                 raise self._failure from value
-            if value is FINISHED:
+            if value is None:
                 self._windows.pop(0)
             if not self._windows or (self._windows[0].ends_soon and len(self._windows) == 1):
                 self._windows.append(self._open(self._config.window))
-            if value is not FINISHED:
+            if value is not None:
                 self._begun.popleft()
                 self._admit()
                 return value
@@ -319,10 +346,13 @@ def pixel_bytes(item: DataItem) -> int:
 class DecodeWindow:
     """One Ray Data execution over a list of numbered jobs, and the thread that drains it."""
 
-    def __init__(self, work: list[tuple[int, DecodeJob]], config: EngineConfig, gate: Any, ended: deque[str]) -> None:
+    def __init__(
+        self, work: list[tuple[int, DecodeJob]], config: EngineConfig, gate: GateHandle, ended: deque[str]
+    ) -> None:
         """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
         self._work, self._config, self._gate, self._ended = work, config, gate, ended
-        self.references: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # blocks in order, then None; or the error that ended them
+        self.references: queue.SimpleQueue[ray.ObjectRef[object] | Exception | None] = queue.SimpleQueue()
         self._abandoned = threading.Event()
         self._taken = 0
         self._thread = threading.Thread(target=self._drain, daemon=True, name=f"decode window {work[0][1].item}")
@@ -354,7 +384,7 @@ class DecodeWindow:
         except Exception as error:  # handed to whoever waits for the next reference
             self.references.put(error)
 
-    def _take(self, bundles: Iterator[Any]) -> None:
+    def _take(self, bundles: Iterator[Any]) -> None:  # Ray Data's, whose reference is of another class to mypy
         """All references, or those until the window is abandoned. An execution ends when its iterator is dropped."""
         for bundle in bundles:
             if self._abandoned.is_set():
@@ -362,7 +392,7 @@ class DecodeWindow:
             for entry in bundle.blocks:
                 self.references.put(entry.ref)
                 self._taken += 1
-        self.references.put(FINISHED)
+        self.references.put(None)
 
     def _microbatches(self) -> ray.data.Dataset:
         with _CONTEXT_LOCK:  # the context is process-wide, and sealed when the dataset is made
@@ -391,7 +421,7 @@ class DecodeWindow:
 _CONTEXT_LOCK = threading.Lock()
 
 
-def _quiet(context: Any) -> None:
+def _quiet(context: ray.data.DataContext) -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 """One indexed shard or manifest as a Parquet file: the rows, and as metadata what it was made from and its faults.
 
-Beside it may lie `.captions` (texts of manifests, UTF-8 end to end, addressed by offset), `.media` (clips and pictures
-that a table holds itself, in its compressed pages, where nobody could read one of them) and `.missing` (keys of rows
-whose file does not exist: of 36 million rows usually few have one, so they are counted, not kept as rows).
+Up to three files lie beside it. `.captions`: texts of manifests, UTF-8 without separators, addressed by offset.
+`.media`: clips and pictures that a table or compressed shard holds itself, where one alone cannot be read. `.missing`:
+keys of rows whose file does not exist. Of 36 million rows usually few have a file, so the others are not kept as rows.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.ledger import BadSample, Fault, Reason
-from data.media_info import MediaInfo
+from data.ledger import BadSample, Fault, FaultRecord, Reason
+from data.media_info import CropBox, MediaInfo
 
-VERSION = 4
+VERSION = 5
 ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
@@ -49,6 +49,7 @@ SCHEMA = pa.schema(
         ("num_keyframes", pa.int32()),
         ("start_s", pa.float64()),
         ("end_s", pa.float64()),
+        ("crop", pa.list_(pa.int32())),
         ("caption_chars", pa.int32()),
         ("num_captions", pa.int16()),
         ("captions", pa.list_(CAPTION)),
@@ -57,6 +58,61 @@ SCHEMA = pa.schema(
         ("reject_at", pa.int64()),
     ]
 )
+
+
+class StoredCaption(TypedDict):
+    """A caption as CAPTION says."""
+
+    path: str
+    offset: int
+    size: int
+    field: str
+    chars: int
+
+
+class StoredRow(TypedDict):
+    """A row as SCHEMA says. It also has one column per score, a float or None."""
+
+    key: str
+    path: str
+    offset: int
+    size: int
+    mtime_ns: int
+    suffix: str
+    image: bool
+    width: int
+    height: int
+    fps: float
+    num_frames: int
+    duration: float
+    rotation: int
+    num_keyframes: int
+    start_s: float
+    end_s: float
+    crop: list[int] | None
+    caption_chars: int
+    num_captions: int
+    captions: list[StoredCaption]
+    reject: str | None
+    detail: str
+    reject_at: int | None
+
+
+class PartMeta(TypedDict):
+    """Metadata of a finished part."""
+
+    version: int
+    uri: str
+    size: int
+    mtime_ns: int
+    fingerprint: str
+    digest: str
+    rows: int
+    missing: int
+    rejects: dict[str, int]
+    faults: list[FaultRecord]
+
+
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
 
@@ -100,9 +156,10 @@ class IndexedSample:
     size: int = 0
     mtime_ns: int = 0
     suffix: str = ""
-    info: MediaInfo | None = None
+    info: MediaInfo | None = None  # of whole frames, also with a crop
     start_s: float = 0.0
     end_s: float = 0.0
+    crop: CropBox | None = None
     captions: list[Caption] = field(default_factory=list)
     scores: Mapping[str, float] = field(default_factory=dict)
     reject: Reason | None = None
@@ -137,7 +194,7 @@ class PartWriter:
 
     def add(self, sample: IndexedSample) -> None:
         if sample.path != _text(sample.path):
-            sample.reject = None  # whatever else is wrong, nobody could open it again
+            sample.reject = None  # the file cannot be opened again, which counts before any other fault
             sample.refuse(BadSample(Reason.UNSAFE_NAME, "a file name that is not UTF-8"))
             sample.path, sample.suffix, sample.captions = _text(sample.path), "", []
         self._rows.append(sample)
@@ -148,6 +205,7 @@ class PartWriter:
         self._digest.update(
             repr(
                 (
+                    *([] if sample.crop is None else [sample.crop]),
                     sample.key,
                     sample.path.rpartition("/")[2],
                     sample.offset,
@@ -199,7 +257,7 @@ class PartWriter:
     def close(self) -> None:
         """Finish the part; the Parquet file appears last, so a torn index is never read."""
         self._flush()
-        meta = {
+        meta: PartMeta = {
             "version": VERSION,
             "uri": self.part.uri,
             "size": self.part.size,
@@ -221,7 +279,7 @@ class PartWriter:
         os.replace(_scratch(self.path, ".parquet"), self.path)
 
     def abandon(self) -> None:
-        """Leave nothing behind after an error."""
+        """Remove all files after an error."""
         for file in (self._writer, self._captions, self._missing, self._media):
             if file is not None:
                 file.close()
@@ -250,8 +308,8 @@ def _scratch(path: Path, suffix: str) -> Path:
 
 def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> pa.Table:
     infos = [row.info or UNKNOWN for row in rows]
-    sizes = [info.shown_size for info in infos]
-    columns: dict[str, list[Any]] = {
+    sizes = [row.crop.size if row.crop else info.shown_size for row, info in zip(rows, infos)]
+    columns: dict[str, Sequence[object]] = {
         "key": [_text(row.key) for row in rows],
         "path": [row.path for row in rows],
         "offset": [row.offset for row in rows],
@@ -268,6 +326,7 @@ def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> p
         "num_keyframes": [info.num_keyframes for info in infos],
         "start_s": [row.start_s for row in rows],
         "end_s": [row.end_s for row in rows],
+        "crop": [row.crop and list(astuple(row.crop)) for row in rows],
         "caption_chars": [row.captions[0].chars if row.captions else 0 for row in rows],
         "num_captions": [len(row.captions) for row in rows],
         "captions": [
@@ -291,11 +350,11 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def read_meta(path: Path) -> dict[str, Any] | None:
+def read_meta(path: Path) -> PartMeta | None:
     """Metadata of a finished part, or None if it is absent, torn or of another version."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
     except (FileNotFoundError, pa.ArrowInvalid):
         return None
-    meta = json.loads(metadata.get(b"heddle", b"{}"))
+    meta: PartMeta = json.loads(metadata.get(b"heddle", b"{}"))
     return meta if meta.get("version") == VERSION else None

@@ -31,7 +31,8 @@ def reader_of(config: SourceConfig, limits: LimitsConfig) -> SourceReader:
 
 
 def guess_kind(path: str) -> str:
-    """The kind of a source from its files: tars, tables with Koala's or Panda's columns, other tables, or media."""
+    """The kind of a source from its files: tars, MosaicML's shards, tables with Koala's or Panda's columns,
+    other tables, or media."""
     path = path.split("::")[0]
     if path.endswith((".tar", ".tar.gz")):
         return "webdataset"  # also when nothing is there: its reader says so in terms of shards
@@ -41,6 +42,8 @@ def guess_kind(path: str) -> str:
     names = [storage.name_of(file.uri) for file in storage.list_files(path)]
     if any(name.endswith(".tar") for name in names):
         return "webdataset"
+    if "index.json" in names and any(".mds" in name for name in names):
+        return "mds"
     tables = [file.uri for file in storage.list_files(path, recursive=False) if file.uri.endswith(TABLE_SUFFIXES)]
     if any(name in FOLDER_TABLES for name in names):
         return "manifest"

@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import SupportsFloat
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +30,7 @@ class UnreadableTable(Exception):
     """The table as a whole cannot be read."""
 
 
-def read_rows(uri: str, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
+def read_rows(uri: str, limits: LimitsConfig) -> Iterator[dict[str, object] | BadSample]:
     """Rows with stripped column names. Raises UnreadableTable when the file is not what its suffix says."""
     suffix = suffix_of(uri)
     with ReadFile(uri, limits.retries) as file:
@@ -53,7 +53,7 @@ def text_stream(file: ReadFile) -> io.TextIOWrapper:
     )
 
 
-def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
+def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[dict[str, object] | BadSample]:
     csv.field_size_limit(max(limits.max_json_bytes, csv.field_size_limit()))
     with closing(text_stream(file)) as stream:
         reader = csv.reader(stream, delimiter=delimiter)
@@ -79,7 +79,7 @@ def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[
             yield dict(zip(header, values, strict=True))
 
 
-def _jsonl_rows(file: ReadFile, limits: LimitsConfig) -> Iterator[dict[str, Any] | BadSample]:
+def _jsonl_rows(file: ReadFile, limits: LimitsConfig) -> Iterator[dict[str, object] | BadSample]:
     stream, line_number = io.BufferedReader(ByteRange(file), READ_BYTES), 0
     while line := stream.readline(limits.max_json_bytes):
         line_number += 1
@@ -91,17 +91,17 @@ def _jsonl_rows(file: ReadFile, limits: LimitsConfig) -> Iterator[dict[str, Any]
         if not line.strip():
             continue
         try:
-            value = json.loads(line.decode("utf-8-sig"))
+            value: object = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             yield BadSample(Reason.BAD_ROW, f"line {line_number}: {error}")
             continue
         yield _object(value, f"line {line_number}")
 
 
-def _json_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
+def _json_rows(file: ReadFile) -> Iterator[dict[str, object] | BadSample]:
     """A list of objects, or an object of named objects (the name becomes `key`)."""
     try:
-        value = json.loads(file.pread(0, file.size).decode("utf-8-sig"))
+        value: object = json.loads(file.pread(0, file.size).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UnreadableTable(f"not JSON: {error}") from error
     if isinstance(value, dict):
@@ -112,13 +112,13 @@ def _json_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
         yield _object(entry, f"entry {i}")
 
 
-def _object(value: Any, where: str) -> dict[str, Any] | BadSample:
+def _object(value: object, where: str) -> dict[str, object] | BadSample:
     if not isinstance(value, dict):
         return BadSample(Reason.BAD_ROW, f"{where}: a {type(value).__name__}, not an object")
     return {str(name).strip(): field for name, field in value.items()}
 
 
-def _parquet_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
+def _parquet_rows(file: ReadFile) -> Iterator[dict[str, object] | BadSample]:
     try:
         table = pq.ParquetFile(pa.PythonFile(ByteRange(file), mode="r"))
         holds_media = any(pa.types.is_struct(field.type) for field in table.schema_arrow)
@@ -128,7 +128,7 @@ def _parquet_rows(file: ReadFile) -> Iterator[dict[str, Any] | BadSample]:
         raise UnreadableTable(f"not Parquet: {error}") from error
 
 
-def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadSample]:
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, object] | BadSample]:
     try:
         yield from batch.to_pylist()
         return
@@ -141,6 +141,16 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadSample]:
             yield BadSample(Reason.BAD_ROW, f"text that is not UTF-8: {error.reason}")
         else:
             yield row
+
+
+def number_of(value: object) -> float | None:
+    """The number that a field holds or spells; None where it does neither."""
+    if not isinstance(value, str | bytes | SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 FOLDER_TABLES = (

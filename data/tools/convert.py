@@ -1,6 +1,7 @@
 """Write any source as WebDataset shards: media, caption as `.txt`, and a `.json` with what the index knows.
 
-Media bytes are copied as they are. Only a clip that is a range of a longer video is encoded again (H.264).
+Media bytes are copied as they are. A clip that is a range of a longer video, or cropped, is encoded again (H.264); a
+cropped picture becomes a PNG.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import av
 import av.error
 import numpy as np
 import webdataset
+from PIL import Image
 
 from data.captions import read_caption
 from data.dataset.index import Index, IndexRow
+from data.decode import decode_clip
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason
+from data.media_info import CropBox, square_width
 from data.storage import ByteRange, ReadFile, read_range
+from data.types import Bucket, DecodeJob
 
 TIME_SLACK_SECONDS = 1e-3
 PARTIAL = ".partial"
@@ -93,7 +97,7 @@ def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdat
 
 def _members(row: IndexRow, index: Index, crf: int) -> dict[str, bytes]:
     captions = [read_caption(ref, index.limits) for ref in row.captions]
-    about: dict[str, Any] = {
+    about: dict[str, object] = {
         "key": row.key,
         "caption": captions[0],
         "width": row.width,
@@ -106,7 +110,9 @@ def _members(row: IndexRow, index: Index, crf: int) -> dict[str, bytes]:
     if len(captions) > 1:
         about["captions"] = captions
     try:
-        if row.end_s:
+        if row.crop and row.image:
+            suffix, data = "png", crop_picture(row, row.crop, index)
+        elif row.crop or row.end_s:
             suffix, data = "mp4", cut_clip(row, index, crf)
         else:
             suffix, data = row.suffix, read_range(row.path, row.offset, row.size, index.limits.retries)
@@ -116,7 +122,7 @@ def _members(row: IndexRow, index: Index, crf: int) -> dict[str, bytes]:
 
 
 def cut_clip(row: IndexRow, index: Index, crf: int) -> bytes:
-    """The frames of [start_s, end_s) as an MP4 of their own. Raises BadSample."""
+    """The frames of [start_s, end_s), or of the whole video, as an MP4 of their own, cropped. Raises BadSample."""
     target = io.BytesIO()
     try:
         with ReadFile(row.path, index.limits.retries) as file, av.open(target, "w", format="mp4") as out:
@@ -138,7 +144,7 @@ def cut_clip(row: IndexRow, index: Index, crf: int) -> bytes:
     return target.getvalue()
 
 
-def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[Any]:
+def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[av.VideoFrame]:
     bound = {"max_pixels": str(index.limits.max_pixels)}
     with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
@@ -151,18 +157,39 @@ def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[Any]:
         container.seek(int((row.start_s + origin) / unit), stream=stream, backward=True)
         for frame in container.decode(stream):
             seconds = frame.time - origin
-            if seconds >= row.end_s - TIME_SLACK_SECONDS:
+            if row.end_s and seconds >= row.end_s - TIME_SLACK_SECONDS:
                 return
             if seconds >= row.start_s - TIME_SLACK_SECONDS:
-                yield _turned(frame, row.rotation)
+                yield _shown(frame, row, stream.sample_aspect_ratio)
 
 
-def _turned(frame: Any, degrees: int) -> Any:
-    """The frame as displayed: an encoded copy carries no rotation of its own."""
-    if not degrees:
+def _shown(frame: av.VideoFrame, row: IndexRow, pixel_aspect: Fraction | None) -> av.VideoFrame:
+    """The used part of a frame, as displayed: an encoded copy carries no rotation and no crop of its own."""
+    if not row.rotation and not row.crop:
         return frame
-    turned = np.rot90(frame.to_ndarray(format="rgb24"), -degrees // 90)
-    return av.VideoFrame.from_ndarray(np.ascontiguousarray(turned), format="rgb24")
+    width = square_width(frame.width, pixel_aspect if row.crop else None)  # a box counts square pixels
+    pixels = np.rot90(frame.to_ndarray(format="rgb24", width=width, height=frame.height), -row.rotation // 90)
+    if row.crop:
+        pixels = pixels[row.crop.top : row.crop.bottom, row.crop.left : row.crop.right]
+    return av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels, np.uint8), format="rgb24")
+
+
+def crop_picture(row: IndexRow, crop: CropBox, index: Index) -> bytes:
+    """The used part of a picture as a PNG. Raises BadSample."""
+    width, height = crop.size
+    clip = row.clip()
+    job = DecodeJob(
+        item=row.key,
+        bucket=Bucket(1, height, width),
+        clips=(clip,),
+        fps=0.0,
+        crop=False,
+        limits=index.limits,
+        decoder="",
+    )
+    target = io.BytesIO()
+    Image.fromarray(decode_clip(clip, job)[0]).save(target, "png")
+    return target.getvalue()
 
 
 def _name(row: IndexRow, names: set[str]) -> str:

@@ -6,15 +6,17 @@ Decoding runs in a process of its own, so a clip that crashes or hangs libav is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from fractions import Fraction
 
 import av
 import av.error
 import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
 
 from data.captions import read_caption
 from data.config import LimitsConfig
-from data.dataset.index import Index, IndexRow
+from data.dataset.index import Index
 from data.decode import FRAMES_SHORT_ALLOWED
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Ledger, Reason
@@ -65,7 +67,7 @@ def lint(
 def count_long_captions(
     indexes: Sequence[Index], admitted: Sequence[np.ndarray], tokens: Callable[[str], int], most: int
 ) -> tuple[int, int]:
-    """(captions longer than `most` by `tokens`, captions) of the admitted rows; those that cannot be read are none."""
+    """(captions longer than `most` by `tokens`, captions) of the admitted rows; unreadable ones are not counted."""
     long = total = 0
     for index, mask in zip(indexes, admitted, strict=True):
         for row in np.flatnonzero(mask):
@@ -93,7 +95,7 @@ def verify_clip(clip: Clip, job: DecodeJob) -> np.ndarray:
     return np.zeros((1, 1, 1, 3), np.uint8)
 
 
-def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
+def _count_frames(source: ByteRange, clip: Clip, limits: LimitsConfig) -> int:
     bound = {"max_pixels": str(limits.max_pixels)}
     with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
         if not container.streams.video:
@@ -107,7 +109,7 @@ def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
             raise BadSample(
                 Reason.TOO_MANY_PIXELS, f"{stream.codec_context.width}x{stream.codec_context.height}", clip.offset
             )
-        if not clip.start_seconds:
+        if not clip.start_s:
             count = 0
             for _ in container.decode(stream):
                 count += 1
@@ -117,35 +119,16 @@ def _count_frames(source: Any, clip: Clip, limits: LimitsConfig) -> int:
         return _count_after(container, stream, clip)
 
 
-def _count_after(container: Any, stream: Any, clip: Clip) -> int:
+def _count_after(container: InputContainer, stream: VideoStream, clip: Clip) -> int:
     """Frames of a range of a longer video, from the keyframe before it."""
-    origin, count = float((stream.start_time or 0) * stream.time_base), 0
-    container.seek(int((clip.start_seconds + origin) / stream.time_base), stream=stream, backward=True)
+    unit, count = stream.time_base or Fraction(1), 0
+    origin = float((stream.start_time or 0) * unit)
+    container.seek(int((clip.start_s + origin) / unit), stream=stream, backward=True)
     for frame in container.decode(stream):
-        count += frame.time is not None and frame.time - origin >= clip.start_seconds - TIME_SLACK_SECONDS
+        count += frame.time is not None and frame.time - origin >= clip.start_s - TIME_SLACK_SECONDS
         if count >= clip.frames:
             break
     return count
-
-
-def clip_of(row: IndexRow) -> Clip:
-    """A row of the index as decode work, from its first frame."""
-    return Clip(
-        source=row.source,
-        key=row.key,
-        media=row.path,
-        offset=row.offset,
-        size=row.size,
-        suffix=row.suffix,
-        image=row.image,
-        frames=row.num_frames,
-        fps=row.fps,
-        start_frame=0,
-        start_seconds=row.start_s,
-        rotation=row.rotation,
-        captions=row.captions,
-        shard=row.shard,
-    )
 
 
 def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[tuple[int, DecodeJob]]:
@@ -153,7 +136,7 @@ def _jobs(indexes: Sequence[Index], admitted: Sequence[np.ndarray]) -> Iterator[
     for index, mask in zip(indexes, admitted, strict=True):
         rows = np.flatnonzero(mask)
         for start in range(0, len(rows), CLIPS_PER_JOB):
-            clips = tuple(clip_of(index.row(int(row))) for row in rows[start : start + CLIPS_PER_JOB])
+            clips = tuple(index.row(int(row)).clip() for row in rows[start : start + CLIPS_PER_JOB])
             job = DecodeJob(
                 item=f"{index.name}.{start}",
                 bucket=ENTIRE,

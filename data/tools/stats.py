@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from data.dataset.index import Index
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def statistics(index: Index, most: int = 12) -> dict[str, Any]:
+def statistics(index: Index, most: int = 12) -> dict[str, object]:
     """Figures of the usable rows, and how many rows are not usable and why. `most`: shapes listed."""
     columns = index.columns("ok", "image", "width", "height", "fps", "num_frames", "duration", "caption_chars", "size")
     ok = columns.pop("ok").astype(bool)

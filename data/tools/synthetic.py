@@ -19,7 +19,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
@@ -105,7 +104,7 @@ class Scene:
         return f"{self.color} {self.shape}" if self.fps == 0 else f"{self.color} {self.shape}, {self.direction}"
 
 
-def synthesize(folder: Path, config: SynthConfig) -> dict[str, Any]:
+def synthesize(folder: Path, config: SynthConfig) -> dict[str, object]:
     """Write the dataset into `folder`. Returns a summary: paths, counts and bytes. Raises ValueError if it has one.
 
     It is built in folders named `*.part` and renamed, shards/ last: where that is, the whole set is.
@@ -250,8 +249,8 @@ def _encode_image(scene: Scene) -> bytes:
     return buffer.getvalue()
 
 
-def _members(key: str, scene: Scene, media: bytes) -> dict[str, Any]:
-    about: dict[str, Any] = {
+def _members(key: str, scene: Scene, media: bytes) -> dict[str, object]:
+    about: dict[str, object] = {
         "key": key,
         "status": "success",
         "caption": scene.caption,

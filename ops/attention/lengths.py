@@ -22,8 +22,16 @@ class Lengths:
     def total(self) -> int:
         return sum(self.host)
 
+    @property
+    def equal(self) -> bool:
+        """One sequence, or several of one length that is not 0."""
+        return bool(self.longest) and len(set(self.host)) == 1
+
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
         host = tuple(int(length) for length in lengths)
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
         return Lengths(host, offsets.to(device), max(host, default=0))
+
+
+Pair = tuple[Lengths, Lengths]  # of queries and of keys

@@ -1,60 +1,104 @@
-"""Attention over packed sequences: one interface, chosen by device and dtype.
+"""Attention over packed sequences: one interface over all backends, chosen by name or by device and shape.
 
-N rows, H heads, d head size. Each query sees the keys of its own sequence only; there is no mask and no padding.
-- `flash`: PyTorch's variable-length flash kernel; CUDA, half precision.
+N rows, H heads, d head size. Each query sees the keys of its own sequence only; there is no padding.
+- `flash3`: FlashAttention 3; sm_90, half precision, where the package flash_attn_3 is installed.
+- `flash`: PyTorch's variable-length FlashAttention 2; CUDA, half precision.
+- `cudnn`: cuDNN; CUDA, half precision, one sequence or several of one length.
+- `flex`: FlexAttention with a mask by sequence; CUDA, or the forward pass on the CPU.
 - `sdpa`: scaled_dot_product_attention per sequence (one call when all lengths are equal); any device and dtype.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ops.attention.lengths import Lengths
+from ops.attention.backend import Backend
+from ops.attention.lengths import Lengths, Pair
+from ops.attention.names import BACKEND_NAMES, AttentionName, BackendName
 
-Backend = Literal["flash", "sdpa"]
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """`auto` takes the first backend of the table that can serve the call and whose least length it has."""
+
+    backend: BackendName
+    least: int = 0  # rows of the longest sequence of queries
+
+
+# From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s); `python -m app.bench.gpu`
+# measures them. cuDNN plans each new shape on the host, which short sequences do not earn back.
+PREFERENCES = (
+    Preference("flash3"),
+    Preference("cudnn", least=1024),
+    Preference("flash"),
+    Preference("sdpa"),
+)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths, backend: Backend | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lengths: Lengths,
+    k_lengths: Lengths,
+    backend: AttentionName = "auto",
 ) -> Tensor:
-    """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows."""
+    """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows.
+
+    Raises ValueError when the named backend cannot serve this call; `auto` always finds one.
+    """
     if len(q_lengths.host) != len(k_lengths.host):
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")
-    run = _flash if (backend or choose(q)) == "flash" else _sdpa
-    return run(q, k, v, q_lengths, k_lengths)
+    lengths = q_lengths, k_lengths
+    chosen = choose(q, lengths) if backend == "auto" else backend_of(backend)
+    if backend != "auto" and (reason := chosen.why_not(q, lengths)):
+        raise ValueError(reason)
+    return chosen.run(q, k, v, q_lengths, k_lengths)
 
 
-def choose(q: Tensor) -> Backend:
-    """The fastest backend that takes this device, dtype and head size."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return "flash" if q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else "sdpa"
+def choose(q: Tensor, lengths: Pair) -> Backend:
+    """What `auto` means for this call."""
+    if not q.is_cuda:  # nothing else computes gradients there
+        return backend_of("sdpa")
+    candidates = (p for p in PREFERENCES if lengths[0].longest >= p.least)
+    return next(b for b in (backend_of(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # imports the CUDA kernel's registrations
+@cache
+def backend_of(name: BackendName) -> Backend:
+    """The backend of that name. Raises ValueError for a name that none has."""
+    if name == "sdpa":
+        from ops.attention.sdpa import Sdpa
 
-    if not q_lengths.longest or not k_lengths.longest:  # nothing to launch
-        return q * 0
-    out = varlen_attn(q, k, v, q_lengths.offsets, k_lengths.offsets, q_lengths.longest, k_lengths.longest)
-    assert isinstance(out, Tensor)  # a tuple only with return_aux
-    return out
+        return Sdpa()
+    if name == "cudnn":
+        from ops.attention.cudnn import Cudnn
+
+        return Cudnn()
+    if name == "flex":
+        from ops.attention.flex import Flex  # its import costs half a second
+
+        return Flex()
+    if name in ("flash", "flash3"):
+        from ops.attention.flash import Flash, Flash3
+
+        return Flash() if name == "flash" else Flash3()
+    raise ValueError(f"attention {name!r} is none of auto, {', '.join(BACKEND_NAMES)}.")
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
-    if len(set(q_lengths.host)) == 1 and len(set(k_lengths.host)) == 1 and k_lengths.longest and q_lengths.longest:
-        count = len(q_lengths.host)
-        batched = (rows.unflatten(0, (count, -1)).transpose(1, 2) for rows in (q, k, v))
-        return F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1)
-    pieces = zip(q.split(q_lengths.host), k.split(k_lengths.host), v.split(k_lengths.host), strict=True)
-    return torch.cat([_one(*piece) for piece in pieces])
+def check_backend(
+    name: AttentionName, device: torch.device, dtype: torch.dtype, head_dim: int, training: bool = True
+) -> None:
+    """Raises ValueError, before any work, when a model with heads of this size can never use the named backend here.
 
-
-def _one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if not len(q) or not len(k):
-        return q * 0  # zeros that stay in the graph, so that backward reaches every rank's collectives
-    q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    `dtype` is that of the queries: autocast's where it is on, else the parameters'.
+    """
+    if name == "auto":
+        return
+    probe = torch.empty(0, 1, head_dim, device=device, dtype=dtype, requires_grad=training)
+    if reason := backend_of(name).why_not(probe):
+        raise ValueError(f"model.dit.attention {name} cannot be used here: {reason}")

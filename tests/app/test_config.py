@@ -101,6 +101,10 @@ MISTAKES = {
     "sample: {every: 5, prompts: [a]}\ncheckpoint: {every: 2}": "must be a multiple of checkpoint.every 2",
     "sample: {every: 5}": "sample.every is 5 but sample.prompts is empty",
     "model: {vae: {channels: 0}}": "model.vae.channels 0 is outside 1..768",
+    "model: {dit: {attention: fast}}": "model.dit.attention is 'fast'",
+    "model: {dit: {attention: flash}}\nworkers: {device: cpu}": "attention flash cannot train on workers.device cpu",
+    "model: {dit: {attention: flex}}\nworkers: {device: cpu}": "attention flex cannot train on workers.device cpu",
+    "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
     "base: missing.yaml": "missing.yaml does not exist",
     "base: run.yaml": "lists itself",
 }

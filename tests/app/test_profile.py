@@ -41,6 +41,12 @@ def test_segments_add_their_own_buckets() -> None:
     assert {shape.bucket.frames for shape in shapes_of(config, geometry, profile)} == {1, 5, 9}
 
 
+def test_attention_that_the_device_lacks_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    wanted = [*TINY, "model.dit.attention=flash", "train.autocast=bfloat16"]
+    with pytest.raises(ValueError, match=r"model.dit.attention flash cannot be used here: .* needs a CUDA device"):
+        run_profile(DEMO, [*wanted, "workers.device=auto"], tmp_path / "p.json", repeats=1, device="cpu")
+
+
 def test_a_device_that_is_not_there_is_refused() -> None:
     import torch
 

@@ -84,6 +84,16 @@ def test_ema_weights_by_default_and_raw_ones_when_asked(tmp_path: Path) -> None:
     assert torch.equal(weights_of(sample.load_model(tmp_path, ema=False).dit), weights_of(build_dit(resolved.dit, 1)))
 
 
+def test_attention_that_this_device_lacks_becomes_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_run()
+    dit = replace(config.model.dit, attention="flash3")
+    write_checkpoint(tmp_path, replace(config, model=replace(config.model, dit=dit)))
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert sample.load_model(tmp_path).config.model.dit.attention == "auto"
+    assert "flash3 needs a CUDA device" in capsys.readouterr().out
+
+
 def test_several_prompts_make_numbered_clips_and_one_sheet(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
     files = sample.run(tmp_path, PROMPTS, tmp_path / "out" / "x.mp4", steps=1, frames=9, seed=4)

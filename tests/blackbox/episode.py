@@ -141,7 +141,8 @@ class Episode:
                 f"start {run.starts} began at step {begun['from_step']} (state: {begun['origin']}), not at "
                 f"{expected}; whole checkpoints {scene.whole()}, damaged {sorted(scene.damaged)}"
             )
-        if not run.wait_for_step(min(expected + 1, self._place.steps - 1), START_S) and run.alive:
+        came = run.wait_for_step(min(expected + 1, self._place.steps - 1), START_S, since=begun["time"])
+        if not came and run.alive:
             raise Deviation(f"no step in {START_S:.0f} s after start {run.starts}: {_words(run)}")
 
     # -- while it trains -----------------------------------------------------------------------------------------------
@@ -152,11 +153,15 @@ class Episode:
         for _ in range(rng.randint(4, 12)):
             if not self._more(run):
                 return False
-            if not self._strike(scene, self._draw(LIVE)):
+            fault = self._draw(LIVE)
+            if not self._strike(scene, fault):
                 return True
             pause = min(run.step() + rng.randint(0, 2), self._place.steps - 1)
             if not run.wait_for_step(pause, STEP_S) and run.alive:
                 raise Deviation(f"no step in {STEP_S:.0f} s after {self.result.struck[-1:]}: {_words(run)}")
+            if fault is not None and fault.may_end and not run.alive and run.code(1) != 0:
+                self._must_have_ended(scene, fault)  # some steps later
+                return True
         return self._more(run) and self._end(scene)
 
     def _more(self, run: Run) -> bool:
@@ -213,9 +218,15 @@ class Episode:
         if "Traceback" in run.said() and code != 0:
             self._deviates(run, f"{fault.name} ended with a traceback on the console: {_words(run)}")
         self._leaves_nothing(scene, fault)
-        last, found = run.step(), scene.whole()
-        if fault.keeps_last and (not found or found[-1] != last):
+        last, found = self._last_of_this_start(run), scene.whole()
+        if fault.keeps_last and last is not None and (not found or found[-1] != last):
             self._deviates(run, f"{fault.name}: step {last} is committed, the newest checkpoint is {found[-1:]}")
+
+    def _last_of_this_start(self, run: Run) -> int | None:
+        """Its newest committed step; None before its first. Steps of a start that was killed may be lost with it."""
+        begun = run.beginning()
+        since = begun["time"] if begun is not None else time.time()
+        return max((line["step"] for line in run.metrics() if line["time"] > since), default=None)
 
     def _leaves_nothing(self, scene: Scene, fault: Fault) -> None:
         assert scene.run.processes is not None

@@ -303,7 +303,7 @@ from pathlib import Path
 from data.config import LimitsConfig, SourceConfig
 from data.dataset.index import build_index
 from data.ledger import BadSample, Ledger
-from data.tools.lint import clip_of, verify_clip
+from data.tools.lint import verify_clip
 from data.types import Bucket, DecodeJob
 
 def peak_mib():
@@ -314,7 +314,7 @@ def check(path):
     index = build_index(SourceConfig(path=path), Path(sys.argv[3]), Ledger(), allow_empty=True)
     for row in range(len(index)):
         if index.row(row).reject is None:
-            clip = clip_of(index.row(row))
+            clip = index.row(row).clip()
             try:
                 verify_clip(clip, DecodeJob(item="", bucket=Bucket(1, 1, 1), clips=(clip,), fps=0, crop=False,
                                       limits=LimitsConfig(), decoder=""))

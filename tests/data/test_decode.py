@@ -13,6 +13,7 @@ from data.decode import SCALING, covering, decode_clip, decode_job
 from data.engines.blocks import to_block
 from data.errors import DataIOError
 from data.ledger import BadSample, Reason
+from data.media_info import CropBox
 from data.types import Bucket, CaptionRef, Clip, DecodeJob
 from tests.data import making
 
@@ -121,22 +122,22 @@ def test_a_start_too_late_in_a_variable_frame_rate_gives_the_last_frames(tmp_pat
 
 def test_a_part_of_a_variable_frame_rate_may_have_fewer_frames_than_counted(tmp_path: Path) -> None:
     path = write_video(tmp_path / "slowing.mp4", SLOWING)
-    part = clip(path, 36, fps=6.0, start_seconds=4.0, end_seconds=10.0, start_frame=27)
+    part = clip(path, 36, fps=6.0, start_s=4.0, end_s=10.0, start_frame=27)
     assert numbers(decode_clip(part, job(bucket=Bucket(9, 64, 96)))) == list(range(51, 60))
     assert reason_of(part, job(bucket=Bucket(17, 64, 96))) is Reason.TRUNCATED_VIDEO
 
 
-@pytest.mark.parametrize("start_seconds", [0.0, 1.0])
-def test_a_part_of_a_variable_frame_rate_does_not_run_into_what_follows(tmp_path: Path, start_seconds: float) -> None:
+@pytest.mark.parametrize("start_s", [0.0, 1.0])
+def test_a_part_of_a_variable_frame_rate_does_not_run_into_what_follows(tmp_path: Path, start_s: float) -> None:
     path = write_video(tmp_path / "slowing.mp4", SLOWING)
     end = SLOWING[54]
     part = clip(
         path,
-        round((end - start_seconds) * 6),
+        round((end - start_s) * 6),
         fps=6.0,
-        start_seconds=start_seconds,
-        end_seconds=end,
-        start_frame=round((end - start_seconds) * 6) - 9,
+        start_s=start_s,
+        end_s=end,
+        start_frame=round((end - start_s) * 6) - 9,
     )
     assert numbers(decode_clip(part, job(bucket=Bucket(9, 64, 96)))) == list(range(45, 54))
 
@@ -155,8 +156,60 @@ def test_memory_is_taken_again_only_when_nobody_has_the_batch(steady: Path) -> N
     assert decode_job(work).video.ctypes.data == where
 
 
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+def test_a_crop_is_the_same_part_of_the_whole_decode(tmp_path: Path, rotation: int) -> None:
+    path = tmp_path / "bars.mp4"
+    path.write_bytes(making.clip(width=64, height=48))
+    width, height = (48, 64) if rotation in (90, 270) else (64, 48)
+    whole = decode_clip(clip(path, 9, fps=8.0, rotation=rotation), job(bucket=Bucket(9, height, width)))
+    box = CropBox(left=9, right=41, top=5, bottom=37)
+    part = clip(path, 9, fps=8.0, rotation=rotation, crop=box)
+    assert np.array_equal(decode_clip(part, job(bucket=Bucket(9, 32, 32))), whole[:, 5:37, 9:41])
+    resampled = job(bucket=Bucket(4, 32, 32), fps=4.0)
+    assert np.array_equal(decode_clip(part, resampled), whole[0:8:2, 5:37, 9:41])
+
+
+def test_a_crop_of_pixels_that_are_not_square_is_cut_as_displayed(tmp_path: Path) -> None:
+    path = tmp_path / "wide.mp4"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=RATE, options={"crf": "1"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = Fraction(2, 1)  # shown as 96x32
+        pixels = np.zeros((32, 48, 3), np.uint8)
+        pixels[:, 24:] = 200
+        for _ in range(4):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode())
+    halves = [clip(path, 4, crop=CropBox(left, left + 44, 0, 32)) for left in (0, 52)]
+    dark, bright = (decode_clip(half, job(bucket=Bucket(1, 32, 44))) for half in halves)
+    assert dark.max() < 10 and bright.min() > 190
+
+
+def test_a_crop_is_cut_out_before_it_is_scaled(tmp_path: Path) -> None:
+    """Scaled first, the white outside would bleed into the black inside."""
+    path = tmp_path / "frame.png"
+    pixels = np.full((64, 64, 3), 255, np.uint8)
+    pixels[7:57, 9:55] = 0
+    Image.fromarray(pixels).save(path)
+    box = CropBox(left=9, right=55, top=7, bottom=57)
+    still = clip(path, 1, image=True, suffix="png", fps=0.0, crop=box)
+    assert not decode_clip(still, job(bucket=Bucket(1, 16, 16))).any()
+    film = tmp_path / "frame.mp4"
+    with av.open(str(film), "w") as out:
+        stream = out.add_stream("libx264rgb", rate=RATE, options={"qp": "0"})
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "rgb24"
+        out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode())
+    assert not decode_clip(clip(film, 1, crop=box), job(bucket=Bucket(1, 16, 16))).any()
+
+
+def test_a_crop_outside_the_decoded_frame_is_a_bad_sample(steady: Path) -> None:
+    wrong = clip(steady, 72, crop=CropBox(left=0, right=97, top=0, bottom=64))
+    assert reason_of(wrong, job(bucket=Bucket(1, 64, 96))) is Reason.RANGE_OUTSIDE_VIDEO
+
+
 def test_a_part_of_a_longer_video_begins_at_its_time(steady: Path) -> None:
-    part = clip(steady, 24, start_seconds=3.0, start_frame=2)
+    part = clip(steady, 24, start_s=3.0, start_frame=2)
     assert numbers(decode_clip(part, job(bucket=Bucket(5, 64, 96)))) == [38, 39, 40, 41, 42]
 
 

@@ -1,38 +1,22 @@
-"""Packed attention against softmax(q k^T) v of each sequence, and the backends against each other."""
+"""Packed attention: every backend against softmax(q k^T) v of each sequence, and what each one refuses."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ops.attention import flash, varlen
+from ops.attention.backend import Backend
+from ops.attention.flex import BLOCK, document_mask
 from ops.attention.lengths import Lengths
-from ops.attention.varlen import attention, choose
+from ops.attention.names import BackendName
+from ops.attention.varlen import attention, backend_of, check_backend, choose
+from tests.ops.attention_cases import CASES, reference
 
 torch.set_num_threads(1)
 FP64 = {"atol": 1e-12, "rtol": 1e-12}
-BF16 = {"atol": 2e-2, "rtol": 2e-2}
-CASES = {
-    "mixed": ((5, 1, 9), (5, 1, 9)),
-    "cross": ((5, 1, 9), (2, 7, 3)),
-    "equal": ((4, 4, 4), (4, 4, 4)),
-    "equal cross": ((4, 4), (7, 7)),
-    "no queries": ((0, 3), (4, 2)),
-    "no rows at all": ((0, 0), (4, 2)),
-    "no keys": ((2, 3), (0, 2)),
-}
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Tensor:
-    out, q_start, k_start = [], 0, 0
-    for nq, nk in zip(q_lengths, k_lengths):
-        one_q, one_k, one_v = q[q_start : q_start + nq], k[k_start : k_start + nk], v[k_start : k_start + nk]
-        scores = torch.einsum("qhd,khd->hqk", one_q, one_k) / math.sqrt(q.shape[-1])
-        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), one_v) if nk else torch.zeros_like(one_q))
-        q_start, k_start = q_start + nq, k_start + nk
-    return torch.cat(out)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -59,25 +43,160 @@ def test_lengths_must_pair_up() -> None:
         attention(q, q, q, Lengths.of((2, 2)), Lengths.of((4,)))
 
 
-def test_backend_follows_device_and_dtype() -> None:
-    assert choose(torch.zeros(1, 1, 8)) == "sdpa"
-    assert choose(torch.zeros(1, 1, 8, dtype=torch.bfloat16)) == "sdpa"
+PACK = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8)
+ON_CPU: tuple[BackendName, ...] = ("sdpa", "flex")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [case for case in CASES if case != "no keys"], ids=str)
-def test_flash_equals_sdpa(case: str) -> None:
-    q_lengths, k_lengths = (Lengths.of(n, "cuda") for n in CASES[case])
+@pytest.mark.parametrize("name", ON_CPU)
+@settings(max_examples=40)
+@given(pack=PACK, heads=st.sampled_from([1, 3]), size=st.sampled_from([8, 24]), seed=st.integers(0, 99))
+def test_backends_equal_softmax_on_random_packs(
+    name: BackendName, pack: list[tuple[int, int]], heads: int, size: int, seed: int
+) -> None:
+    q_lengths, k_lengths = zip(*pack)
+    generator = torch.Generator().manual_seed(seed)
     q, k, v = (
-        torch.randn(n.total, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(sum(n), heads, size, dtype=torch.float64, generator=generator)
         for n in (q_lengths, k_lengths, k_lengths)
     )
-    assert choose(q) == "flash"
-    flash = attention(q, k, v, q_lengths, k_lengths, backend="flash")
-    plain = attention(q, k, v, q_lengths, k_lengths, backend="sdpa")
-    torch.testing.assert_close(flash, plain, **BF16)
-    seed = torch.randn_like(plain)
-    given = torch.autograd.grad(flash, (q, k, v), seed)
-    for got, want in zip(given, torch.autograd.grad(plain, (q, k, v), seed, allow_unused=True)):
-        torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want, **BF16)
+    actual = attention(q, k, v, Lengths.of(q_lengths), Lengths.of(k_lengths), backend=name)
+    torch.testing.assert_close(actual, reference(q, k, v, q_lengths, k_lengths), **FP64)
+
+
+@settings(max_examples=60)
+@given(pack=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=6))
+def test_document_mask_visits_the_blocks_that_hold_pairs_and_hardly_another(pack: list[tuple[int, int]]) -> None:
+    q_lengths, k_lengths = (tuple(n) for n in zip(*pack))
+    if not sum(q_lengths):
+        return
+    mask = document_mask(q_lengths, k_lengths, torch.device("cpu"))
+    q_of, k_of = (torch.repeat_interleave(torch.arange(len(pack)), torch.tensor(n)) for n in (q_lengths, k_lengths))
+    pairs = q_of[:, None] == k_of[None]
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    for row in range(-(-len(q_of) // BLOCK)):
+        some = set(mask.kv_indices[0, 0, row, : int(mask.kv_num_blocks[0, 0, row])].tolist())
+        full = set(mask.full_kv_indices[0, 0, row, : int(mask.full_kv_num_blocks[0, 0, row])].tolist())
+        for column in range(-(-len(k_of) // BLOCK)):
+            tile = pairs[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            partial = bool(tile.any() and not tile.all())
+            assert (column in full) == bool(tile.all())
+            # between its own, a block of queries may also visit keys of a sequence that has no queries
+            assert (column in some) == partial or (column in some and 0 in q_lengths)
+
+
+@settings(max_examples=30)
+@given(pack=PACK, seed=st.integers(0, 99))
+def test_auto_on_the_cpu_is_sdpa_bit_for_bit(pack: list[tuple[int, int]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [Lengths.of(n) for n in zip(*pack)]
+    q, k, v = (torch.randn(n.total, 2, 8, generator=generator) for n in (lengths[0], lengths[1], lengths[1]))
+    assert torch.equal(attention(q, k, v, *lengths), attention(q, k, v, *lengths, backend="sdpa"))
+
+
+def test_what_a_backend_cannot_do_is_refused_with_value_rule_and_remedy() -> None:
+    lengths = Lengths.of((2, 2))
+    q = torch.zeros(4, 1, 8, dtype=torch.bfloat16)
+    for name in ("flash3", "flash", "cudnn"):
+        with pytest.raises(ValueError, match=f"attention {name} needs a CUDA device; these tensors are on cpu. Use"):
+            attention(q, q, q, lengths, lengths, backend=name)
+    with pytest.raises(ValueError, match="flex has no backward on cpu"):
+        attention(q.requires_grad_(), q, q, lengths, lengths, backend="flex")
+    with pytest.raises(ValueError, match="attention 'fast' is none of auto, flash3, flash, cudnn, flex, sdpa"):
+        attention(q, q, q, lengths, lengths, backend="fast")  # type: ignore[arg-type]
+
+
+class OnCuda:
+    """Queries as a backend looks at them, on a device that this machine does not have."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 128) -> None:
+        self.dtype, self.shape, self.is_cuda, self.device = dtype, (4, 2, size), True, torch.device("cuda", 0)
+        self.requires_grad = True
+
+
+def refusal(name: BackendName, q: object, *pair: tuple[int, ...]) -> str:
+    lengths = (Lengths.of(pair[0]), Lengths.of(pair[1])) if pair else None
+    return backend_of(name).why_not(q, lengths) or ""  # type: ignore[arg-type]
+
+
+def test_refusals_on_cuda_name_dtype_head_size_and_lengths() -> None:
+    for name in ("flash3", "flash", "cudnn"):
+        assert f"attention {name} takes bfloat16 and float16, not float32" in refusal(name, OnCuda(torch.float32))
+        assert "up to" in refusal(name, OnCuda(size=12)) and ", not 12." in refusal(name, OnCuda(size=12))
+    assert refusal("flash", OnCuda(size=256)) == "" and "up to 128, not 256" in refusal("cudnn", OnCuda(size=256))
+    assert refusal("cudnn", OnCuda()) == "" and refusal("cudnn", OnCuda(), (5, 5), (7, 7)) == ""
+    assert "2 sequences of queries have 5 to 6 rows" in refusal("cudnn", OnCuda(), (5, 6), (7, 7))
+    assert "2 sequences of keys have 0 to 7 rows" in refusal("cudnn", OnCuda(), (5, 5), (0, 7))
+    assert "a single key" in refusal("cudnn", OnCuda(), (5, 5), (1, 1))
+    assert "from 16, not 8" in refusal("flex", OnCuda(size=8)) and "not float64" in refusal(
+        "flex", OnCuda(torch.float64)
+    )
+
+
+def test_flash3_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "INSTALLED", False)
+    assert "needs the package flash_attn_3 (module flash_attn_interface)" in refusal("flash3", OnCuda())
+    monkeypatch.setattr(flash, "INSTALLED", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "runs on sm_90; this device is sm_80" in refusal("flash3", OnCuda())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert refusal("flash3", OnCuda()) == ""
+    monkeypatch.setattr(flash, "OFFERED", False)
+    assert "is not offered by PyTorch" in refusal("flash3", OnCuda())
+
+
+def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def auto(q: OnCuda, *pair: tuple[int, ...]) -> str:
+        return choose(q, (Lengths.of(pair[0]), Lengths.of(pair[-1]))).name  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flash, "INSTALLED", False)
+    assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (2048,), (512,)) == "cudnn"
+    assert auto(OnCuda(), (2048, 2047)) == "flash" and auto(OnCuda(), (64, 64)) == "flash"
+    assert auto(OnCuda(size=256), (2048,)) == "flash" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
+    monkeypatch.setattr(flash, "INSTALLED", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert auto(OnCuda(), (2048, 2047)) == "flash3" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
+
+
+def test_flash_and_flash3_put_their_own_kernels_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has one flash kernel per process; the last activation must not decide what `flash` is."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: active.append(None))
+    none = torch.zeros(0, 1, 8)
+    for name in ("flash3", "flash3", "flash", "flash"):
+        backend_of(name).run(none, none, none, Lengths.of((0,)), Lengths.of((0,)))
+    assert active == [None, "FA3", None]
+
+
+def test_a_named_backend_is_refused_before_training() -> None:
+    cpu = torch.device("cpu")
+    check_backend("auto", cpu, torch.float32, 12)
+    check_backend("flex", cpu, torch.float32, 12, training=False)
+    for name in ("flash3", "flash", "cudnn", "flex"):
+        with pytest.raises(ValueError, match=f"model.dit.attention {name} cannot be used here: attention {name} "):
+            check_backend(name, cpu, torch.bfloat16, 128)
+
+
+def test_the_setting_reaches_every_attention_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops.comm import Group
+    from ops.models.hunyuan.config import HunyuanConfig
+    from ops.models.load import build_dit
+    from ops.models.wan.config import WanConfig
+    from ops.packing import Layout, Sequence
+
+    asked: list[str] = []
+    sdpa = backend_of("sdpa")
+
+    def spy(name: BackendName) -> Backend:
+        asked.append(name)
+        return sdpa
+
+    monkeypatch.setattr(varlen, "backend_of", spy)
+    layout = Layout([Sequence((1, 2, 2), 3)])
+    for config, calls in ((WanConfig(attention="flex"), 8), (HunyuanConfig(attention="flex", num_single_layers=1), 7)):
+        asked.clear()
+        dit = build_dit(config, 0)
+        tokens, text = torch.zeros(4, 64), torch.zeros(3, config.text_dim)
+        dit(tokens, torch.zeros(1), text, layout, Group.solo())
+        assert asked == ["flex"] * calls

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from data import media, storage
 from data.captions import check_lengths
@@ -21,7 +20,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.catalogue import Catalogue, cut
 from data.readers.part import IndexedSample, IndexPart, PartWriter
-from data.readers.tables import UnreadableTable, read_rows
+from data.readers.tables import UnreadableTable, number_of, read_rows
 from data.storage import FileStat, expand
 
 CLOCK = r"'?\"?(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)'?\"?"
@@ -105,7 +104,7 @@ class KoalaReader:
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
 
-    def _listed(self, row: dict[str, Any] | BadSample, number: int) -> Iterator[KoalaClip | BadSample]:
+    def _listed(self, row: dict[str, object] | BadSample, number: int) -> Iterator[KoalaClip | BadSample]:
         if isinstance(row, BadSample):
             yield row
             return
@@ -167,7 +166,7 @@ class KoalaReader:
         return self.catalogue.named(listed.video), True
 
 
-def _koala_clip(fields: dict[str, Any]) -> KoalaClip:
+def _koala_clip(fields: dict[str, object]) -> KoalaClip:
     key = str(fields["videoID"])
     return KoalaClip(
         key,
@@ -180,7 +179,7 @@ def _koala_clip(fields: dict[str, Any]) -> KoalaClip:
     )
 
 
-def _panda_clips(fields: dict[str, Any]) -> Iterator[KoalaClip | BadSample]:
+def _panda_clips(fields: dict[str, object]) -> Iterator[KoalaClip | BadSample]:
     """One clip for each entry of the row's lists."""
     video = str(fields["videoID"])
     try:
@@ -206,7 +205,7 @@ def _panda_clips(fields: dict[str, Any]) -> Iterator[KoalaClip | BadSample]:
         )
 
 
-def _literal(value: Any) -> list[Any]:
+def _literal(value: object) -> list[object]:
     if isinstance(value, str):
         if len(value) > MAX_LITERAL_CHARS:
             raise BadSample(Reason.BAD_ROW, f"a list of {len(value)} characters")
@@ -219,14 +218,9 @@ def _literal(value: Any) -> list[Any]:
     return list(value)
 
 
-def _scores(fields: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
-    for name in SCORES:
-        try:
-            found[name] = float(fields[name])
-        except (KeyError, TypeError, ValueError):
-            continue
-    return found
+def _scores(fields: Mapping[str, object]) -> dict[str, float]:
+    numbers = {name: number_of(fields.get(name)) for name in SCORES}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 READER = KoalaReader

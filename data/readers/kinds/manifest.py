@@ -1,5 +1,5 @@
 """Tables of other trainers: Open-Sora, DiffSynth, Hugging Face, VideoX-Fun, FastVideo, musubi-tuner, finetrainers, DFM,
-Open-Sora-Plan. They differ in the names of two columns; `data.sources columns` is not needed for any of them.
+Open-Sora-Plan. They differ in the names of two columns, which are known here: no setting is needed for any of them.
 """
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from data import media, storage
 from data.captions import check_lengths, choose, parse_policy, scores_of
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
+from data.media_info import CropBox, MediaInfo
 from data.readers.catalogue import Catalogue, cut
 from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartWriter
-from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, read_rows, text_stream
+from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, number_of, read_rows, text_stream
 from data.storage import FileStat, ReadFile, expand
 
 PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
@@ -43,6 +43,14 @@ class ManifestTable:
 
     uri: str
     root: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMedia:
+    """Media that lie in a row: their bytes, or (without bytes) the path of their file."""
+
+    data: bytes
+    path: str
 
 
 class ManifestReader:
@@ -101,14 +109,14 @@ class ManifestReader:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
 
     def _add(
-        self, row: dict[str, Any], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
+        self, row: dict[str, object], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
     ) -> None:
-        path = next((row[name] for name in PATHS if isinstance(row.get(name), str) and row[name]), None)
+        path = next((value for value in map(row.get, PATHS) if isinstance(value, str) and value), None)
         if path is None and (held := _held(row)) is not None:
-            if held.get("bytes"):
+            if held.data:
                 self._add_held(held, row, number, seen, writer)
                 return
-            path = held.get("path") or None
+            path = held.path or None
         if path is None:
             columns = ", ".join(map(str, row))
             writer.add(
@@ -143,16 +151,17 @@ class ManifestReader:
             if frames is not None:
                 begin, end = (frame / sample.info.fps for frame in frames)
                 sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end, self.limits)
+            sample.crop = _crop(row, sample.info)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
             sample.refuse(fault)
         writer.add(sample)
 
     def _add_held(
-        self, held: dict[str, Any], row: dict[str, Any], number: int, seen: dict[str, int], writer: PartWriter
+        self, held: HeldMedia, row: dict[str, object], number: int, seen: dict[str, int], writer: PartWriter
     ) -> None:
         """A row of Hugging Face's datasets, which holds its media: {"video": {"bytes": ..., "path": "a.mp4"}}."""
-        data, name = held["bytes"], held.get("path") or f"row {number}"
+        data, name = held.data, held.path or f"row {number}"
         suffix = media.suffix_of(name)
         sample = IndexedSample(
             key=_numbered(name.rpartition(".")[0] or name, seen),
@@ -168,12 +177,13 @@ class ManifestReader:
             place, sample.offset = writer.put_media(data)
             with ReadFile(place, self.limits.retries) as file:
                 sample.info = media.probe(file, sample.offset, sample.size, sample.suffix, self.limits)
+            sample.crop = _crop(row, sample.info)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
             sample.refuse(fault)
         writer.add(sample)
 
-    def _captions(self, row: dict[str, Any]) -> list[str]:
+    def _captions(self, row: dict[str, object]) -> list[str]:
         def find(name: str) -> list[str]:
             value = row.get(name)
             texts = value if isinstance(value, list) else [value]
@@ -217,7 +227,7 @@ class ManifestReader:
             tables.append(ManifestTable(storage.join(folder, annotation.strip()), storage.join(folder, root.strip())))
         return tables
 
-    def _rows(self, uri: str) -> Iterator[dict[str, Any] | BadSample]:
+    def _rows(self, uri: str) -> Iterator[dict[str, object] | BadSample]:
         if not uri.endswith(".txt"):
             yield from read_rows(uri, self.limits)
             return
@@ -243,11 +253,13 @@ class ManifestReader:
         return lines
 
 
-def _held(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The column in which a row holds its media, or the path of it, as Hugging Face's datasets do."""
-    return next(
-        (row[name] for name in PATHS if isinstance(row.get(name), dict) and {"bytes", "path"} & row[name].keys()), None
-    )
+def _held(row: dict[str, object]) -> HeldMedia | None:
+    """The first column in which a row holds its media, or the path of it, as Hugging Face's datasets do."""
+    for value in map(row.get, PATHS):
+        if isinstance(value, dict) and {"bytes", "path"} & value.keys():
+            data, path = value.get("bytes"), value.get("path")
+            return HeldMedia(data if isinstance(data, bytes) else b"", path if isinstance(path, str) else "")
+    return None
 
 
 def _numbered(key: str, seen: dict[str, int]) -> str:
@@ -255,7 +267,7 @@ def _numbered(key: str, seen: dict[str, int]) -> str:
     return key if seen[key] == 1 else f"{key}#{seen[key]}"
 
 
-def _frame_range(row: dict[str, Any]) -> tuple[float, float] | None:
+def _frame_range(row: dict[str, object]) -> tuple[float, float] | None:
     """First frame and the one after the last; None for the whole video. Raises BadSample.
 
     Open-Sora-Plan's `cut` is [first, end]; with `num_frames` its trainer takes that many frames from the first on.
@@ -265,25 +277,42 @@ def _frame_range(row: dict[str, Any]) -> tuple[float, float] | None:
         return start, end
     if row.get("cut") in (None, ""):
         return None
-    bounds = [_number(bound) for bound in row["cut"]] if isinstance(row["cut"], list) else []
-    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
+    bounds = _list_of_numbers(row["cut"])
+    if len(bounds) != 2:
         raise BadSample(Reason.BAD_TIMESTAMP, f"cut {row['cut']!r} is not a list [first, end]"[:200])
     count = _number(row.get("num_frames"))
     return bounds[0], bounds[1] if count is None else bounds[0] + count
 
 
-def _scores(row: dict[str, Any]) -> dict[str, float]:
+def _crop(row: dict[str, object], info: MediaInfo) -> CropBox | None:
+    """Open-Sora-Plan's `crop`, [start_x, end_x, start_y, end_y]; None for whole frames. Raises BadSample."""
+    if row.get("crop") in (None, "", []):
+        return None
+    bounds = _list_of_numbers(row["crop"])
+    if len(bounds) != 4 or not all(bound.is_integer() for bound in bounds):
+        what = f"crop {str(row['crop'])[:100]} is not a list of pixels [start_x, end_x, start_y, end_y]"
+        raise BadSample(Reason.BAD_ROW, what)
+    width, height = info.shown_size
+    box = CropBox(*map(int, bounds))
+    if not box.fits(width, height):
+        raise BadSample(Reason.RANGE_OUTSIDE_VIDEO, f"{box} is empty or not inside the frame of {width}x{height}"[:200])
+    return None if box.size == (width, height) else box
+
+
+def _list_of_numbers(value: object) -> list[float]:
+    """Empty when the value is not a list, or one of its entries not a number."""
+    numbers = [_number(entry) for entry in value] if isinstance(value, list) else []
+    found = [number for number in numbers if number is not None]
+    return found if len(found) == len(numbers) else []
+
+
+def _scores(row: dict[str, object]) -> dict[str, float]:
     numbers = {name: _number(value) for name, value in row.items() if name not in PATHS and name not in CAPTIONS}
     return {name: value for name, value in scores_of(numbers).items() if name not in RESERVED}
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or value is None or isinstance(value, (list, dict)):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+def _number(value: object) -> float | None:
+    return None if isinstance(value, bool) else number_of(value)
 
 
 READER = ManifestReader

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from data import media, storage
 from data.captions import choose, decode_text, json_texts, parse_json, parse_policy, scores_of
@@ -59,7 +58,7 @@ class PairsReader:
                 sample.refuse(fault)
             writer.add(sample)
         captioned = {name.rpartition(".")[0] for name in catalogue.files()}
-        for name in catalogue.others:  # what has a caption beside it was meant to be trained
+        for name in catalogue.others:  # a file with a caption was meant to be trained
             stem, _, suffix = name.rpartition(".")
             if stem in captioned and stem not in keys:
                 refused = IndexedSample(key=stem, path=storage.join(part.uri, name))
@@ -86,7 +85,7 @@ class PairsReader:
         if not sample.captions:
             raise BadSample(Reason.NO_CAPTION, f"no {sample.key}.txt with text")
 
-    def _json(self, file: FileStat) -> dict[str, Any]:
+    def _json(self, file: FileStat) -> dict[str, object]:
         return parse_json(self._content(file, Reason.BAD_JSON), self.limits)
 
     def _content(self, file: FileStat, reason: Reason) -> bytes:

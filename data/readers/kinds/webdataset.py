@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from data import media
 from data.captions import choose, decode_text, json_texts, parse_json, parse_policy, scores_of
@@ -142,13 +141,13 @@ class WebDatasetReader:
                 return group.parts[found[0]], found[0].rpartition(".")[2]
         return None, ""
 
-    def _json(self, file: ReadFile, group: SampleGroup) -> dict[str, Any]:
+    def _json(self, file: ReadFile, group: SampleGroup) -> dict[str, object]:
         member = group.part("json")
         if member is None:
             return {}
         return parse_json(self._content(file, member, self.limits.max_json_bytes, Reason.BAD_JSON), self.limits)
 
-    def _captions(self, file: ReadFile, group: SampleGroup, about: dict[str, Any]) -> list[Caption]:
+    def _captions(self, file: ReadFile, group: SampleGroup, about: dict[str, object]) -> list[Caption]:
         def find(name: str) -> list[str]:
             if name.startswith("json:"):
                 return json_texts(about, name[5:])
@@ -174,7 +173,7 @@ class WebDatasetReader:
         return file.pread(member.offset, member.size)
 
 
-def _status(about: dict[str, Any], group: SampleGroup) -> str:
+def _status(about: dict[str, object], group: SampleGroup) -> str:
     """Why a sample has no media: what the downloader wrote, or the members it has."""
     if "status" in about:
         return f"{about['status']}: {about.get('error_message')}"[:200]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from ops.attention.names import AttentionName
 from ops.ranges import above, between, check_numbers
 
 
@@ -31,6 +32,7 @@ class DiTConfig:
     eps: float = 1e-6
     rope_theta: float = 10000.0
     gradient_checkpointing: bool = False
+    attention: AttentionName = "auto"  # auto: the fastest that serves device and shape; a name: that one or an error
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
 

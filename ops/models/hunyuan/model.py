@@ -192,7 +192,7 @@ class RefinerBlock(nn.Module):
             linear(h).unflatten(-1, (-1, self.attn.head_dim))
             for linear in (self.attn.to_q, self.attn.to_k, self.attn.to_v)
         )
-        y = self.attn.to_out[0](attention(q, k, v, layout.text, layout.text).flatten(1))
+        y = self.attn.to_out[0](attention(q, k, v, layout.text, layout.text, self.attn.backend).flatten(1))
         x, h = gate_residual_ln_modulate(
             x, y, gate, None, None, layout.text_segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=_EPS
         )
@@ -204,7 +204,7 @@ class JointAttention(nn.Module):
 
     def __init__(self, config: HunyuanConfig, text: bool, output: bool, qk_norm: bool = True) -> None:
         super().__init__()
-        dim, self.head_dim = config.dim, config.head_dim
+        dim, self.head_dim, self.backend = config.dim, config.head_dim, config.attention
         self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
         if qk_norm:
             self.norm_q, self.norm_k = nn.RMSNorm(self.head_dim, _EPS), nn.RMSNorm(self.head_dim, _EPS)
@@ -268,7 +268,7 @@ class DoubleStreamBlock(nn.Module):
         c = ln_modulate(context, c_scale, c_shift, text_segments, eps=_EPS)
         video = self.attn.project(h, shared.cos[:rows], shared.sin[:rows])
         q, k, v = (torch.cat(pair) for pair in zip(video, self.attn.project_text(c)))
-        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group).flatten(1)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
 
         y, c = self.attn.to_out[0](y[:rows]), self.attn.to_add_out(y[rows:])
         x, h = gate_residual_ln_modulate(x, y, gate, mlp_scale, mlp_shift, segments, eps=_EPS)
@@ -293,6 +293,6 @@ class SingleStreamBlock(nn.Module):
         shift, scale, gate = self.norm(shared.condition)
         h = ln_modulate(x, scale, shift, layout.joint_segments, eps=_EPS)
         q, k, v = self.attn.project(h, shared.cos, shared.sin)
-        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group).flatten(1)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
         y = self.proj_out(torch.cat([y, gelu_tanh(self.proj_mlp(h))], dim=1))
         return gate_residual(x, y, gate, layout.joint_segments)

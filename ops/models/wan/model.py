@@ -144,7 +144,7 @@ class WanBlock(nn.Module):
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
-        self.eps = config.eps
+        self.eps, self.backend = config.eps, config.attention
         self.attn1 = Attention(config.dim, config.head_dim, config.eps)
         self.attn2 = Attention(config.dim, config.head_dim, config.eps)
         self.norm2 = nn.LayerNorm(config.dim, config.eps) if config.cross_attn_norm else None
@@ -159,7 +159,7 @@ class WanBlock(nn.Module):
 
         h = ln_modulate(x, scale, shift, segments, eps=self.eps)
         q, k, v = self.attn1.project(h, h, shared.cos, shared.sin)
-        y = self.attn1.output(sequence_parallel_attention(q, k, v, layout.video_exchange, shared.group))
+        y = self.attn1.output(sequence_parallel_attention(q, k, v, layout.video_exchange, shared.group, self.backend))
 
         if self.norm2 is None:
             x = h = gate_residual(x, y, gate, segments)
@@ -168,7 +168,7 @@ class WanBlock(nn.Module):
                 x, y, gate, None, None, segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=self.eps
             )
         q, k, v = self.attn2.project(h, shared.text)
-        y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text))
+        y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text, self.backend))
 
         x, h = gate_residual_ln_modulate(x, y, None, mlp_scale, mlp_shift, segments, eps=self.eps)
         return gate_residual(x, self.ffn(h), mlp_gate, segments)

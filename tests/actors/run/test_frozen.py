@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from actors.config import WorkersConfig
@@ -73,6 +74,13 @@ def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path
     with torch.no_grad():
         next(p for p in dit.parameters() if not p.requires_grad).view(-1)[0] += 1
     assert frozen_digests(config, dit, Holder(1), Holder(1))[0] != first[0]
+
+
+def test_attention_that_the_device_lacks_is_refused_before_weights_are_read() -> None:
+    model = replace(MODEL, dit=replace(MODEL.dit, attention="cudnn"))
+    settings = WorkerSettings(model=model, train=train_config(), workers=WorkersConfig())
+    with pytest.raises(ValueError, match=r"model.dit.attention cudnn cannot be used here: .* needs a CUDA device"):
+        build_modules(settings, torch.device("cpu"), FirstWeights(seed=3))
 
 
 def test_training_in_bf16_starts_from_the_weights_in_fp32() -> None:

@@ -4,16 +4,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig, SourceConfig
+from data.cache import Cache, CachedLatents
+from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, SegmentConfig, SourceConfig
 from data.dataset.coverage import account
 from data.dataset.dataset import Dataset
+from data.decode import decode_job
 from data.errors import DataError
 from data.types import Bucket, StepOfItems
 from ops.geometry import Geometry
+from tests.data import making
 
 TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80", "17x64x96", "17x96x64", "17x80x80")
 
@@ -205,10 +209,26 @@ def test_a_changed_index_under_a_token_is_refused(clips: Path, tmp_path: Path) -
         dataset(clips, sources=(source,)).resume(token)
 
 
-def test_plans_of_different_seeds_differ_and_have_other_hashes(clips: Path) -> None:
+def test_plans_of_different_seeds_differ(clips: Path) -> None:
     one, other = dataset(clips, 1), dataset(clips, 2)
     assert names(one.step(0)) != names(other.step(0))
-    assert one.plan_hash != other.plan_hash and one.plan_hash == dataset(clips, 1).plan_hash
+
+
+def test_a_cropped_clip_takes_the_bucket_of_its_crop_and_has_a_latent_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(making.clip(width=96, height=64))
+    rows = [{"path": "a.mp4", "cap": "whole"}, {"path": "a.mp4", "cap": "part", "crop": [8, 72, 0, 64]}]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    source = SourceConfig(path=str(tmp_path / "list.json"), kind="manifest", index=str(tmp_path / "index"))
+    table = BucketsConfig(table=("9x64x96", "9x64x64"))
+    data = dataset(tmp_path, sources=(source,), buckets=table, cache=CacheConfig(path=str(tmp_path / "cache")))
+    latents = CachedLatents(Cache(data.config.cache), "vae", data.config)
+    found = {sample.row: (item, slot) for item in data.step(0).items for slot, sample in enumerate(item.samples)}
+    (whole, of_whole), (part, of_part) = found[0], found[1]
+    assert (whole.bucket, part.bucket) == (Bucket(9, 64, 96), Bucket(9, 64, 64))
+    in_one_bucket = replace(part, samples=(whole.samples[of_whole], part.samples[of_part]))
+    assert len(set(latents.keys(in_one_bucket))) == 2
+    pixels = {item: decode_job(data.job(item)).video for item in (whole, part)}
+    assert np.array_equal(pixels[part][of_part], pixels[whole][of_whole][:, :, 8:72])
 
 
 def test_jobs_name_the_bytes_of_their_clips(clips: Path) -> None:

@@ -14,7 +14,7 @@ from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, Li
 from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.engines.blocks import as_batch, from_block, to_block
-from data.engines.make import make_engine
+from data.engines.engine import make_engine
 from data.engines.processes import PoolEngine
 from data.errors import DataError, DataIOError
 from data.ledger import Reason

@@ -32,6 +32,7 @@ from data.errors import DataIOError
 from data.ledger import Reason
 from data.types import Batch
 from ops.geometry import Geometry
+from tests.data.making import clip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HERE = str(Path(__file__).parents[1])
@@ -168,11 +169,12 @@ def test_every_number_of_consumers_sees_the_same_pixels(cluster: None, clips: Pa
 
 
 def test_items_whose_latents_are_cached_are_not_decoded(cluster: None, clips: Path, tmp_path: Path) -> None:
-    data, plain = dataset(clips), dataset(clips)
+    plain = dataset(clips)
     cache = Cache(CacheConfig(path=str(tmp_path), min_free_gib=0))
-    data.latents = CachedLatents(cache, "vae", data.config)
+    latents = CachedLatents(cache, "vae", plain.config)
+    data = Dataset.open(plain.config, Geometry(), seed=0, latents=latents)
     known = [item for item in data.step(0).items if item.slot != 1]
-    for key in (key for item in known for key in data.latents.keys(item)):
+    for key in (key for item in known for key in latents.keys(item)):
         cache.put("latents", key, np.zeros(3, np.float32))
     engine = RayEngine(data)
     engine.start(0)
@@ -231,6 +233,22 @@ def test_a_clip_that_crashes_its_decoder_is_named_and_the_rest_of_its_batch_is_t
     assert engine.counts()["skipped"] == {str(Reason.DECODER_CRASH): sum(b.keys.count(victim.key) for b in batches)}
     for batch in batches:
         assert batch.ok == [key != victim.key for key in batch.keys]
+
+
+def test_faults_are_counted_for_the_source_they_are_of(cluster: None, clips: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(clip(96, 64))
+    (tmp_path / "a.txt").write_text("a clip")
+    shards = SourceConfig(path=str(clips / "shards"), caption="json:captions", index=str(clips / "index"), weight=0.5)
+    data = dataset(clips, sources=(shards, SourceConfig(path=str(tmp_path), kind="pairs", weight=0.5)))
+    (tmp_path / "a.mp4").unlink()
+    engine = RayEngine(data)
+    engine.start(0)
+    for step in range(3):
+        engine.batches(step)
+    of_shards, of_pairs = engine.counts()["sources"]
+    engine.stop()
+    assert of_shards["skipped"] == {} and of_shards["delivered"] == of_shards["scheduled"] > 0
+    assert of_pairs["skipped"] == {"file_missing": of_pairs["scheduled"]} and of_pairs["scheduled"] > 0
 
 
 def test_a_storage_failure_stops_the_run_by_its_own_name(cluster: None, clips: Path, tmp_path: Path) -> None:

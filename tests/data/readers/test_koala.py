@@ -92,7 +92,7 @@ def test_whole_videos_with_ranges(tmp_path):
     assert columns["start_s"].tolist()[:2] == [0.0, 1.5] and columns["end_s"].tolist()[:2] == [1.0, 4.125]
     assert columns["duration"].tolist()[:2] == [1.0, 2.625]
     assert rejected(ledger) == {"range_outside_video": 1, "bad_timestamp": 1}
-    ids = {index.content_id(i) for i in range(2)}
+    ids = {index.row(i).content for i in range(2)}
     assert len(ids) == 2, "two parts of one video are different content"
 
 

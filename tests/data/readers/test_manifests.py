@@ -14,10 +14,13 @@ import pytest
 
 from data import storage
 from data.config import LimitsConfig
+from data.decode import decode_clip
 from data.errors import DataError, DataIOError
 from data.ledger import Ledger
+from data.media_info import CropBox
 from data.storage import read_range
 from data.tools.convert import convert
+from data.types import Bucket, DecodeJob
 from tests.data.making import clip, index_of, picture, rejected, shard_faults
 
 NAMES = ["videos/a.mp4", "videos/b.mp4", "videos/c.png"]
@@ -180,6 +183,65 @@ def test_a_malformed_cut_is_one_bad_row(folder, tmp_path, cut):
     assert rejected(ledger) == {"bad_timestamp": 1} and index.caption(1) == "good"
 
 
+def test_open_sora_plan_crops_count_as_the_size_of_the_clip(folder, tmp_path):
+    crops = [[8, 40, 0, 48], [0, 64, 0, 48], None, [], [8, 40, 16, 48]]
+    rows = [{"path": NAMES[0], "cap": "a", "crop": crop} for crop in crops] + [
+        {"path": NAMES[2], "cap": "c", "crop": [1, 63, 2, 46]}
+    ]
+    (folder / "annotation.json").write_text(json.dumps(rows))
+    (folder / "data.txt").write_text(f"{folder},annotation.json\n")
+    index, ledger = index_of(folder / "data.txt", tmp_path / "cache", kind="manifest")
+    sizes = index.columns("width", "height")
+    assert not ledger.rejected
+    assert sizes["width"].tolist() == [32, 64, 64, 64, 32, 62] and sizes["height"].tolist() == [48, 48, 48, 48, 32, 44]
+    assert [index.row(i).crop for i in (0, 1, 2)] == [CropBox(8, 40, 0, 48), None, None]
+    assert len({index.row(i).content for i in (0, 1, 4)}) == 3  # a crop is part of the key of cached latents
+    assert index.row(1).content == index.row(2).content
+
+
+OUTSIDE = ("range_outside_video", "is empty or not inside the frame of 64x48")
+NO_LIST = ("bad_row", "is not a list of pixels [start_x, end_x, start_y, end_y]")
+
+
+@pytest.mark.parametrize(
+    ("crop", "reason", "sentence"),
+    [
+        ([0, 65, 0, 48], *OUTSIDE),
+        ([-1, 30, 0, 48], *OUTSIDE),
+        ([0, 64, 100, 200], *OUTSIDE),
+        ([8, 8, 0, 48], *OUTSIDE),
+        ([40, 8, 0, 48], *OUTSIDE),
+        ([8, 40, 0], *NO_LIST),
+        ([8, 40, 0, None], *NO_LIST),
+        ([0, 1.5, 0, 9], *NO_LIST),
+        ([0, float("nan"), 0, 9], *NO_LIST),
+        ([0, float("inf"), 0, 9], *NO_LIST),
+        ("8-40", *NO_LIST),
+        (True, *NO_LIST),
+    ],
+)
+def test_a_bad_crop_is_one_bad_row(folder, tmp_path, crop, reason, sentence):
+    rows = [{"path": NAMES[0], "cap": "bad", "crop": crop}, {"path": NAMES[0], "cap": "good", "crop": [0, 32, 0, 48]}]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {reason: 1} and index.caption(1) == "good"
+    assert ledger.last.detail == f"crop {crop} {sentence}"
+
+
+def test_converted_shards_hold_the_cropped_part(folder, tmp_path):
+    rows = [{"path": name, "cap": "text", "crop": [8, 40, 16, 48]} for name in (NAMES[0], NAMES[2])]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, _ = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    ledger = Ledger()
+    convert(index, tmp_path / "shards", ledger, crf=1)
+    again, _ = index_of(tmp_path / "shards", tmp_path / "cache")
+    assert ledger.delivered == 2 and again.columns("num_frames")["num_frames"].tolist() == [9, 1]
+    job = DecodeJob(item="", bucket=Bucket(1, 32, 32), clips=(), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
+    for number, tolerance in enumerate((4.0, 0.0)):  # levels: video is encoded again, a picture is not
+        made, original = (decode_clip(found.row(number).clip(), job).astype(float) for found in (again, index))
+        assert abs(made - original).mean() <= tolerance
+
+
 def test_max_frames_bounds_what_is_left_of_a_cut(folder, tmp_path):
     rows = [
         {"path": NAMES[0], "cap": "a", "cut": [2, 6]},
@@ -298,6 +360,14 @@ def test_converted_shards_hold_the_same_samples(folder, tmp_path):
         assert again.columns(name)[name].tolist() == index.columns(name)[name].tolist()
     with pytest.raises(ValueError, match="already holds shards"):
         convert(index, tmp_path / "shards", ledger)
+
+
+@pytest.mark.parametrize("held", [{"bytes": "text"}, {"bytes": [1, 2]}, {"path": 5}, {"bytes": None, "path": ["a"]}])
+def test_media_that_are_held_as_something_else_are_one_bad_row(folder, tmp_path, held):
+    rows = [{"video": held, "caption": "bad"}, {"video": NAMES[0], "caption": "good"}]
+    (folder / "list.json").write_text(json.dumps(rows))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"bad_row": 1} and index.caption(1) == "good"
 
 
 def test_rows_that_hold_their_media_themselves_are_trained(tmp_path):

@@ -280,6 +280,7 @@ def test_several_captions_by_policy(tmp_path):
     "files, kind",
     [
         ({"0.tar": b""}, "webdataset"),
+        ({"index.json": b"{}", "shard.00000.mds.zstd": b""}, "mds"),
         ({"metadata.csv": b"video,prompt\n"}, "manifest"),
         ({"Koala_36M_1.csv": b"videoID,url,timestamp,caption\nx_1,u,\"['0:00:01', '0:00:02']\",c\n"}, "koala"),
         ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),

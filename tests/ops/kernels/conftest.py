@@ -23,31 +23,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU these are tests of a GPU."""
+    for item in items:
+        if DEVICE == "cuda" and item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.gpu)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     alone = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     return None if alone else True
 
 
-def round_bf16_like_hardware() -> None:
-    """The interpreter truncates fp32 to bf16 (3.3e-3 error and a bias to zero); hardware rounds to even."""
-    import numpy as np
-    import triton.language as tl
-    import triton.runtime.interpreter as interpreter
-
-    truncate = interpreter._convert_float
-
-    def convert(values, source, target, rounding_mode):
-        if source == tl.float32 and target == tl.bfloat16:
-            exact = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-            return exact.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        return truncate(values, source, target, rounding_mode)
-
-    interpreter._convert_float = convert
-
-
 @pytest.fixture(autouse=True, scope="session")
 def interpreter():
     if DEVICE == "cpu":
+        from ops.kernels.base.interpreter import round_bf16_like_hardware
+
         round_bf16_like_hardware()
 
 

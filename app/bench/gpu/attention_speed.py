@@ -1,0 +1,84 @@
+"""Attention by backend, head size and lengths, forward and backward: products per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from app.bench.gpu.measurement import Earlier, Figures, Place
+from ops.attention.lengths import Lengths
+from ops.attention.names import BackendName
+from ops.attention.varlen import backend_of, choose
+
+WIDTH = 1536  # heads x head size, as in Wan2.1-1.3B
+PACKS = {  # lengths of the real run, then of the rehearsal; keys are as long, or 512 per sequence in a cross case
+    "one-32760": ((32760,), (24,)),
+    "packed-32k": ((10155, 7207, 5569, 3931, 2948, 1965, 985), (9, 8, 4, 3)),
+    "4x8190": ((8190,) * 4, (6,) * 4),
+    "16x1024": ((1024,) * 16, (3,) * 8),
+    "cross-32760": ((32760,), (24,)),
+}
+TEXT = 512
+BACKWARD_PRODUCTS = 2.5  # of the forward's: five matrix products instead of two
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpeed:
+    """One backend on one pack, with head sizes 128 and 64."""
+
+    backend: BackendName
+    pack: str
+    estimate_s: float = 6.0
+
+    @property
+    def name(self) -> str:
+        return f"attention.{self.backend}.{self.pack}"
+
+    def why_not(self, place: Place) -> str | None:
+        q_lengths, k_lengths = self._lengths(place)
+        probe = torch.empty(0, 12, 128, dtype=torch.bfloat16, device=place.device)
+        return backend_of(self.backend).why_not(probe, (q_lengths, k_lengths))
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        figures: dict[str, float | str] = {}
+        for size in place.pick((128, 64), (16,)):
+            figures |= self._measure(place, size)
+        return figures
+
+    def _measure(self, place: Place, size: int) -> dict[str, float | str]:
+        q_lengths, k_lengths = self._lengths(place)
+        heads, backend = place.pick(WIDTH // size, 2), backend_of(self.backend)
+        q, k, v = (
+            torch.randn(n.total, heads, size, device=place.device, dtype=torch.bfloat16)
+            for n in (q_lengths, k_lengths, k_lengths)
+        )
+        products = 4.0 * heads * size * sum(a * b for a, b in zip(q_lengths.host, k_lengths.host, strict=True))
+        repeats = place.pick(10, 2)
+        with torch.no_grad():
+            forward = place.seconds(lambda: backend.run(q, k, v, q_lengths, k_lengths), repeats, warm_up=2)
+        found: dict[str, float | str] = {
+            f"d{size} auto is": choose(q, (q_lengths, k_lengths)).name,
+            f"d{size} forward ms": 1e3 * forward.seconds,
+            f"d{size} forward TFLOP/s": products / forward.seconds / 1e12,
+        }
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        if backend.why_not(q, (q_lengths, k_lengths)):
+            return found  # forward only
+        out = backend.run(q, k, v, q_lengths, k_lengths)
+        seed = torch.randn_like(out)
+        backward = place.seconds(lambda: torch.autograd.grad(out, leaves, seed, retain_graph=True), repeats, warm_up=2)
+        found[f"d{size} backward ms"] = 1e3 * backward.seconds
+        found[f"d{size} backward TFLOP/s"] = BACKWARD_PRODUCTS * products / backward.seconds / 1e12
+        return found
+
+    def _lengths(self, place: Place) -> tuple[Lengths, Lengths]:
+        host = place.pick(*PACKS[self.pack])
+        keys = (place.pick(TEXT, 5),) * len(host) if self.pack.startswith("cross") else host
+        return Lengths.of(host, place.device), Lengths.of(keys, place.device)
+
+
+def measurements() -> list[AttentionSpeed]:
+    order: tuple[BackendName, ...] = ("flash", "cudnn", "flash3", "flex")
+    real = [AttentionSpeed(backend=name, pack=pack) for pack in PACKS for name in order]
+    return [*real, AttentionSpeed(backend="sdpa", pack="one-32760"), AttentionSpeed(backend="sdpa", pack="packed-32k")]

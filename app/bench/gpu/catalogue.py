@@ -1,0 +1,59 @@
+"""All measurements, most valuable first: a budget cuts the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.bench.gpu import (
+    attention_right,
+    attention_speed,
+    counting,
+    dit_right,
+    kernels_right,
+    ops_speed,
+    train_step,
+    vae_speed,
+)
+from app.bench.gpu.ceilings import Ceilings
+from app.bench.gpu.copies import SnapshotCopies
+from app.bench.gpu.ipc import OneSidedAddition
+from app.bench.gpu.measurement import Measurement, Place
+
+FEW = 6  # measurements of a list that go before everything else's rest
+
+
+def catalogue(place: Place) -> list[Measurement]:
+    """In the order in which they run; names are unique."""
+    ops, attention = ops_speed.measurements(), attention_speed.measurements()
+    small, large = train_step.measurements("wan-1.3b"), train_step.measurements("wan-14b")
+    if place.rehearse:  # other sizes of the same code
+        ops = [one for one in ops if (one.width, one.tokens) == (ops[0].width, ops[0].tokens)]
+    found: list[Measurement] = [
+        *kernels_right.measurements(),
+        *attention_right.measurements(),
+        *dit_right.measurements(),
+        Ceilings(),
+        small[0],
+        large[0],
+        *attention[:FEW],
+        *ops[: FEW - 1],
+        *small[1:],
+        OneSidedAddition(),
+        SnapshotCopies(),
+        *large[1:],
+        *ops[FEW - 1 :],
+        *attention[FEW:],
+        *vae_speed.measurements(),
+        *counting.measurements(),
+    ]
+    assert len({one.name for one in found}) == len(found)
+    return found
+
+
+def chosen(measurements: Sequence[Measurement], prefixes: Sequence[str]) -> list[Measurement]:
+    """Those whose name begins with one of the prefixes. Raises ValueError for a prefix that none has."""
+    for prefix in prefixes:
+        if not any(one.name.startswith(prefix) for one in measurements):
+            subjects = dict.fromkeys(one.name.split(".")[0] for one in measurements)
+            raise ValueError(f"--only {prefix} fits no measurement; their names begin with {', '.join(subjects)}.")
+    return [one for one in measurements if any(one.name.startswith(prefix) for prefix in prefixes)]

@@ -1,0 +1,102 @@
+"""Results as JSON lines: one per measurement, written as it comes, read again by the next call."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from app.bench.gpu.measurement import Figures
+
+FILE = "results.jsonl"
+RUNNING = "running"  # holds a name while it is measured; it outlives a process that dies of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Under what a line was measured."""
+
+    device: str
+    torch: str
+    triton: str
+    cuda: str | None
+    python: str
+    commit: str | None  # None where there is no git
+    command: str
+    rehearsal: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResultLine:
+    """One measurement's outcome: figures, or an error, or why it was left out."""
+
+    name: str
+    facts: Facts
+    at: str  # ISO 8601, UTC
+    seconds: float  # that the measurement took
+    figures: Figures = field(default_factory=dict)
+    error: str | None = None
+    left_out: str | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.error is None and self.left_out is None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"figures": {name: _plain(value) for name, value in self.figures.items()}})
+
+    @staticmethod
+    def from_json(text: str) -> ResultLine:
+        values = json.loads(text)
+        known = {one.name for one in fields(ResultLine)}
+        return ResultLine(**{k: v for k, v in values.items() if k in known} | {"facts": Facts(**values["facts"])})
+
+
+def read_lines(folder: Path) -> list[ResultLine]:
+    """All lines of a folder, the last one of each name, in the order of their names' first lines.
+
+    A line that was cut off by a death of the process is dropped.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    found: dict[str, ResultLine] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = ResultLine.from_json(text)
+        except (ValueError, KeyError, TypeError):
+            continue
+        found[line.name] = line
+    return list(found.values())
+
+
+def append_line(folder: Path, line: ResultLine) -> None:
+    """Add a line; a torn one before it is ended first."""
+    path = folder / FILE
+    torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if torn else "") + line.to_json() + "\n")
+
+
+def begin_mark(folder: Path, name: str) -> None:
+    """Note what is measured from now on."""
+    (folder / RUNNING).write_text(name, encoding="utf-8")
+
+
+def end_mark(folder: Path) -> str | None:
+    """Take the note away; what it said, if there was one."""
+    path = folder / RUNNING
+    name = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    path.unlink(missing_ok=True)
+    return name or None
+
+
+def good_figures(lines: Iterable[ResultLine]) -> dict[str, Figures]:
+    return {line.name: line.figures for line in lines if line.good}
+
+
+def _plain(value: object) -> object:
+    """JSON has no infinities."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,91 @@
+"""What a measurement is, where it runs, and what it may know of those before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from app.bench.timing import Timing
+
+T = TypeVar("T")
+
+Figure = float | int | str | bool | None
+Figures = Mapping[str, Figure]
+Earlier = Mapping[str, Figures]  # name of a measurement that succeeded -> its figures
+
+REHEARSAL_SECONDS = 1.0  # what a measurement is expected to take in the small run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where measurements run: the GPU, or the CPU in a rehearsal of the same code with small shapes."""
+
+    device: torch.device
+    rehearse: bool
+
+    def pick(self, real: T, small: T) -> T:
+        """The size of the real run, or of the rehearsal."""
+        return small if self.rehearse else real
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], object], repeats: int, warm_up: int = 1) -> Timing:
+        """Of one call after `warm_up` that do not count, host and device together."""
+        samples = []
+        for index in range(warm_up + repeats):
+            self.synchronize()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            if index >= warm_up:
+                samples.append(time.perf_counter() - start)
+        return Timing.of(samples)
+
+    def peak_gib(self, call: Callable[[], object]) -> float | None:
+        """The allocator's peak during the call, what was held before included; None without a GPU."""
+        if self.device.type != "cuda":
+            call()
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) / 2**30
+
+
+class Measurement(Protocol):
+    """One line of the result: a frozen dataclass in the file of its subject."""
+
+    @property
+    def name(self) -> str:
+        """Unique; the subject comes first and ends at a dot."""
+        ...
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds on an H200, compiling included; a measurement starts only if they are left."""
+        ...
+
+    def why_not(self, place: Place) -> str | None:
+        """Why this place cannot run it, in one sentence; it is then left out by name."""
+        ...
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        """Raises whatever goes wrong; that becomes the line's error."""
+        ...
+
+
+def expected_seconds(measurement: Measurement, place: Place) -> float:
+    """What is compared with the time that is left."""
+    return place.pick(measurement.estimate_s, REHEARSAL_SECONDS)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """L2 of the difference over L2 of what was expected, in fp64."""
+    difference = (actual.detach().double() - expected.detach().double()).norm()
+    return float(difference / expected.detach().double().norm().clamp_min(1e-30))

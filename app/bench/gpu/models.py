@@ -1,0 +1,69 @@
+"""The transformers that are measured: published sizes, random weights, made where they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ops.models.base.config import DiTConfig
+from ops.models.families import FAMILIES
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.wan.config import WanConfig
+from ops.packing import Layout, Sequence
+
+WAN_1_3B = WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960, freq_dim=256, text_dim=4096)
+WAN_14B = WanConfig(num_layers=40, num_heads=40, head_dim=128, ffn_dim=13824, freq_dim=256, text_dim=4096)
+HUNYUAN_13B = HunyuanConfig(
+    num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, text_dim=4096
+)
+
+CLIP_480P81 = Sequence((21, 30, 52), 512)  # 81 x 480 x 832: 32,760 tokens, and Wan's padded text
+SMALL_CLIP = Sequence((2, 4, 4), 5)
+
+
+def with_layers(config: DiTConfig, layers: int) -> DiTConfig:
+    """The same with this many blocks of each kind."""
+    if isinstance(config, HunyuanConfig):
+        return replace(config, num_layers=layers, num_single_layers=layers)
+    return replace(config, num_layers=layers)
+
+
+def small(config: DiTConfig, layers: int) -> DiTConfig:
+    """The same family for a rehearsal: narrow, with few layers."""
+    narrow = replace(config, num_heads=2, head_dim=16, ffn_dim=64, freq_dim=32, text_dim=24)
+    return with_layers(narrow, layers)
+
+
+def build(config: DiTConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Random weights, drawn on the device itself: a 14B model takes minutes on a CPU core."""
+    with torch.device(device):
+        module = FAMILIES[config.architecture].model()(config)
+    return module.to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedCall:
+    """Inputs of one call of a DiT over packed samples. P features of a latent token, E of a text token."""
+
+    layout: Layout
+    tokens: Tensor  # [n, P]
+    target: Tensor  # [n, P], fp32
+    timesteps: Tensor  # [S]
+    text: Tensor  # [T, E]
+    weights: Tensor  # [S]
+
+    @staticmethod
+    def of(config: DiTConfig, sequences: list[Sequence], device: torch.device, dtype: torch.dtype) -> PackedCall:
+        layout = Layout(sequences, device=device)
+        features = config.in_channels * config.patch[0] * config.patch[1] * config.patch[2]
+        count = len(sequences)
+        return PackedCall(
+            layout=layout,
+            tokens=torch.randn(layout.local_tokens, features, device=device).to(dtype),
+            target=torch.randn(layout.local_tokens, features, device=device),
+            timesteps=torch.linspace(900.0, 100.0, count).to(device),
+            text=torch.randn(sum(layout.text_lengths), config.text_dim, device=device).to(dtype),
+            weights=torch.full((count,), 1.0 / count, device=device),
+        )

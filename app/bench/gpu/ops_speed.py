@@ -1,0 +1,86 @@
+"""The fused ops: share of the copy bandwidth and gain over eager code, by layout of the modulation rows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from app.bench.gpu.ceilings import copy_speed
+from app.bench.gpu.kernels_right import triton_only
+from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.ops_measure import BenchCase, measure_case
+from app.bench.ops_report import OpsRow, Results
+from app.bench.ops_variants import layouts
+from ops.kernels.base.contest import Contest, RowLayout
+from ops.kernels.base.interpreter import interpreting
+from ops.kernels.folders import contests
+
+WIDTHS = (1536, 5120, 3072)
+TOKENS = (32768, 8192)
+SMALL_WIDTH, SMALL_TOKENS = 128, 21
+REPEATS = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpsSpeed:
+    """One op at one width and length in all its layouts; shares and gains need the copy ceiling and eager code."""
+
+    op: str
+    width: int
+    tokens: int
+    estimate_s: float = 10.0
+
+    @property
+    def name(self) -> str:
+        return f"ops.{self.op.replace(', ', '-')}.d{self.width}.n{self.tokens}"
+
+    def why_not(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        op = next(one for one in contests(liger=False) if one.name == self.op)
+        tokens, width = place.pick((self.tokens, self.width), (SMALL_TOKENS, SMALL_WIDTH))
+        rows: list[OpsRow] = []
+        for layout in _layouts(op, tokens, place):
+            case = BenchCase(
+                op=op,
+                layout=layout,
+                width=width,
+                variants={name: op.variants[name] for name in ("fused", "eager")},
+                ablations=False,
+            )
+            # a rehearsal sends one layout through the interpreted kernels, which take 10 ms a row
+            kernels = place.rehearse and layout.name == "packed" and interpreting()
+            with triton_only() if kernels else nullcontext():
+                rows += measure_case(case, place.device, place.pick(REPEATS, 1))
+            torch._dynamo.reset()
+        return _figures(rows, copy_speed(earlier))
+
+
+def measurements() -> list[OpsSpeed]:
+    """Long packs first: shares are promised from 32k tokens."""
+    names = [op.name for op in contests(liger=False)]
+    return [OpsSpeed(op=name, width=width, tokens=n) for n in TOKENS for width in WIDTHS for name in names]
+
+
+def _layouts(op: Contest, tokens: int, place: Place) -> list[RowLayout]:
+    """QK-norm has no tables, so its layouts are the same."""
+    found = layouts(tokens)
+    if "q" in op.inputs:
+        return found[:1]
+    return place.pick(found, [found[0], found[-1]])
+
+
+def _figures(rows: list[OpsRow], copy: float | None) -> Figures:
+    results = Results(rows, copy or float("nan"))
+    figures: dict[str, float | None] = {}
+    for row in rows:
+        key = f"{row.layout}/{row.direction}/{row.variant}"
+        figures[f"{key} ms"] = 1e3 * row.timing.seconds
+        if row.variant == "fused":
+            figures[f"{key} of copy"] = results.share(row) if copy else None
+            figures[f"{key} x eager"] = results.gain(row, "eager")
+            figures[f"{key} spread"] = row.timing.spread
+    return figures

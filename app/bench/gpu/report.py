@@ -1,0 +1,70 @@
+"""report.md: the rows for docs/results.md, then every figure, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from app.bench.gpu.lines import ResultLine
+from app.bench.gpu.measurement import Figure
+from app.bench.gpu.targets import judged
+
+
+def report(lines: Sequence[ResultLine], skipped: Sequence[str]) -> str:
+    """Markdown. `skipped` are names that the budget did not hold."""
+    parts = [*_heading(lines), "", *_targets(lines), "", *_figures(lines)]
+    for title, rows in (("Failed", _failed(lines)), ("Left out", _left_out(lines)), ("No time for", skipped)):
+        if rows:
+            parts += ["", f"## {title}", "", *(f"- {row}" for row in rows)]
+    return "\n".join(parts) + "\n"
+
+
+def _heading(lines: Sequence[ResultLine]) -> list[str]:
+    if not lines:
+        return ["# Figures of one device", "", "Nothing was measured."]
+    facts = lines[-1].facts
+    commits = sorted({line.facts.commit or "no git" for line in lines})
+    kind = ["", "**A rehearsal**: small shapes on the CPU. It shows that the programme runs; no figure means anything."]
+    return [
+        f"# Figures of {facts.device}",
+        "",
+        f"torch {facts.torch}, triton {facts.triton}, CUDA {facts.cuda or 'none'}, Python {facts.python}; "
+        f"commit {', '.join(commits)}; `{facts.command}`; {lines[0].at} to {lines[-1].at}.",
+        *(kind if facts.rehearsal else []),
+    ]
+
+
+def _targets(lines: Sequence[ResultLine]) -> list[str]:
+    rows = ["## Targets", "", "| figure | target | measured | met | by |", "|---|---|---|---|---|"]
+    for target, found in judged(lines):
+        if found is None:
+            rows.append(f"| {target.what} | {target.wanted()} | - | open | |")
+        else:
+            answer = "yes" if target.met(found) else "**no**"
+            rows.append(
+                f"| {target.what} | {target.wanted()} | {found.value:{target.form}} | {answer} | {found.where} |"
+            )
+    return rows
+
+
+def _figures(lines: Iterable[ResultLine]) -> list[str]:
+    rows = ["## Every figure", "", "| measurement | figure | value |", "|---|---|---|"]
+    for line in lines:
+        rows += [f"| {line.name} | {name} | {cell(value)} |" for name, value in line.figures.items()]
+    return rows
+
+
+def _failed(lines: Iterable[ResultLine]) -> list[str]:
+    return [f"{line.name}: {line.error}" for line in lines if line.error]
+
+
+def _left_out(lines: Iterable[ResultLine]) -> list[str]:
+    return [f"{line.name}: {line.left_out}" for line in lines if line.left_out]
+
+
+def cell(value: Figure) -> str:
+    """A figure in a cell: four digits, `yes` and `no`, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,181 @@
+"""Runs measurements one after the other within a budget; whatever one of them does, the next one gets its turn."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from app.bench.gpu.lines import Facts, ResultLine, append_line, begin_mark, end_mark, good_figures, read_lines
+from app.bench.gpu.measurement import Measurement, Place, expected_seconds
+from app.bench.gpu.report import cell, report
+
+REPORT = "report.md"
+_ERROR_LENGTH = 600
+
+
+class TooLittleTime(ValueError):
+    """The budget does not hold the shortest of the measurements that are missing."""
+
+
+class OtherDevice(ValueError):
+    """The folder holds results of another device, or a rehearsal where a real run is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Seconds since a moment of time.time(), which outlives a restart of the process."""
+
+    began: float
+    seconds: float
+
+    def left(self) -> float:
+        return self.began + self.seconds - time.time()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """What one call did."""
+
+    lines: tuple[ResultLine, ...]  # of this call
+    skipped: tuple[str, ...]  # for want of time
+    dead: bool  # the device answers no more; a fresh process may go on
+
+
+def run_all(
+    measurements: Sequence[Measurement],
+    place: Place,
+    folder: Path,
+    facts: Facts,
+    budget: Budget,
+    say: Callable[[str], None] = print,
+    retry: bool = False,
+) -> Round:
+    """Everything that `folder` does not hold yet (with `retry`: or holds as failed), in the order given.
+
+    Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
+    """
+    before = read_lines(folder)
+    _check_same_device(before, facts, folder)
+    if lost := end_mark(folder):
+        append_line(folder, _died(lost, facts))
+        before = read_lines(folder)
+    done = {line.name for line in before if line.error is None or not retry}
+    missing = [one for one in measurements if one.name not in done]
+    new: list[ResultLine] = []
+    skipped: list[str] = []
+    dead = False
+    for one in missing:
+        line = _left_out(one, place, facts)
+        if line is None and expected_seconds(one, place) > budget.left():
+            skipped.append(one.name)
+            continue
+        line = line or _measured(one, place, folder, facts)
+        append_line(folder, line)
+        new.append(line)
+        say(_said(line, budget))
+        (folder / REPORT).write_text(report(read_lines(folder), skipped), encoding="utf-8")
+        if line.error is not None and not _answers(place):
+            dead = True
+            break
+    if skipped and not any(line.good or line.error for line in [*before, *new]):
+        raise TooLittleTime(_too_little(missing, place, budget, skipped))
+    (folder / REPORT).write_text(report(read_lines(folder), skipped), encoding="utf-8")
+    return Round(lines=tuple(new), skipped=tuple(skipped), dead=dead)
+
+
+def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> ResultLine:
+    at, start = _now(), time.monotonic()
+    earlier = good_figures(read_lines(folder))
+    torch.manual_seed(0)
+    begin_mark(folder, one.name)
+    try:
+        figures, error = one.run(place, earlier), None
+        place.synchronize()
+    except Exception as raised:  # a kernel, a compiler, the allocator: the next measurement does not care
+        figures, error = {}, _told(raised)
+    finally:  # also when a person stops it; not when the process dies
+        end_mark(folder)
+    _forget(place)
+    return ResultLine(
+        name=one.name, facts=facts, at=at, seconds=round(time.monotonic() - start, 2), figures=figures, error=error
+    )
+
+
+def _died(name: str, facts: Facts) -> ResultLine:
+    """Of a measurement in which a process ended without a word: it would do so again, and nothing after it ran."""
+    error = "the process died or was stopped while this ran; --retry measures it again."
+    return ResultLine(name=name, facts=facts, at=_now(), seconds=0.0, error=error)
+
+
+def _left_out(one: Measurement, place: Place, facts: Facts) -> ResultLine | None:
+    """The line of what cannot run here; None where it can."""
+    try:
+        reason, error = one.why_not(place), None
+    except Exception as raised:  # a library that does not even answer
+        reason, error = None, _told(raised)
+    if reason is None and error is None:
+        return None
+    return ResultLine(name=one.name, facts=facts, at=_now(), seconds=0.0, left_out=reason, error=error)
+
+
+def _forget(place: Place) -> None:
+    """Memory and compiled code of a measurement are not those of the next one."""
+    gc.collect()
+    torch._dynamo.reset()
+    if place.device.type == "cuda" and _answers(place):
+        torch.cuda.empty_cache()
+
+
+def _answers(place: Place) -> bool:
+    """False once a kernel has broken the process's CUDA context: every later call of it fails too."""
+    try:
+        place.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def _check_same_device(before: Sequence[ResultLine], facts: Facts, folder: Path) -> None:
+    others = {line.facts.device for line in before} - {facts.device}
+    if others:
+        raise OtherDevice(
+            f"{folder} holds results of {', '.join(sorted(others))}; this is {facts.device}. Give another --out."
+        )
+    if any(line.facts.rehearsal != facts.rehearsal for line in before):
+        held = "a real run" if facts.rehearsal else "a rehearsal"
+        raise OtherDevice(f"{folder} holds results of {held}. Give another --out.")
+
+
+def _too_little(missing: Sequence[Measurement], place: Place, budget: Budget, skipped: Sequence[str]) -> str:
+    shortest = min((one for one in missing if one.name in skipped), key=lambda one: expected_seconds(one, place))
+    needed = expected_seconds(shortest, place)
+    return (
+        f"--minutes {budget.seconds / 60:g} is too little for one result: {max(budget.left(), 0):.0f} s are left and "
+        f"the shortest measurement, {shortest.name}, needs about {needed:.0f} s. Give --minutes "
+        f"{(budget.seconds - budget.left() + needed) / 60 + 0.1:.1f} or more."
+    )
+
+
+def _told(raised: Exception) -> str:
+    """Type, message and place of an error in one line."""
+    frame = traceback.extract_tb(raised.__traceback__)[-1]
+    text = " ".join(f"{type(raised).__name__}: {raised}".split())
+    return f"{text[:_ERROR_LENGTH]} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _said(line: ResultLine, budget: Budget) -> str:
+    if line.left_out:
+        return f"{line.name}: left out. {line.left_out}"
+    figures = ", ".join(f"{name} {cell(value)}" for name, value in line.figures.items())
+    return f"{line.name} ({line.seconds:.1f} s, {budget.left():.0f} s left): {line.error or figures}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,194 @@
+"""The figures that were promised for one GPU, and whether the lines meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from app.bench.gpu.lines import ResultLine, good_figures
+from app.bench.gpu.measurement import Earlier, Figure
+
+LONG = 32_000  # tokens from which shares of the copy bandwidth are promised
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The worst value that was measured, and by which measurement."""
+
+    value: float
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """`worst` picks the value that decides, None where nothing was measured. `least`: the goal is a floor."""
+
+    what: str
+    goal: float
+    least: bool
+    form: str
+    worst: Callable[[Earlier], Found | None]
+
+    def wanted(self) -> str:
+        return f"{'>=' if self.least else '<='} {self.goal:{self.form}}"
+
+    def met(self, found: Found) -> bool:
+        return found.value >= self.goal if self.least else found.value <= self.goal
+
+
+def judged(lines: Iterable[ResultLine]) -> list[tuple[Target, Found | None]]:
+    """Every target with what decides it; a measurement that failed has shown nothing to be right."""
+    lines = list(lines)
+    earlier = good_figures(lines) | {line.name: {"right": False} for line in lines if line.error}
+    return [(target, target.worst(earlier)) for target in TARGETS]
+
+
+def _least(prefix: str, figure: Callable[[str], bool], where: Callable[[str], bool] = lambda name: True) -> Picker:
+    return _extreme(prefix, figure, where, min)
+
+
+def _most(prefix: str, figure: Callable[[str], bool], where: Callable[[str], bool] = lambda name: True) -> Picker:
+    return _extreme(prefix, figure, where, max)
+
+
+Picker = Callable[[Earlier], Found | None]
+
+
+def _extreme(
+    prefix: str,
+    figure: Callable[[str], bool],
+    where: Callable[[str], bool],
+    choose: Callable[..., Found],
+) -> Picker:
+    """Over all figures whose key fits, of all measurements whose name begins with `prefix` and fits."""
+
+    def pick(earlier: Earlier) -> Found | None:
+        found = [
+            Found(value=number, where=f"{name}, {key}")
+            for name, figures in earlier.items()
+            if name.startswith(prefix) and where(name)
+            for key, value in figures.items()
+            if figure(key) and (number := _number(value)) is not None
+        ]
+        return choose(found, key=lambda one: one.value) if found else None
+
+    return pick
+
+
+def _number(value: Figure) -> float | None:
+    return float(value) if isinstance(value, bool | int | float) else None
+
+
+def _is(key: str) -> Callable[[str], bool]:
+    return lambda name: name == key
+
+
+def _ends(end: str) -> Callable[[str], bool]:
+    return lambda name: name.endswith(end)
+
+
+def _long(name: str) -> bool:
+    """Whether an op was measured at a length from which shares are promised: its name ends with n<tokens>."""
+    return int(name.rpartition(".n")[2]) >= 0.99 * LONG
+
+
+TARGETS = (
+    Target(
+        what="all kernels within rounding of float64",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("kernels.", _is("right")),
+    ),
+    Target(
+        what="all attention backends within rounding of float64",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("attention-right.", _is("right")),
+    ),
+    Target(
+        what="packed DiT in bf16 like its fp32 self",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("dit-right.", _is("right")),
+    ),
+    Target(
+        what="fused ops forward, share of copy at N >= 32k (moonshot 96 %)",
+        goal=0.92,
+        least=True,
+        form=".0%",
+        worst=_least("ops.", _ends("forward/fused of copy"), _long),
+    ),
+    Target(
+        what="fused ops backward, share of copy at N >= 32k (moonshot 92 %)",
+        goal=0.85,
+        least=True,
+        form=".0%",
+        worst=_least("ops.", _ends("backward/fused of copy"), _long),
+    ),
+    Target(
+        what="fused ops forward, times eager at N >= 32k",
+        goal=3.0,
+        least=True,
+        form=".2f",
+        worst=_least("ops.", _ends("forward/fused x eager"), _long),
+    ),
+    Target(
+        what="fused ops backward, times eager at N >= 32k",
+        goal=3.0,
+        least=True,
+        form=".2f",
+        worst=_least("ops.", _ends("backward/fused x eager"), _long),
+    ),
+    Target(
+        what="Wan2.1-1.3B step at 480p81, best setting, share of the measured matmul peak (MFU)",
+        goal=0.45,
+        least=True,
+        form=".0%",
+        worst=_most("step.wan-1.3b.", _is("MFU")),
+    ),
+    Target(
+        what="14B block stack, best setting, share of the measured matmul peak (MFU)",
+        goal=0.50,
+        least=True,
+        form=".0%",
+        worst=_most("step.wan-14b.", _is("MFU")),
+    ),
+    Target(
+        what="idle share of the device between and in steps",
+        goal=0.02,
+        least=False,
+        form=".1%",
+        worst=_most("step.", _is("idle share"), lambda name: name.endswith(".as-trained")),
+    ),
+    Target(
+        what="peak memory against the memory model, distance",
+        goal=0.10,
+        least=False,
+        form=".0%",
+        worst=_most("step.", _is("memory model off by"), lambda name: name.endswith(".as-trained")),
+    ),
+    Target(
+        what="VAE encode of one clip as a share of the 1.3B step at 480p81, best setting",
+        goal=0.20,
+        least=False,
+        form=".0%",
+        worst=_extreme("vae.", _is("share of the 1.3B step"), lambda name: True, min),
+    ),
+    Target(
+        what="memory of another process added to exactly (CUDA IPC)",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("ipc", _is("right")),
+    ),
+    Target(
+        what="slow-down of compute beside a snapshot's copy to pinned memory",
+        goal=0.02,
+        least=False,
+        form=".1%",
+        worst=_most("copies", _is("slow-down of compute")),
+    ),
+)

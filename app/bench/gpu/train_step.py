@@ -1,0 +1,201 @@
+"""One training step of Wan (forward, loss, backward, clipping, AdamW, EMA) as a worker runs it alone.
+
+bf16 weights with fp32 gradient, master copy, moments and EMA (ops/sync.py), full checkpointing, one clip of 480p81 with
+512 text tokens. Each other setting changes one thing of that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from app.bench.gpu.ceilings import matmul_peak
+from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
+from app.bench.gpu.idle import device_use
+from app.bench.gpu.measurement import Earlier, Figure, Figures, Place
+from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, PackedCall, build, small
+from ops.attention.names import AttentionName
+from ops.attention.varlen import backend_of
+from ops.comm import Group
+from ops.config import OptimizerConfig
+from ops.flow import flow_loss
+from ops.kernels.base import backend
+from ops.models.base.config import DiTConfig
+from ops.models.load import dit_skeleton
+from ops.sync import FlatSync
+
+ROOM = 0.85  # of the free memory: fragments, cuBLAS and cuDNN take the rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """What a step may have or lack."""
+
+    fused: bool = True
+    attention: AttentionName = "auto"
+    checkpointing: bool = True
+    compiled: bool = False
+
+
+AS_TRAINED = StepSettings()
+SETTINGS = {
+    "as-trained": AS_TRAINED,
+    "compiled-blocks": replace(AS_TRAINED, compiled=True),
+    "without-checkpointing": replace(AS_TRAINED, checkpointing=False),
+    "attention-flash": replace(AS_TRAINED, attention="flash"),
+    "without-fused-ops": replace(AS_TRAINED, fused=False),
+    "attention-sdpa": replace(AS_TRAINED, attention="sdpa"),
+}
+MODELS = {"wan-1.3b": WAN_1_3B, "wan-14b": WAN_14B}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainStep:
+    """Seconds, shares of the matmul peak, memory and idle share of one model with one setting."""
+
+    model: str
+    setting: str
+    estimate_s: float
+
+    @property
+    def name(self) -> str:
+        return f"step.{self.model}.{self.setting}"
+
+    def why_not(self, place: Place) -> str | None:
+        attention = SETTINGS[self.setting].attention
+        if attention == "auto":
+            return None
+        probe = torch.empty(0, 1, 128, dtype=torch.bfloat16, device=place.device)
+        return backend_of(attention).why_not(probe)
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        settings = SETTINGS[self.setting]
+        config = step_config(MODELS[self.model], settings, place)
+        if place.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(place.device)
+        with _fused(settings.fused):
+            step, parameters = make_step(config, settings, place)
+            timing = place.seconds(step, place.pick(3, 1), warm_up=place.pick(2, 1))
+            peak = place.peak_gib(step)
+            idle = _idle(step, place)
+        return {
+            "blocks": config.num_layers,
+            "parameters": parameters,
+            "seconds": timing.seconds,
+            "spread": timing.spread,
+            **_shares(config, settings, place, timing.seconds, matmul_peak(earlier)),
+            **idle,
+            **_memory(config, settings, parameters, peak),
+        }
+
+
+def measurements(model: str) -> list[TrainStep]:
+    """The step as it is trained first."""
+    seconds = {"wan-1.3b": 35.0, "wan-14b": 60.0}[model]
+    return [
+        TrainStep(model=model, setting=setting, estimate_s=seconds * (2.5 if settings.compiled else 1.0))
+        for setting, settings in SETTINGS.items()
+        if model == "wan-1.3b" or setting in ("as-trained", "compiled-blocks", "attention-flash", "without-fused-ops")
+    ]
+
+
+def _idle(step: Callable[[], object], place: Place) -> dict[str, Figure]:
+    """Of two steps and what lies between them. A profiler that is not allowed here costs these figures only."""
+    try:
+        use = device_use(lambda: (step(), step()), place)
+    except RuntimeError as error:
+        return {"idle share": None, "profiler": str(error)}
+    return {
+        "idle share": use.idle_share if use.kernels else None,
+        "longest gap ms": 1e3 * use.longest_gap_s,
+        "kernels per step": use.kernels // 2,
+        "copies per step": use.copies // 2,
+    }
+
+
+def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[Callable[[], object], int]:
+    """A whole step as one call, and the number of its weights."""
+    dit = build(config, place.device, torch.bfloat16).train()
+    sync = FlatSync(dit, OptimizerConfig(), total_steps=1000)
+    gc.collect()  # the weights that the flat vector replaced
+    if place.device.type == "cuda":
+        torch.cuda.empty_cache()
+    sync.form(Group.solo(), None)
+    clip = place.pick(CLIP_480P81, SMALL_CLIP)
+    call = PackedCall.of(config, [clip], place.device, torch.bfloat16)
+    if settings.compiled:
+        with torch.no_grad():  # makes the layout's index tensors, which are no part of a block's code
+            dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+        compile_blocks(dit, place)
+
+    def step() -> object:
+        sync.begin_step()
+        out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+        loss = flow_loss(out.float(), call.target, call.layout, call.weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return sync.finish_step(0, float(loss.detach()), 1.0, 1.0, lambda phase: None)
+
+    return step, sync.total
+
+
+def compile_blocks(dit: nn.Module, place: Place) -> None:
+    """torch.compile of every block, in place. A rehearsal traces without making code, which needs a compiler."""
+    for blocks in dit.children():
+        if isinstance(blocks, nn.ModuleList):
+            for block in blocks:
+                block.compile(backend=place.pick("inductor", "aot_eager"), dynamic=place.pick(None, False))
+
+
+@contextmanager
+def _fused(on: bool) -> Iterator[None]:
+    """Without the fused ops their library calls run."""
+    with backend.forced("auto" if on else "library"):
+        yield
+
+
+def step_config(model: DiTConfig, settings: StepSettings, place: Place) -> DiTConfig:
+    """The model with the setting; of one that is too large as many blocks as fit. Raises RuntimeError if none does."""
+    config = place.pick(model, small(model, 2))
+    config = replace(config, gradient_checkpointing=settings.checkpointing, attention=settings.attention)
+    if place.device.type != "cuda":
+        return config
+    one, two = (_parameters(replace(config, num_layers=layers)) for layers in (1, 2))
+    free = ROOM * torch.cuda.mem_get_info(place.device)[0]
+    fitting = blocks_that_fit(config, two - one, 2 * one - two, CLIP_480P81.tokens, free)
+    if not fitting:
+        raise RuntimeError(f"not one block fits: {free / 2**30:.0f} GiB are free for a step. Use a larger device.")
+    # a model that fits whole keeps all its blocks also without checkpointing, where it may run out of memory
+    return replace(config, num_layers=fitting)
+
+
+def _parameters(config: DiTConfig) -> int:
+    return sum(weight.numel() for weight in dit_skeleton(config).parameters())
+
+
+def _shares(
+    config: DiTConfig, settings: StepSettings, place: Place, seconds: float, peak: float | None
+) -> dict[str, float | None]:
+    clip = [place.pick(CLIP_480P81, SMALL_CLIP)]
+    model = step_flops(config, clip, recompute=False)
+    hardware = step_flops(config, clip, recompute=settings.checkpointing)
+    return {
+        "TFLOP of the model": model / 1e12,
+        "TFLOP/s": model / seconds / 1e12,
+        "MFU": model / seconds / peak if peak else None,
+        "HFU": hardware / seconds / peak if peak else None,
+    }
+
+
+def _memory(config: DiTConfig, settings: StepSettings, parameters: int, peak: float | None) -> dict[str, float | None]:
+    wanted = step_bytes(config, parameters, CLIP_480P81.tokens, settings.checkpointing)
+    model = None if wanted is None or peak is None else wanted / 2**30
+    return {
+        "peak GiB": peak,
+        "memory model GiB": model,
+        "memory model off by": None if model is None or peak is None else abs(model / peak - 1),
+    }

@@ -1,0 +1,338 @@
+"""`python -m app.bench.gpu`: lines, budget, resuming, targets, and the arithmetic of its measurements."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.bench.gpu import runner
+from app.bench.gpu.__main__ import _without, main
+from app.bench.gpu.attention_right import softmax_attention
+from app.bench.gpu.catalogue import catalogue, chosen
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_call
+from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
+from app.bench.gpu.idle import use_of
+from app.bench.gpu.lines import FILE, Facts, ResultLine, append_line, read_lines
+from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.models import CLIP_480P81, HUNYUAN_13B, WAN_1_3B, WAN_14B, PackedCall, build, small
+from app.bench.gpu.report import report
+from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_all
+from app.bench.gpu.targets import TARGETS, judged
+from app.bench.gpu.train_step import AS_TRAINED, step_config
+from app.bench.gpu.vae_speed import psnr
+from ops.attention.lengths import Lengths
+from ops.attention.varlen import attention
+from ops.comm import Group
+from ops.flow import flow_loss
+
+ROOT = Path(__file__).parents[2]
+PLACE = Place(device=torch.device("cpu"), rehearse=False)
+FACTS = Facts(
+    device="GPU", torch="2", triton="3", cuda="13", python="3", commit="abc", command="bench", rehearsal=False
+)
+
+
+class Mute:
+    """A measurement whose library cannot even say whether it can run."""
+
+    name, estimate_s = "mute", 1.0
+
+    def why_not(self, place: Place) -> str | None:
+        raise ImportError("no such symbol")
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        raise AssertionError("it was not asked to run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fake:
+    """A measurement that answers, fails or cannot run here."""
+
+    name: str
+    estimate_s: float = 1.0
+    error: Exception | None = None
+    reason: str | None = None
+
+    def why_not(self, place: Place) -> str | None:
+        return self.reason
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        if self.error:
+            raise self.error
+        return {"value": float(len(earlier))}
+
+
+def budget(seconds: float) -> Budget:
+    import time
+
+    return Budget(began=time.time(), seconds=seconds)
+
+
+def run(fakes: Sequence[Fake], folder: Path, seconds: float = 600.0, retry: bool = False) -> Round:
+    return run_all(fakes, PLACE, folder, FACTS, budget(seconds), lambda text: None, retry)
+
+
+OOM = torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_failure_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+    run([Fake(name="a"), Fake(name="b", error=OOM), Fake(name="c", reason="No such thing."), Fake(name="d")], tmp_path)
+    a, b, c, d = read_lines(tmp_path)
+    assert a.good and d.figures == {"value": 1.0}, "d is told of a, the only one that succeeded before it"
+    assert b.error is not None and "OutOfMemoryError: CUDA out of memory" in b.error and not b.good
+    assert c.left_out == "No such thing."
+    text = (tmp_path / runner.REPORT).read_text()
+    assert "- b: OutOfMemoryError" in text and "- c: No such thing." in text
+
+
+def test_a_library_that_does_not_answer_is_a_failure_of_that_line(tmp_path: Path) -> None:
+    run_all([Mute(), Fake(name="a")], PLACE, tmp_path, FACTS, budget(60), lambda text: None)
+    mute, a = read_lines(tmp_path)
+    assert mute.error is not None and "ImportError: no such symbol" in mute.error and a.good
+
+
+def test_a_second_call_measures_only_what_is_missing(tmp_path: Path) -> None:
+    run([Fake(name="a"), Fake(name="b", error=OOM)], tmp_path)
+    again = [Fake(name="a", error=ValueError("measured twice")), Fake(name="b"), Fake(name="c")]
+    assert [line.name for line in run(again, tmp_path).lines] == ["c"]
+    assert [line.name for line in run(again, tmp_path, retry=True).lines] == ["b"]
+    assert [line.good for line in read_lines(tmp_path)] == [True, True, True], "the last line of a name counts"
+
+
+def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    run([Fake(name="a"), Fake(name="b")], tmp_path)
+    path = tmp_path / FILE
+    path.write_text(path.read_text()[:-30])
+    assert [line.name for line in run([Fake(name="a"), Fake(name="b")], tmp_path).lines] == ["b"]
+    assert [line.name for line in read_lines(tmp_path)] == ["a", "b"]
+
+
+def test_what_a_process_died_of_is_a_failure_and_not_run_again(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib
+from tests.app import test_bench_gpu as t
+class Deadly(t.Fake):
+    def run(self, place, earlier):
+        os._exit(9)
+t.run([t.Fake(name="a"), Deadly(name="b"), t.Fake(name="c")], pathlib.Path({str(tmp_path)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 9
+    done = run([Fake(name="a"), Fake(name="b"), Fake(name="c")], tmp_path)
+    assert [line.name for line in done.lines] == ["c"]
+    (error,) = [line.error for line in read_lines(tmp_path) if line.name == "b"]
+    assert error is not None and "--retry" in error
+    assert [line.name for line in run([Fake(name="b")], tmp_path, retry=True).lines] == ["b"]
+
+
+def test_what_does_not_fit_is_skipped_by_name_and_what_fits_still_runs(tmp_path: Path) -> None:
+    done = run([Fake(name="long", estimate_s=500), Fake(name="short")], tmp_path, seconds=100)
+    assert [line.name for line in done.lines] == ["short"] and done.skipped == ("long",)
+    assert "## No time for\n\n- long" in (tmp_path / runner.REPORT).read_text()
+
+
+def test_a_budget_for_not_one_result_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    fakes = [Fake(name="long", estimate_s=500), Fake(name="short", estimate_s=120), Fake(name="out", reason="No.")]
+    with pytest.raises(
+        TooLittleTime, match=r"--minutes 0.1 is too little for one result: .* shortest .*, short, needs"
+    ):
+        run(fakes, tmp_path, seconds=6)
+
+
+def test_results_of_two_devices_do_not_mix(tmp_path: Path) -> None:
+    run([Fake(name="a")], tmp_path)
+    for facts in (replace(FACTS, device="other"), replace(FACTS, rehearsal=True)):
+        with pytest.raises(OtherDevice, match=r"Give another --out\."):
+            run_all([Fake(name="b")], PLACE, tmp_path, facts, budget(60), lambda text: None)
+
+
+def test_a_dead_device_ends_the_process_s_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_answers", lambda place: False)
+    done = run([Fake(name="a"), Fake(name="b", error=OOM), Fake(name="c")], tmp_path)
+    assert done.dead and [line.name for line in done.lines] == ["a", "b"]
+
+
+def test_a_fresh_process_goes_on_where_the_device_died(tmp_path: Path) -> None:
+    code = f"""
+import os
+from app.bench.gpu import __main__ as command, catalogue, runner
+from tests.app.test_bench_gpu import Fake
+catalogue.catalogue = lambda place: [Fake(name="a", error=RuntimeError("illegal memory access")), Fake(name="b")]
+runner._answers = lambda place: False
+os.execv = lambda program, arguments: (print("NEXT", *arguments[1:], flush=True), os._exit(7))
+command.main(["--rehearse", "--retry", "--minutes", "1", "--out", {str(tmp_path)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    (following,) = [text for text in done.stdout.splitlines() if text.startswith("NEXT")]
+    asked = f"NEXT -m app.bench.gpu --rehearse --minutes 1 --out {tmp_path} --began "
+    assert following.startswith(asked) and following.endswith(" --restarts 1")
+    assert [line.name for line in read_lines(tmp_path)] == ["a"]
+
+
+def test_a_restart_keeps_what_a_person_asked_for() -> None:
+    asked = ["--minutes", "1", "--only", "step.", "--began", "1", "--restarts", "2"]
+    assert _without(asked) == ["--minutes", "1", "--only", "step."]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--rehearse", "--minutes", "0"], "--minutes 0 is too little for one result"),
+        (["--rehearse", "--only", "nothing"], "--only nothing fits no measurement; their names begin with kernels, "),
+        (["--rehearse", "--minutes", "nan"], "--minutes nan is no time"),
+        ([], "there is no CUDA device here. Run it with --rehearse"),
+    ],
+    ids=["no time", "no such name", "no number", "no device"],
+)
+def test_a_call_that_cannot_be_answered_is_one_sentence_and_code_2(
+    options: list[str], sentence: str, tmp_path: Path
+) -> None:
+    if not options and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    command = [sys.executable, "-m", "app.bench.gpu", *options, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 2 and done.stderr.startswith(sentence) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_list_names_every_measurement_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [one.name for one in catalogue(PLACE)] and len(listed) > 60
+    assert listed[0].startswith("kernels.")
+    assert {name.split(".")[0] for name in listed} >= {"ceilings", "step", "attention", "ops", "ipc", "copies", "vae"}
+
+
+def test_only_takes_beginnings_of_names() -> None:
+    assert {one.name.split(".")[0] for one in chosen(catalogue(PLACE), ["ipc", "step."])} == {"ipc", "step"}
+
+
+def line(name: str, **figures: float | bool) -> ResultLine:
+    return ResultLine(name=name, facts=FACTS, at="2026-01-01T00:00:00+00:00", seconds=1.0, figures=figures)
+
+
+def test_targets_are_met_missed_or_open_by_the_worst_figure() -> None:
+    of_copy = "packed/forward/fused of copy"
+    lines = [
+        line("ops.gate.d1536.n32768", **{of_copy: 0.95}),
+        line("ops.norm.d1536.n32768", **{of_copy: 0.90}),
+        line("ops.norm.d1536.n8192", **{of_copy: 0.10}),  # no share is promised for short packs
+        line("step.wan-1.3b.as-trained", **{"MFU": 0.40, "idle share": 0.01}),
+        line("step.wan-1.3b.compiled-blocks", **{"MFU": 0.47, "idle share": 0.5}),
+        line("kernels.a", right=True),
+    ]
+    share, idle, open_one = (verdict(lines, what) for what in ("fused ops forward, share", "idle share", "14B block"))
+    assert share == ("90%", "**no**", "ops.norm.d1536.n32768, packed/forward/fused of copy")
+    assert idle == ("1.0%", "yes", "step.wan-1.3b.as-trained, idle share"), "only as it is trained"
+    assert open_one == ("-", "open", "")
+    assert verdict(lines, "Wan2.1-1.3B step") == ("47%", "yes", "step.wan-1.3b.compiled-blocks, MFU"), (
+        "the best setting"
+    )
+    assert verdict(lines, "all kernels") == ("1", "yes", "kernels.a, right")
+    broken = replace(line("kernels.b"), error="illegal memory access")
+    assert verdict([*lines, broken], "all kernels") == ("0", "**no**", "kernels.b, right"), "a failure is not right"
+    assert len(judged(lines)) == len(TARGETS)
+    text = report(lines, ["step.x"])
+    assert "commit abc" in text and "`bench`" in text and "## No time for" in text
+
+
+def verdict(lines: list[ResultLine], what: str) -> tuple[str, str, str]:
+    """Measured, met and by of the row of the report that begins so."""
+    (row,) = [row for row in report(lines, []).splitlines() if row.startswith(f"| {what}")]
+    _, _, _, measured, met, by, _ = (part.strip() for part in row.split("|"))
+    return measured, met, by
+
+
+def test_a_line_survives_the_file_also_with_numbers_that_json_lacks(tmp_path: Path) -> None:
+    append_line(tmp_path, line("a", value=float("inf"), right=True))
+    (found,) = read_lines(tmp_path)
+    assert found.figures == {"value": "inf", "right": True} and found.facts == FACTS
+
+
+def test_idle_is_what_no_interval_covers() -> None:
+    use = use_of([(0, 10), (5, 8), (20, 30), (30, 40)], copies=1)
+    assert use.idle_share == pytest.approx(0.25) and use.longest_gap_s == pytest.approx(10e-9)
+    assert (use.kernels, use.copies) == (3, 1) and use_of([]).idle_share == 1.0
+
+
+@pytest.mark.parametrize("config", [WAN_1_3B, WAN_14B, HUNYUAN_13B], ids=lambda config: f"{config.dim} wide")
+def test_flops_of_a_step_are_those_of_its_products(config) -> None:
+    """PyTorch counts every product of a traced call; a backward of attention computes its scores again, which is no
+    work of the model."""
+    import torch.nn.attention.varlen  # registers the count of its op
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with as_on_a_gpu():
+        dit = build(config, STAND_IN, torch.bfloat16)
+        call = PackedCall.of(config, [CLIP_480P81], STAND_IN, torch.bfloat16)
+        with FlopCounterMode(display=False) as counter:
+            out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+            flow_loss(out.float(), call.target, call.layout, call.weights).backward()
+    rows = CLIP_480P81.tokens + (CLIP_480P81.text_tokens if config is HUNYUAN_13B else 0)
+    again = 2.0 * sum(config.block_counts) * config.dim * rows**2
+    share = step_flops(config, [CLIP_480P81], recompute=False) / (counter.get_total_flops() - again)
+    assert 0.92 < share < 1.01
+    assert step_flops(config, [CLIP_480P81], recompute=True) == pytest.approx(
+        step_flops(config, [CLIP_480P81], recompute=False) * 4 / 3
+    )
+
+
+def test_blocks_fit_as_long_as_their_step_does() -> None:
+    tokens, block, other = CLIP_480P81.tokens, 350_000_000, 60_000_000
+    blocks = blocks_that_fit(WAN_14B, block, other, tokens, 120e9)
+    assert 5 < blocks < 40
+
+    def needed(count: int) -> float:
+        return step_bytes(replace(WAN_14B, num_layers=count), count * block + other, tokens, checkpointing=True) or 0.0
+
+    assert needed(blocks) <= 120e9 < needed(blocks + 1)
+    assert needed(7) - needed(6) == 22 * block + 2 * 5120 * tokens, "its states, and its input in bf16"
+    assert blocks_that_fit(WAN_14B, block, other, tokens, 1e13) == 40 and blocks_that_fit(WAN_14B, 1, 1, tokens, 0) == 0
+
+
+@pytest.mark.parametrize(("gib", "blocks"), [(139, (30, 13)), (79, (30, 6))], ids=["H200", "H100"])
+def test_a_model_gets_the_blocks_that_the_device_holds(
+    gib: int, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * 2**30, gib * 2**30))
+    place = Place(device=torch.device("cuda", 0), rehearse=False)
+    assert tuple(step_config(model, AS_TRAINED, place).num_layers for model in (WAN_1_3B, WAN_14B)) == blocks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 2**30, 8 * 2**30))
+    with pytest.raises(RuntimeError, match="not one block fits: 7 GiB are free"):
+        step_config(WAN_14B, AS_TRAINED, place)
+
+
+def test_moves_and_reads_are_counted_and_views_are_not() -> None:
+    host = torch.ones(4, 2)
+    with DispatchCounter() as counter:
+        there = host.to(STAND_IN)
+        doubled = (there * 2).view(8)
+        assert doubled.sum().item() == 0
+        doubled.cpu()
+        host + 1  # on the host: nothing that a device sees
+    assert (counter.uploads, counter.uploaded_bytes, counter.downloads, counter.waits) == (1, 32, 1, 2)
+    assert counter.kernels == 3  # upload, product, sum
+
+
+def test_uploads_of_a_packed_call_do_not_grow_with_its_blocks_and_nothing_waits() -> None:
+    (_, one), (_, three) = (counted_call(small(WAN_1_3B, layers)) for layers in (1, 3))
+    assert one.uploads == three.uploads > 0 and one.kernels < three.kernels
+    assert three.downloads == three.waits == 0
+
+
+def test_the_reference_of_attention_is_attention() -> None:
+    q_lengths, k_lengths = (5, 1, 4), (2, 7, 3)
+    q, k, v = (torch.randn(sum(n), 2, 8, dtype=torch.float64) for n in (q_lengths, k_lengths, k_lengths))
+    actual = attention(q, k, v, Lengths.of(q_lengths), Lengths.of(k_lengths))
+    torch.testing.assert_close(softmax_attention(q, k, v, q_lengths, k_lengths), actual)
+
+
+def test_psnr_is_of_the_range_of_what_was_expected() -> None:
+    expected = torch.tensor([0.0, 10.0])
+    assert psnr(expected + 0.1, expected) == pytest.approx(40.0)
+    assert psnr(expected, expected) == float("inf")

@@ -1,0 +1,58 @@
+"""The whole of `python -m app.bench.gpu`, small, on the CPU, where only the packages that it names are installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.bench.gpu.catalogue import catalogue
+from app.bench.gpu.lines import ResultLine, read_lines
+from app.bench.gpu.measurement import Place
+from app.bench.gpu.targets import TARGETS
+from tests.few_packages import few_packages
+
+ROOT = Path(__file__).parents[2]
+PLACE = Place(device=torch.device("cpu"), rehearse=True)
+
+
+def rehearse(out: Path, env: dict[str, str] | None, *options: str) -> list[ResultLine]:
+    command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return read_lines(out)
+
+
+@pytest.mark.timeout(900)
+def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
+    lines = rehearse(tmp_path / "out", few_packages(tmp_path))
+    assert [line.name for line in lines] == [one.name for one in catalogue(PLACE)]
+    assert not [line for line in lines if line.error]
+    for line in lines:
+        assert line.left_out is None or "needs a CUDA device" in line.left_out or line.name.startswith("vae.")
+        assert line.figures.get("right", True) is True, line
+    measured = {line.name.split(".")[0] for line in lines if line.good}
+    wanted = {"kernels", "attention-right", "dit-right", "ceilings", "step", "ops", "attention", "ipc", "copies"}
+    assert measured == wanted | {"counts"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert all(target.what in text for target in TARGETS) and "A rehearsal" in text
+    assert not rehearse_again(tmp_path)
+
+
+def rehearse_again(tmp_path: Path) -> list[ResultLine]:
+    """Lines that a second call with the same folder adds."""
+    before = (tmp_path / "out" / "results.jsonl").read_text()
+    rehearse(tmp_path / "out", few_packages(tmp_path))
+    after = (tmp_path / "out" / "results.jsonl").read_text()
+    assert after.startswith(before)
+    return [ResultLine.from_json(text) for text in after[len(before) :].splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_the_autoencoder_is_measured_where_diffusers_is_installed(tmp_path: Path) -> None:
+    lines = rehearse(tmp_path / "out", None, "--only", "vae.bf16", "vae.fp32.channels-last")
+    assert len(lines) == 3 and all(line.good for line in lines)
+    assert all(float(line.figures["PSNR to fp32 dB"] or 0) > 30 for line in lines)
