@@ -26,6 +26,7 @@ def round_bf16_like_hardware() -> None:
         if source == tl.float32 and target == tl.bfloat16:
             exact = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
             return exact.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        return truncate(values, source, target, rounding_mode)
+        converted: np.ndarray = truncate(values, source, target, rounding_mode)
+        return converted
 
     interpreter._convert_float = convert
