@@ -214,6 +214,7 @@ class EngineConfig:
     object_store_mb: int = 512  # bound on decoded pixels that wait to be asked for; at least one microbatch does
     window: int = 256  # microbatches per Ray Data execution; the next one starts ahead
     stall_s: float = 120.0  # no microbatch for this long: an alarm that names the awaited one
+    silent_s: float = 60.0  # a feeder whose process answers nothing for this long is replaced, half of it: a warning
     clip_timeout_s: float = 120.0  # one clip in an isolated decoder
     feeders: int = 1  # feeder actors; slot s of a step belongs to feeder s % feeders
 
@@ -230,6 +231,7 @@ class EngineConfig:
             feeders=between(1, 1 << 10),
             object_store_mb=between(1),
             stall_s=above(0, SECONDS),
+            silent_s=above(0, SECONDS),
             clip_timeout_s=above(0, SECONDS),
             decode_cpus=between(0, 1 << 16),
         )

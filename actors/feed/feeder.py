@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from actors.feed.encoders import ENCODED, Encoders, modules_in_cache, plan_item, text_keys
+from actors.feed.pulse import Answering
 from actors.messages import PublishedResult
 from actors.plan.types import Module
 from actors.ray_calls import put
@@ -44,7 +45,7 @@ def _reference(value: object) -> Ref[object]:
     return found
 
 
-class Feeder:
+class Feeder(Answering):
     """Plain class; `actors.feed.step_source` makes the actor of it."""
 
     def __init__(
@@ -59,6 +60,7 @@ class Feeder:
         """`timed` sizes the batches of buckets with a `target_s`."""
         self._config, self._geometry, self._seed, self._run_dir = config, geometry, seed, run_dir
         self._timed = timed
+        _end_when_terminated()
         self._dataset: Dataset | None = None
         self._engine: Engine | None = None
         self._items: dict[int, StepItems] = {}  # told and not released
@@ -93,7 +95,6 @@ class Feeder:
         have changed since.
         """
         self._items.clear()
-        _end_when_terminated()
         if token is not None:
             plain: Any = token  # JSON out of a checkpoint; `resume` checks its version and what it was made from
             self.dataset.resume(plain)

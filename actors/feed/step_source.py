@@ -14,8 +14,9 @@ from actors.config import RuntimeConfig
 from actors.feed.batching import TargetBatch
 from actors.feed.encoders import Encoders
 from actors.feed.feeder import Feeder
+from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
 from actors.planning.options import profile_of
-from actors.pool.workers import uses_gpu
+from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
@@ -32,6 +33,7 @@ Accounting = Mapping[str, object]  # JSON, as the data set counts itself
 
 _ALARMS = 5  # a feeder is replaced when it is silent for this many times the engine's stall alarm
 _LEAST_PATIENCE_S = 60.0
+_LOOK_S = 2.0  # an answer is awaited this long before the feeder's pulse is felt again
 _STARTS = 3
 _POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
 
@@ -51,18 +53,29 @@ class FeederHandle(Protocol):
     def ledger(self) -> Method[[], Accounting]: ...
     @property
     def token(self) -> Method[[int], Position]: ...
+    @property
+    def pulse(self) -> Method[[], ProcessId]: ...
 
 
 class StepSource:
     """Data of coming steps, requested ahead. A step's references live until `release`."""
 
     def __init__(
-        self, make: Callable[[], FeederHandle], geometry: Geometry, loss_weight: str, last_step: int, stall_s: float
+        self,
+        make: Callable[[], FeederHandle],
+        geometry: Geometry,
+        loss_weight: str,
+        last_step: int,
+        stall_s: float,
+        silent_s: float = 60.0,
     ) -> None:
-        """`stall_s` is the engine's alarm (`data.engine.stall_s`); a feeder silent for several of them is replaced."""
+        """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
+        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`)."""
         self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
+        self._silent_s = silent_s
         self._feeder: FeederHandle | None = None
+        self._pulse: Pulse | None = None
         self._items: dict[int, Ref[StepItems]] = {}
         self._batches: dict[int, Ref[StepBatches]] = {}
         self._asked_at: dict[int, float] = {}
@@ -85,17 +98,21 @@ class StepSource:
         for attempt in range(_STARTS):
             try:
                 return self._open(first_step, token)
-            except GONE as error:
+            except (*GONE, Silent) as error:
                 log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
         raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
 
     def _open(self, first_step: int, token: Position | None) -> Accounting:
-        if self._feeder is not None:
-            kill(self._feeder)
-        self._feeder = self._make()
-        started, opened = time.monotonic(), self._feeder.start.remote(first_step, token)
-        while not wait([opened], timeout=_LEAST_PATIENCE_S)[0]:  # a first index of a large data set takes its time
-            log.warning("the data is being opened since %.0f s", time.monotonic() - started)
+        self.close()
+        feeder = self._feeder = self._make()
+        self._pulse = Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
+        started, opened = time.monotonic(), feeder.start.remote(first_step, token)
+        told = started
+        while not wait([opened], timeout=_LOOK_S)[0]:  # a first index of a large data set takes its time
+            self._pulse.check()
+            if (now := time.monotonic()) - told > _LEAST_PATIENCE_S:
+                told = now
+                log.warning("the data is being opened since %.0f s", now - started)
         return unwrap(lambda: get(opened))
 
     def request(self, step: int) -> None:
@@ -119,6 +136,7 @@ class StepSource:
             self._get(answer)  # of a failed one its error; the others are lists of references
         if len(done) == len(asked):
             return True
+        self._feel_pulse()
         if (waited := time.monotonic() - self._asked_at[min(self._asked_at)]) > self._patience_s:
             raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")
         return False
@@ -170,29 +188,45 @@ class StepSource:
         return self._get(self._feeder.token.remote(step))
 
     def close(self) -> None:
+        """End the feeder, also one that is stopped and hears nothing."""
         if self._feeder is not None:
             kill(self._feeder)
             self._feeder = None
+        if self._pulse is not None and (stopped := self._pulse.stopped) is not None:
+            kill_process(stopped.node, stopped.pid, stopped.born)
+        self._pulse = None
 
     @property
     def _open_feeder(self) -> FeederHandle:
         assert self._feeder is not None, "open() comes before the first step"
         return self._feeder
 
-    def _get(self, reference: Ref[T]) -> T:
+    def _feel_pulse(self) -> None:
+        if self._pulse is None:
+            return
         try:
-            return unwrap(lambda: get(reference, timeout=self._patience_s))
-        except GONE as error:
-            raise DataLost(f"the feeder died: {error}") from None
-        except ray.exceptions.GetTimeoutError:
-            raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
+            self._pulse.check()
+        except (*GONE, Silent) as error:
+            raise DataLost(str(error)) from None
+
+    def _get(self, reference: Ref[T]) -> T:
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return unwrap(lambda: get(reference, timeout=_LOOK_S))
+            except GONE as error:
+                raise DataLost(f"the feeder died: {error}") from None
+            except ray.exceptions.GetTimeoutError:
+                self._feel_pulse()
+                if time.monotonic() > deadline:
+                    raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
 
 
 def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[[], FeederHandle]:
-    """A function that starts an actor of this class beside the caller; used again when the actor dies."""
+    """A function that starts an actor of this class (an `Answering` one) beside the caller; used again when it dies."""
 
     def start() -> FeederHandle:
-        actor: Any = ray.remote(plain)  # its type says nothing of options and methods
+        actor: Any = ray.remote(concurrency_groups={PULSE: 1})(plain)  # type: ignore[call-overload]
         handle: FeederHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
         return handle
 

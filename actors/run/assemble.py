@@ -60,6 +60,7 @@ def start_controller(
         config.train.loss_weight,
         config.train.steps,
         config.data.engine.stall_s,
+        config.data.engine.silent_s,
     )
     planner = PlannerClient(profile or profile_of(config.planner, model, geometry), config.planner)
     store = torch.distributed.TCPStore(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from actors.clock import PatientClock
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
 from actors.outcome import Events, Exit, Listener, Outcome, StopRun, Superseded, continues, only_in_memory
@@ -60,9 +61,8 @@ from actors.records.events import (
     WorkersAwaited,
 )
 from actors.run.account import StepAccount
-from actors.run.clock import PatientClock
 from actors.run.forming import cluster_of, form_tasks, seats_of
-from actors.run.frozen import disagreement
+from actors.run.frozen import disagreement, first_disagreement
 from actors.run.skips import Skips
 from actors.run.speeds import Speeds
 from actors.run.steps import StepRunner
@@ -367,6 +367,8 @@ class Controller:
         before = self.commits.committed
         holders = self.runner.world if self.runner is not None else ()  # a clean change: everyone holds the last step
         recovery = self.state.recover(decision.generation, holders)
+        if recovery.origin is None and (why := first_disagreement(infos)):
+            raise self._stop(Exit.FAILURE, why)
         for done in recovery.newly_safe:
             self._commit(done)
         self.commits.restart(recovery.step)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import typer
 
+from actors.feed.pulse import Answering
 from actors.messages import CascadeTask
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
@@ -74,7 +75,7 @@ class TimedWorker(Worker):
         return TimedExecutor(modules, FlatSync(layer, train.optimizer, train.steps), train, self.device, self._phase)
 
 
-class WorkloadFeeder:
+class WorkloadFeeder(Answering):
     """Hands out the items of a workload file; the pixels are one byte."""
 
     def __init__(self, steps: list[list[Item]]) -> None:

@@ -7,13 +7,16 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
+from actors import process
 from actors.feed.encoders import Encoders
 from actors.feed.feeder import Feeder
-from actors.feed.step_source import actor_factory
+from actors.feed.step_source import StepSource, actor_factory
+from actors.step import DataLost
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, SourceConfig
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.geometry import Geometry
@@ -26,10 +29,10 @@ class KnownFeeder(Feeder):
     def pid(self) -> int:
         return os.getpid()
 
-    def busy(self) -> None:
+    def busy(self, seconds: float = 5.0) -> None:
         """A call that takes its time: Ray takes a signal in a call otherwise than between two."""
         (Path(self._run_dir) / "busy").touch()
-        time.sleep(5)
+        time.sleep(seconds)
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, tmp_path: Path) -> None:
+def settings(tmp_path: Path) -> dict[str, Any]:
     synthesize(tmp_path, SynthConfig(clips=12, images=4, shards=1, koala=False))
     config = DataConfig(
         sources=(SourceConfig(path=str(tmp_path / "shards")),),
@@ -48,14 +51,17 @@ def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, 
         batch=BatchConfig(memory_tokens=400, text_tokens=48),
         engine=EngineConfig(decode_workers=1, decode_cpus=0.2, lookahead=1),
     )
-    named = {
+    return {
         "config": config,
         "geometry": Geometry(),
         "seed": 0,
         "encoders": Encoders.of(ModelConfig()),
         "run_dir": str(tmp_path),
     }
-    feeder = actor_factory(KnownFeeder, **named)()
+
+
+def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, tmp_path: Path) -> None:
+    feeder: Any = actor_factory(KnownFeeder, **settings(tmp_path))()
     ray.get(feeder.start.remote(0), timeout=120)
     ray.get(feeder.batches.remote(0), timeout=120)  # what comes after it is decoded ahead, then decoding waits
     pid = ray.get(feeder.pid.remote(), timeout=60)
@@ -65,3 +71,27 @@ def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, 
     os.kill(pid, signal.SIGTERM)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(feeder.items.remote(1), timeout=60)
+
+
+def test_a_stopped_feeder_is_replaced_and_a_busy_one_is_waited_for(
+    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = StepSource(
+        actor_factory(KnownFeeder, **settings(tmp_path)), Geometry(), "sample", 100, stall_s=120.0, silent_s=8.0
+    )
+    source.open(0)
+    first = source.data(0)
+    feeder: Any = source._feeder
+    pid = ray.get(feeder.pid.remote(), timeout=60)
+    busy = feeder.busy.remote(15.0)
+    assert source._get(busy) is None, "a call of 15 s, and the feeder's process answers meanwhile"
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DataLost, match="the feeder has answered nothing for"):
+        source.token(90)
+    assert "has answered nothing for" in caplog.text, "a warning comes first"
+    source.open(1)
+    assert source.data(1).items.step == 1
+    assert first.items.step == 0
+    while process.birth(pid):  # Ray reaps its children
+        time.sleep(0.1)
+    source.close()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import ray
 
+from actors.clock import PatientClock
 from actors.feed.step_source import StepSource
 from actors.messages import Origin
 from actors.pool.monitor import Monitor
-from actors.run.clock import PatientClock
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.commit_log import CommitLog, Stuck
