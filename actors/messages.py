@@ -133,6 +133,7 @@ class WorkerInfo:
     gpu_memory_gib: float
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
+    first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

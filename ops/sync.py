@@ -110,19 +110,25 @@ def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def initial_shard(named: Sequence[tuple[str, Tensor]], lo: int, hi: int) -> ShardState:
+def initial_shard(
+    named: Sequence[tuple[str, Tensor]], lo: int, hi: int, value: Callable[[str], Tensor] | None = None
+) -> ShardState:
     """State of [lo, hi) of the flat vector before the first update: these trainable parameters and zero moments.
 
-    The state is fp32 (or fp64). Give the values as they were read: those of a module in bf16 have been rounded.
+    The state is fp32 (or fp64). Parameters in bf16 have been rounded: `value` gives, by name, those that were read, and
+    is asked only for what the range touches.
     """
     layout = slots(named)
     dtype = torch.float64 if named[0][1].dtype == torch.float64 else torch.float32
     pieces = [
-        parameter.detach().reshape(-1)[max(lo, slot.lo) - slot.lo : min(hi, slot.hi) - slot.lo]
-        for (_, parameter), slot in zip(named, layout, strict=True)
+        (parameter if value is None else value(name))
+        .detach()
+        .reshape(-1)[max(lo, slot.lo) - slot.lo : min(hi, slot.hi) - slot.lo]
+        .to("cpu", dtype)
+        for (name, parameter), slot in zip(named, layout, strict=True)
         if max(lo, slot.lo) < min(hi, slot.hi)
     ]
-    master = torch.cat(pieces).to("cpu", dtype, copy=True).numpy() if pieces else torch.empty(0, dtype=dtype).numpy()
+    master = (torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)).numpy()
     moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
     return ShardState(updates=0, lo=lo, hi=hi, total=layout[-1].hi, arrays={"master": master, **moments})
 

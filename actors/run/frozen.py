@@ -1,4 +1,4 @@
-"""Weights that training does not change must be the same on every worker: nothing else would ever tell. Pure."""
+"""Weights that every worker reads or makes for itself must be the same on all: nothing else would ever tell. Pure."""
 
 from __future__ import annotations
 
@@ -23,3 +23,23 @@ def disagreement(infos: Sequence[WorkerInfo]) -> str:
             f"files there, and --resume."
         )
     return ""
+
+
+def first_disagreement(infos: Sequence[WorkerInfo]) -> str:
+    """Which parameter differs before the first update, and on which workers; "" when all begin with the same.
+
+    Each worker contributes its range of the vector, so a run would begin with a mixture of two models.
+    """
+    for i, (name, usual) in enumerate(_usual_first(infos)):
+        others = [f"{info.worker} on {info.host}" for info in infos if info.first[i : i + 1] != ((name, usual),)]
+        if others:
+            return (
+                f"the first weights on {', '.join(others)} are not those of the other workers (first in {name}). "
+                f"Give all nodes the same model.dit.path and the same torch, and start again."
+            )
+    return ""
+
+
+def _usual_first(infos: Sequence[WorkerInfo]) -> Sequence[tuple[str, int]]:
+    """What most workers begin with."""
+    return Counter(info.first for info in infos).most_common(1)[0][0] if infos else ()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import FormTask, WorkerSettings
@@ -17,38 +17,32 @@ from ops.attention.varlen import check_backend
 from ops.comm import CancelToken
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae
+from ops.models.load import build_dit, build_text, build_vae, first_values
 from ops.shards import ShardState, cut, shard_bounds
 from ops.sync import Sync, initial_shard, trainable
 
-Named = list[tuple[str, Tensor]]
-
 
 class FirstWeights:
-    """What is trained, before the first update and in fp32: where a run begins that has no state."""
+    """What is trained, before the first update and not rounded: where a run begins that has no state."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._kept: Named | None = None  # in fp32, while the DiT computes in another dtype
-        self._as_built = True  # the DiT has its first weights
-
-    def keep(self, dit: nn.Module) -> None:
-        """The DiT is about to be cast to another dtype; the cast gives it other memory."""
-        self._kept = [(name, p.detach()) for name, p in trainable(dit)]
+        self._in_module = True
 
     def trained(self) -> None:
         """The DiT has other weights from now on."""
-        self._as_built, self._kept = False, None
+        self._in_module = False
 
-    def values(self, dit: nn.Module, config: DiTConfig) -> Named:
-        """Names and values of the parameters; built again where the DiT has been trained."""
-        if not self._as_built:
-            return list(trainable(build_dit(config, self._seed)))
-        return self._kept or list(trainable(dit))
+    def shard(self, dit: nn.Module, config: DiTConfig, lo: int, hi: int) -> ShardState:
+        """State of [lo, hi) of the flat vector; read or drawn again where the DiT was trained, or rounded them."""
+        named = trainable(dit)
+        if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
+            return initial_shard(named, lo, hi)
+        return initial_shard(named, lo, hi, first_values(config, self._seed))
 
 
-def build_modules(settings: WorkerSettings, device: torch.device, first: FirstWeights) -> Modules:
-    """Text encoder, VAE and DiT on the device; `first` is given the DiT's weights as they were read.
+def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
+    """Text encoder, VAE and DiT on the device.
 
     Raises ValueError, before weights are read, when the device cannot run the attention that the settings name.
     """
@@ -56,13 +50,10 @@ def build_modules(settings: WorkerSettings, device: torch.device, first: FirstWe
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
     queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
     check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-    dit = build_dit(model.dit, settings.train.seed)
-    if dtype != torch.float32:
-        first.keep(dit)
     modules = Modules(
         config=model,
         geometry=geometry,
-        dit=dit.to(device, dtype),
+        dit=build_dit(model.dit, settings.train.seed, dtype, device),
         vae=build_vae(model.vae, device),
         text=build_text(model.text, device),
     )
@@ -82,17 +73,17 @@ def build_sync(dit: nn.Module, train: TrainConfig) -> Sync:
 
 
 def own_shards(
-    task: FormTask, total: int, first: Callable[[], Named], cancel: CancelToken, patience_s: float
+    task: FormTask, total: int, first: Callable[[int, int], ShardState], cancel: CancelToken, patience_s: float
 ) -> list[ShardState]:
     """Parts of the state that cover this worker's range of the flat vector of `total` elements.
 
-    Without an origin it is made of the `first` weights, also when everything was lost: those in a worker may have been
-    trained. Raises GroupError after `patience_s`, or when the generation ends.
+    Without an origin it is the `first` state of that range, also when everything was lost: the weights in a worker may
+    have been trained. Raises GroupError after `patience_s`, or when the generation ends.
     """
     origin = task.origin
     lo, hi = shard_bounds(total, task.world)[task.rank]
     if origin is None:
-        return [initial_shard(first(), lo, hi)]
+        return [first(lo, hi)]
     if origin.checkpoint is not None:
         return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
     parts = fetch(list(origin.exports), cancel, patience_s)

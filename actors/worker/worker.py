@@ -49,7 +49,9 @@ from actors.worker.transfer import HostCopies, PinnedCopy
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from ops.comm import Groups
-from ops.models.weights import frozen_digests
+from ops.models.weights import checksums, frozen_digests
+from ops.shards import ShardState
+from ops.sync import trainable
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Worker:
         self.executor = self._load()
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text)
+        self._first_sums = checksums(trainable(modules.dit))
         self.heartbeat.idle()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -93,6 +96,7 @@ class Worker:
             gpu_memory_gib=memory,
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
+            first=self._first_sums,
         )
 
     def form(self, task: FormTask) -> Snapshot | None:
@@ -122,7 +126,7 @@ class Worker:
         origin = task.origin
         if origin is not None:
             self._first.trained()
-        shards = own_shards(task, self.executor.sync.layout[-1].hi, self._first_values, cancel, patience)
+        shards = own_shards(task, self.executor.sync.layout[-1].hi, self._first_shard, cancel, patience)
         meet(store, task.generation, task.rank, task.world, cancel, patience)
         self.heartbeat.activity(f"form g{task.generation}", "gather", -1, 0.0)
         self.heartbeat.groups = groups
@@ -235,7 +239,7 @@ class Worker:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _load(self) -> Executor:
-        modules = build_modules(self.settings, self.device, self._first)
+        modules = build_modules(self.settings, self.device)
         sync, cache = build_sync(modules.dit, self.settings.train), self.settings.cache
         on_encoded = ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody
         return Executor(
@@ -246,9 +250,9 @@ class Worker:
         """On CUDA, published results are copied while the next cascades run."""
         return HostCopies(PinnedCopy(self.device)) if self.device.type == "cuda" else None
 
-    def _first_values(self) -> list[tuple[str, torch.Tensor]]:
+    def _first_shard(self, lo: int, hi: int) -> ShardState:
         modules = self.executor.modules
-        return self._first.values(modules.dit, modules.config.dit)
+        return self._first.shard(modules.dit, modules.config.dit, lo, hi)
 
     def _send_snapshot(self, step: int) -> Snapshot:
         """Put my shard in the object store and have the keepers copy it; the last two stay offered by this worker."""

@@ -5,6 +5,7 @@ Importing this file costs nothing; torch, Diffusers and Transformers are importe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ops.models.base.config import DiTConfig
@@ -13,14 +14,19 @@ from ops.models.families import FAMILIES
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from ops.models.text import TextEncoder
     from ops.models.vae import VAE
 
 
-def build_dit(config: DiTConfig, seed: int) -> nn.Module:
-    """The transformer on the CPU in fp32: random from `seed`, or with the weights of `config.path`.
+def build_dit(
+    config: DiTConfig, seed: int, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """The transformer: random from `seed`, or with the weights of `config.path`. By default in fp32 on the CPU.
+
+    Random weights are drawn in fp32 on the CPU. Those of a folder are read straight into `dtype` on `device`, so that
+    loading needs no more memory than the result and no initial values are drawn to be thrown away.
 
     With a `lora_rank` only the low-rank factors are trainable (`requires_grad`).
 
@@ -28,14 +34,32 @@ def build_dit(config: DiTConfig, seed: int) -> nn.Module:
     """
     import torch
 
-    from ops.models.weights import load_transformer
+    from ops.models.lora import first_factors
+    from ops.models.weights import fill
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = _bare_dit(config)
+    dtype = dtype or torch.float32
     if config.path:
-        load_transformer(module, config.path)
-    return module
+        module = first_factors(dit_skeleton(config), seed)
+        fill(module, config.path, dtype, device)
+    else:
+        module = _random_dit(config, seed)
+    return module.to(device, dtype)
+
+
+def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
+    """Values of the trainable parameters before any update, by name: on the CPU, not rounded to a lower precision.
+
+    Those of a folder are read when they are asked for, one at a time.
+    """
+    from ops.models.folders import component
+    from ops.models.lora import first_factors
+    from ops.models.weights import StoredWeights
+
+    if config.path and not config.lora_rank:
+        stored = StoredWeights(component(config.path, "transformer"))
+        return lambda name: stored[name]
+    module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
+    return module.get_parameter
 
 
 def dit_skeleton(config: DiTConfig) -> nn.Module:
@@ -43,6 +67,14 @@ def dit_skeleton(config: DiTConfig) -> nn.Module:
     import torch
 
     with torch.device("meta"):
+        return _bare_dit(config)
+
+
+def _random_dit(config: DiTConfig, seed: int) -> nn.Module:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         return _bare_dit(config)
 
 

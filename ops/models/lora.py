@@ -26,6 +26,10 @@ class LoRALinear(nn.Linear):
         self.scale = scale
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        self.reset_factors()
+
+    def reset_factors(self) -> None:
+        """B A = 0, with A drawn from torch's generator."""
         nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
         nn.init.zeros_(self.lora_B.weight)
 
@@ -46,6 +50,17 @@ def add_lora(module: nn.Module, config: DiTConfig) -> None:
     for name, linear in list(module.named_modules()):
         if isinstance(linear, nn.Linear) and name.startswith(names.blocks) and name.endswith(names.projections):
             module.set_submodule(name, LoRALinear(linear, config.lora_rank, lora_scale(config)))
+
+
+def first_factors(module: nn.Module, seed: int) -> nn.Module:
+    """Give the factors of a module on the meta device their first values, in fp32 on the CPU, drawn from `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in (part for part in module.modules() if isinstance(part, LoRALinear)):
+            layer.lora_A.to_empty(device="cpu")
+            layer.lora_B.to_empty(device="cpu")
+            layer.reset_factors()
+    return module
 
 
 def merged(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

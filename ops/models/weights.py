@@ -1,7 +1,7 @@
 """Transformer weights in Diffusers' folder layout: safetensors in one file or in shards with an index, and config.json.
 
 state = read_state(folder)                    # lazily opened files, fp32 or as stored
-load_transformer(module, folder)              # checked: names, shapes, dtypes
+fill(module, folder, torch.bfloat16, "cuda")  # a module on the meta device: checked names, shapes, dtypes, then read
 write_folder(folder, state, dit_json(config)) # what Diffusers' from_pretrained reads
 """
 
@@ -11,7 +11,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +29,22 @@ _INDEX = f"{STEM}.safetensors.index.json"
 SHARD_BYTES = 10 * 1024**3
 _DIGEST_BYTES = 1 << 26
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class _Stored(Protocol):
+    """One tensor of a file, not yet read."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+
+
+class _WeightFile(Protocol):
+    """An open safetensors file, whose own class is not annotated."""
+
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> _Stored: ...
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -49,12 +67,45 @@ def weight_files(folder: Path) -> list[Path]:
 def iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all weights of a folder, one tensor in memory at a time."""
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (not a dict)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}. Copy it again.") from error
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_WeightFile]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}. Copy it again.") from error
+
+
+def describe(folder: Path) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of a folder's weights as tensors on the meta device; reads the files' headers only."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                stored = file.get_slice(name)
+                dtype = _STORED.get(stored.get_dtype(), torch.int8)  # whatever else it is cannot be trained
+                found[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+    return found
+
+
+class StoredWeights:
+    """The weights of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for path in weight_files(folder):
+            with _opened(path) as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy on the CPU, in the stored dtype."""
+        with _opened(self._files[name]) as file:
+            return file.get_tensor(name).clone()
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
@@ -84,18 +135,21 @@ def check_state(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], whe
             )
 
 
-def load_transformer(module: nn.Module, path: str | Path) -> None:
-    """Copy the weights of a Diffusers folder into `module`, in the module's dtype. All names and shapes must agree.
+def fill(
+    module: nn.Module, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> None:
+    """Give `module`, built on the meta device, the weights of a Diffusers folder. All names and shapes must agree.
 
-    LoRA factors that the module has and the folder lacks keep their values.
+    Each tensor goes from its file straight to `dtype` and `device`: the CPU holds one of them at a time, beside what
+    stays there. LoRA factors that the module has and the folder lacks stay as they are.
     """
     folder = component(path, "transformer")
-    expected = {name: tensor for name, tensor in module.state_dict().items() if not is_lora(name)}
-    found = read_state(folder)
-    check_state(expected, found, str(folder))
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(found[name])
+    check_state({n: t for n, t in module.state_dict().items() if not is_lora(n)}, describe(folder), str(folder))
+    for file_path in weight_files(folder):
+        with _opened(file_path) as file:
+            # A copy also where the dtype is right: a file that somebody changes later must not change the model.
+            state = {n: file.get_tensor(n).to(device, dtype, copy=True) for n in file.keys()}  # noqa: SIM118
+        module.load_state_dict(state, strict=False, assign=True)
 
 
 def write_folder(
@@ -156,6 +210,14 @@ def frozen_digests(config: ModelConfig, dit: nn.Module, vae: object, text: objec
         ("model.text.path", config.text.path, _tensors_of(text)),
     ]
     return tuple((setting, _digest(tensors)) for setting, path, tensors in parts if path and tensors)
+
+
+def checksums(named: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, int], ...]:
+    """(name, exact sum of the stored bits) of each tensor: equal where the tensors are, at the speed of memory."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tuple(
+        (name, int(t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64))) for name, t in named
+    )
 
 
 def _tensors_of(encoder: object) -> list[tuple[str, Tensor]]:

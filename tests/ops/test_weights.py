@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from ops.comm import Group
 from ops.models.folders import dit_config, dit_json, read_json
-from ops.models.load import build_dit
+from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.wan.config import WanConfig
 from ops.models.weights import STEM, check_state, read_state, weight_files, write_folder
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
+ROOT = Path(__file__).parents[2]
 FP32_ATOL = 1e-5
 SMALL = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=40, freq_dim=16, text_dim=8, in_channels=4, out_channels=4
@@ -118,3 +122,63 @@ def test_long_lists_of_names_are_cut() -> None:
     expected = {f"layer{i}": torch.zeros(1) for i in range(9)}
     with pytest.raises(ValueError, match="lacks layer0, layer1, layer2 and 6 more"):
         check_state(expected, {}, "folder")
+
+
+LOADING = """
+import sys, threading, torch
+from pathlib import Path
+import ops.models.lora, ops.models.weights
+from ops.models.load import build_dit, dit_skeleton
+from ops.models.wan.config import WanConfig
+
+def anonymous():
+    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+
+def watch():
+    while not done.wait(0.001):
+        peak[0] = max(peak[0], anonymous())
+
+config = WanConfig(num_layers=4, num_heads=8, head_dim=128, ffn_dim=4096, path=sys.argv[1], lora_rank=int(sys.argv[2]))
+dit_skeleton(config)  # what is imported counts before
+before, peak, done = anonymous(), [0], threading.Event()
+thread = threading.Thread(target=watch)
+thread.start()
+module = build_dit(config, 0, torch.bfloat16)
+done.set()
+thread.join()
+assert all(p.dtype == torch.bfloat16 and not p.is_meta for p in module.parameters())
+print(peak[0] - before, sum(p.nbytes for p in module.parameters()))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_loading_needs_no_more_memory_than_the_weights(tmp_path: Path, rank: int) -> None:
+    """Not even when they are stored in another dtype; initial values are not drawn."""
+    config = WanConfig(num_layers=4, num_heads=8, head_dim=128, ffn_dim=4096)
+    state = {name: torch.zeros(t.shape, dtype=torch.float16) for name, t in dit_skeleton(config).state_dict().items()}
+    write_folder(tmp_path, state, dit_json(config))
+    command = [sys.executable, "-c", LOADING, str(tmp_path), str(rank)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    peak, weights = map(int, said.split())
+    assert weights > 100 << 20
+    assert peak <= 1.1 * weights + (16 << 20), f"{peak >> 20} MiB for {weights >> 20} MiB"
+
+
+def test_first_values_are_those_of_the_folder_not_rounded(tmp_path: Path) -> None:
+    published(tmp_path)
+    config = dit_config(dit_json(SMALL), WanConfig(path=str(tmp_path)), "here")
+    rounded, value = build_dit(config, 0, torch.bfloat16), first_values(config, 0)
+    stored = read_state(tmp_path / "transformer")
+    for name, parameter in rounded.named_parameters():
+        assert torch.equal(value(name), stored[name]) and torch.equal(parameter, stored[name].bfloat16())
+
+
+def test_first_factors_beside_a_folder_come_from_the_seed(tmp_path: Path) -> None:
+    published(tmp_path)
+    config = replace(dit_config(dit_json(SMALL), WanConfig(path=str(tmp_path)), "here"), lora_rank=2)
+    module, same, other = (dict(build_dit(config, seed).named_parameters()) for seed in (3, 3, 4))
+    factors = [name for name in module if name.endswith("lora_A.weight")]
+    assert factors and all(torch.equal(module[n], same[n]) and not torch.equal(module[n], other[n]) for n in factors)
+    value = first_values(config, 3)
+    assert all(torch.equal(value(name), p) for name, p in module.items() if p.requires_grad)
+    assert not any(module[name.replace("lora_A", "lora_B")].any() for name in factors)

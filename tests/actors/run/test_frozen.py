@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,16 @@ import pytest
 import torch
 
 from actors.config import WorkersConfig
-from actors.messages import FormTask, WorkerInfo, WorkerSettings
+from actors.messages import FormTask, Origin, WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Joined, Limits, Loaded
-from actors.run.frozen import disagreement
+from actors.run.frozen import disagreement, first_disagreement
 from actors.worker.loading import FirstWeights, build_modules, own_shards
 from ops.comm import CancelToken
 from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
-from ops.models.weights import frozen_digests
+from ops.models.weights import checksums, frozen_digests
 from ops.sync import trainable
 from tests.actors.exactness import MODEL, train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
@@ -52,6 +53,62 @@ def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None
     assert "vae" in outcome.reason and "w1" in outcome.reason
 
 
+def begins_with(worker: str, **sums: int) -> WorkerInfo:
+    return replace(info(worker), first=tuple(sums.items()))
+
+
+def test_who_begins_with_other_weights_is_named() -> None:
+    alike = [begins_with(f"w{i}", head=1, body=2) for i in range(3)]
+    assert first_disagreement(alike) == "" and first_disagreement(alike[:1]) == ""
+    said = first_disagreement([*alike[:2], begins_with("w2", head=1, body=3)])
+    assert "the first weights on w2 on host-of-w2 are not those of the other workers (first in body)" in said
+    assert "w2" in first_disagreement([*alike[:2], begins_with("w2", head=1)])
+
+
+class Recovering(StateHere):
+    """Recovers from `origin`; None is a new run."""
+
+    def __init__(self, origin: Origin | None) -> None:
+        super().__init__(-1, first=-1)
+        self._origin = origin
+
+    def recover(self, generation: int, holders: object) -> SimpleNamespace:
+        return SimpleNamespace(origin=self._origin, newly_safe=self._went_on())
+
+    def _went_on(self) -> Iterator[None]:
+        self.asked.append("went on")
+        raise RuntimeError("far enough")
+        yield
+
+
+def test_a_new_run_begins_only_with_equal_weights() -> None:
+    infos = {"w0": begins_with("w0", head=1), "w1": begins_with("w1", head=2)}
+    for origin, refused in ((None, True), (Origin(step=3), False)):
+        up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n))]
+        looks, state = [[], up], Recovering(origin)
+        controller = controller_of(
+            state,
+            membership=Membership(Limits(min=2, max=2), generation=1),
+            pool=pool_here(info=lambda name: infos[name], names=["w0", "w1"]),
+            lookout=SimpleNamespace(look=lambda left=looks: left.pop(0) if left else [], stop="", hopeless=""),
+        )
+        if refused:
+            outcome = controller.train()
+            assert outcome.code == 1 and "the first weights on w1 on host-of-w1" in outcome.reason
+        else:
+            with pytest.raises(RuntimeError, match="far enough"):
+                controller.train()
+        assert ("went on" in state.asked) != refused
+
+
+def test_checksums_see_a_single_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensor = torch.randn(5, 3).to(dtype)
+        other = tensor.clone()
+        other.view(torch.int16)[2, 1] ^= 1
+        assert checksums([("a", tensor)]) == checksums([("a", tensor.clone())]) != checksums([("a", other)])
+
+
 def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path: Path) -> None:
     class Holder:
         def __init__(self, value: float) -> None:
@@ -80,19 +137,19 @@ def test_attention_that_the_device_lacks_is_refused_before_weights_are_read() ->
     model = replace(MODEL, dit=replace(MODEL.dit, attention="cudnn"))
     settings = WorkerSettings(model=model, train=train_config(), workers=WorkersConfig())
     with pytest.raises(ValueError, match=r"model.dit.attention cudnn cannot be used here: .* needs a CUDA device"):
-        build_modules(settings, torch.device("cpu"), FirstWeights(seed=3))
+        build_modules(settings, torch.device("cpu"))
 
 
 def test_training_in_bf16_starts_from_the_weights_in_fp32() -> None:
     first, train = FirstWeights(seed=3), train_config(parameter_dtype="bfloat16")
     settings = WorkerSettings(model=MODEL, train=train, workers=WorkersConfig())
-    modules = build_modules(settings, torch.device("cpu"), first)
+    modules = build_modules(settings, torch.device("cpu"))
     given = torch.cat([p.detach().flatten() for _, p in trainable(build_dit(modules.config.dit, 3))])
     task = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=None)
     computed = torch.cat([p.detach().flatten() for _, p in trainable(modules.dit)])
     assert computed.dtype == torch.bfloat16 and torch.equal(computed, given.bfloat16())
     for forget in (lambda: None, first.trained):  # also when all state is lost after some steps
         forget()
-        values = partial(first.values, modules.dit, modules.config.dit)
+        values = partial(first.shard, modules.dit, modules.config.dit)
         (shard,) = own_shards(task, given.numel(), values, CancelToken(), patience_s=1)
         assert torch.equal(torch.from_numpy(shard.arrays["master"]), given)
