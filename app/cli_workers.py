@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.live_runs import OUTCOME, must_answer
+from app.live_runs import OUTCOME, ClusterAddress, must_answer
 from app.lock import holder, lock_path
 from ops.typed import ConfigError
 
@@ -23,9 +23,10 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 @app.command("list")
 def list_workers(run: Run) -> None:
     """Every worker with what it does right now."""
+    actor = monitor(run)
     import ray
 
-    report = ray.get(monitor(run).report.remote(), timeout=30)
+    report = ray.get(actor.report.remote(), timeout=30)
     print(f"generation {report.generation}")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
@@ -41,9 +42,9 @@ def drain(
     wait_s: Annotated[float, typer.Option(help="Wait this long until they are gone; 0 does not wait.")] = 60.0,
 ) -> None:
     """Let these workers finish their work, hand over their state and leave at a step boundary."""
+    actor = monitor(run)
     import ray
 
-    actor = monitor(run)
     known = ray.get(actor.report.remote(), timeout=30).seen
     if missing := [name for name in names if name not in known]:
         raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {', '.join(sorted(known))}.")
@@ -61,9 +62,10 @@ def drain(
 @app.command()
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
+    actor = monitor(run)
     import ray
 
-    ray.get(monitor(run).scale.remote(count), timeout=30)
+    ray.get(actor.scale.remote(count), timeout=30)
     print(f"the run keeps {count} workers from the next step boundary on, within workers.min and workers.max")
 
 
@@ -72,9 +74,9 @@ def stop(
     run: Run, wait_s: Annotated[float, typer.Option(help="Wait this long for the end; 0 does not wait.")] = 300.0
 ) -> None:
     """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it."""
+    actor = monitor(run)
     import ray
 
-    actor = monitor(run)
     ray.get(actor.stop.remote("stopped by `heddle workers stop`"), timeout=30)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -98,23 +100,40 @@ def how_it_ended(run: Path) -> str:
 
 
 def monitor(run: Path) -> Any:
-    """The monitor actor of a live run. Raises ConfigError when there is no such run, cluster or actor."""
-    import ray
+    """The monitor actor of a live run. Raises ConfigError when there is no such run, cluster or actor.
 
-    from actors.names import NAMESPACE, find_monitor
-
+    To be called before anything imports Ray, which reads once whether it has to show a token.
+    """
     if not (run / "run_id").is_file():
         raise ConfigError(f"{run} is not the folder of a run that was started.")
     if ended := how_it_ended(run):
         raise ConfigError(ended)
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = address_of(run)
     must_answer(address)
+    import ray
+
+    from actors.names import NAMESPACE, find_monitor
+
     try:
         if not ray.is_initialized():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
-        raise ConfigError(f"no Ray cluster answers at {address}; set RAY_ADDRESS to the run's cluster.") from None
+        raise ConfigError(
+            f"no Ray cluster answers at {address}, or it wants a token. Set RAY_ADDRESS to the run's cluster, and "
+            f"RAY_AUTH_MODE=token where it was started so; a local run's cluster always is."
+        ) from None
     try:
         return find_monitor(run)
     except LookupError as error:
         raise ConfigError(str(error)) from None
+
+
+def address_of(run: Path) -> str:
+    """RAY_ADDRESS, or where the run says that its cluster answers, or any cluster of this machine."""
+    known = ClusterAddress.read(run)
+    given = os.environ.get("RAY_ADDRESS", "")
+    if known is not None and (given == known.address or (not given and known.answers())):
+        if known.auth:
+            os.environ.setdefault("RAY_AUTH_MODE", known.auth)
+        return known.address
+    return given or "auto"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ _WATCH_S = 2.0  # between two looks whether Ray is there
 _SHUTDOWN_S = 60.0
 STOP = "stopped by a signal"
 OUTCOME = "outcome.json"
+CLUSTER = "cluster.json"
 
 
 def end_leftovers(config: RunConfig, *, overwrite: bool) -> None:
@@ -127,6 +129,37 @@ def must_answer(address: str) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "
             f"unset RAY_ADDRESS to use this machine."
         ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterAddress:
+    """Where a run's cluster answers, and how it wants to be asked."""
+
+    address: str  # HOST:PORT of its GCS
+    auth: str  # RAY_AUTH_MODE
+
+    def write(self, folder: Path) -> None:
+        """Into the run's folder, for whoever wants to reach the run from outside."""
+        part = folder / f"{CLUSTER}.part"
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(part, folder / CLUSTER)
+
+    @staticmethod
+    def read(folder: Path) -> ClusterAddress | None:
+        """None for a folder of an older version, or one that somebody has damaged."""
+        try:
+            told = json.loads((folder / CLUSTER).read_text(encoding="utf-8"))
+            return ClusterAddress(address=str(told["address"]), auth=str(told["auth"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def answers(self) -> bool:
+        """Whether somebody listens there: not where the cluster has ended, or only its own nodes reach it."""
+        try:
+            must_answer(self.address)
+        except ConfigError:
+            return False
+        return True
 
 
 class RayGone(RuntimeError):

@@ -28,6 +28,7 @@ from app.errors import PACKAGES, exit_code, is_ours, one_line
 from app.follow import Follower
 from app.live_runs import (
     OUTCOME,
+    ClusterAddress,
     RayGone,
     came_to_anything,
     end_leftovers,
@@ -81,6 +82,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
             (folder / OUTCOME).unlink(missing_ok=True)
+            _joined().write(folder)
             predecessor.release()
             _check_capacity(config)
             outcome = _trained(config, folder, lock.token, changes)
@@ -183,6 +185,14 @@ def _connect(config: RunConfig) -> None:
         log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
         ray.shutdown()
         ray.init(**local)
+
+
+def _joined() -> ClusterAddress:
+    """The cluster that this process has joined or started."""
+    import ray
+
+    auth = os.environ.get("RAY_AUTH_MODE", "" if _is_on_a_cluster() else "token")  # Ray's default for its own clusters
+    return ClusterAddress(address=ray.get_runtime_context().gcs_address, auth=auth)
 
 
 def is_news_of_tokens(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ import ray
 
 from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
-from app.cli_workers import drain, how_it_ended, list_workers, scale, stop
+from app.cli_workers import address_of, drain, how_it_ended, list_workers, scale, stop
 from app.config import RunConfig
-from app.live_runs import end_leftovers, must_answer
+from app.live_runs import ClusterAddress, end_leftovers, must_answer
 from app.lock import FolderLock, lock_path
 from ops.typed import ConfigError
 
@@ -130,3 +131,26 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}"):
         must_answer(f"127.0.0.1:{port}")
     must_answer("auto")
+
+
+def test_a_run_is_found_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert address_of(tmp_path) == "auto", "a folder of an older version"
+    with socket.socket() as open_port:
+        open_port.bind(("127.0.0.1", 0))
+        open_port.listen()
+        own = f"127.0.0.1:{open_port.getsockname()[1]}"
+        ClusterAddress(address=own, auth="token").write(tmp_path)
+        assert address_of(tmp_path) == own and os.environ["RAY_AUTH_MODE"] == "token"
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        monkeypatch.setenv("RAY_ADDRESS", own)
+        assert address_of(tmp_path) == own and os.environ["RAY_AUTH_MODE"] == "token", "whoever names it needs no more"
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        monkeypatch.setenv("RAY_ADDRESS", "other:1")
+        assert address_of(tmp_path) == "other:1" and "RAY_AUTH_MODE" not in os.environ
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert address_of(tmp_path) == "auto", "its own has ended"
+    (tmp_path / "cluster.json").write_text('{"address": ')
+    assert address_of(tmp_path) == "auto"
