@@ -4,7 +4,9 @@ autoscaler acts on; the controller is told when one is ready or gone."""
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +25,17 @@ from data.engines.placement import beside_me
 
 log = logging.getLogger(__name__)
 
-# PyTorch's own answer to a broken communicator is to end the process, and with it the state that a survivor holds.
-_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+# PyTorch's own answer to a broken communicator is to end the process, and with it the state that a survivor holds: at
+# once, or minutes later through a monitor that another worker's error has alarmed.
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+}
+# Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,12 +139,18 @@ class Pool:
             num_gpus=1 if uses_gpu(workers) else 0,
             max_restarts=0,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": {**_ENVIRONMENT, "OMP_NUM_THREADS": str(workers.torch_threads)}},
+            runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
         ).remote(name, self._settings, self._monitor)
         self._members[name] = PoolMember(
             name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time()
         )
         return name
+
+
+def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """What a worker's process is started with; the allocator as the user has set it, if so."""
+    allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
+    return {**_NCCL, **allocator, "OMP_NUM_THREADS": str(torch_threads)}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:

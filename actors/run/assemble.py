@@ -1,4 +1,4 @@
-"""Builds a controller out of its real parts, which this starts: monitor, planner and the store where workers meet.
+"""Builds a controller out of its real parts, which this starts: monitor and planner.
 
 Workers come when the membership asks for them, the feeder when the run begins. A test gives the parts itself.
 """
@@ -63,9 +63,6 @@ def start_controller(
         config.data.engine.silent_s,
     )
     planner = PlannerClient(profile or profile_of(config.planner, model, geometry), config.planner)
-    store = torch.distributed.TCPStore(
-        node_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
     state = assemble_state(run, config, model, commits, source, survivors, events)
@@ -85,7 +82,14 @@ def start_controller(
         commits=commits,
         survivors=survivors,
         state=state,
-        store=store,
+        new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of),
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+    )
+
+
+def _new_store() -> torch.distributed.TCPStore:
+    """Where the workers of one generation meet."""
+    return torch.distributed.TCPStore(
+        node_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )

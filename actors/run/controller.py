@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -103,7 +104,7 @@ class Controller:
     commits: CommitLog
     survivors: Survivors
     state: RunState
-    store: Rendezvous
+    new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     account: StepAccount
     skips: Skips
     clock: PatientClock = field(default_factory=PatientClock)
@@ -119,6 +120,7 @@ class Controller:
         self._stop_by = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
         self._last_look = 0.0
         self._broken_at: float | None = None
+        self._stores: deque[Rendezvous] = deque(maxlen=2)  # workers of the last generation may still be leaving
         self._proven = 0  # the newest generation that has finished a step
 
     def train(self) -> Outcome:
@@ -377,7 +379,8 @@ class Controller:
             self.source.open(self.commits.committed + 1, self.state.data_token())
         world = seats_of(infos, self.pool.handle)
         self.state.place_keepers([seat.node for seat in world])
-        address = (self.store.host, self.store.port)
+        self._stores.append(self.new_store())
+        address = (self._stores[-1].host, self._stores[-1].port)
         tasks = form_tasks(decision.generation, world, address, recovery.origin, self.state.keepers.of)
         self.runner = StepRunner(
             generation=decision.generation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from actors.messages import WorkerInfo
 
@@ -30,16 +31,14 @@ def first_disagreement(infos: Sequence[WorkerInfo]) -> str:
 
     Each worker contributes its range of the vector, so a run would begin with a mixture of two models.
     """
-    for i, (name, usual) in enumerate(_usual_first(infos)):
-        others = [f"{info.worker} on {info.host}" for info in infos if info.first[i : i + 1] != ((name, usual),)]
-        if others:
-            return (
-                f"the first weights on {', '.join(others)} are not those of the other workers (first in {name}). "
-                f"Give all nodes the same model.dit.path and the same torch, and start again."
-            )
-    return ""
-
-
-def _usual_first(infos: Sequence[WorkerInfo]) -> Sequence[tuple[str, int]]:
-    """What most workers begin with."""
-    return Counter(info.first for info in infos).most_common(1)[0][0] if infos else ()
+    usual = Counter(info.first for info in infos).most_common(1)[0][0] if infos else ()
+    others = [info for info in infos if info.first != usual]
+    if not others:
+        return ""
+    pairs = zip_longest(others[0].first, usual, fillvalue=("a parameter that only one has", 0))
+    name = next(mine[0] for mine, theirs in pairs if mine != theirs)
+    where = ", ".join(f"{info.worker} on {info.host}" for info in others)
+    return (
+        f"the first weights on {where} are not those of the other workers (first in {name}). Give all nodes the same "
+        f"model.dit.path and the same torch, and start again."
+    )

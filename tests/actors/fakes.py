@@ -251,7 +251,7 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "planner": SourceHere(),
         "commits": CommitLog(committed=-1),
         "survivors": Survivors(),
-        "store": SimpleNamespace(host="here", port=1),
+        "new_store": lambda: SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
         "skips": Skips(10, listener.on_event),
     }

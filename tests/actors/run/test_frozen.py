@@ -62,7 +62,8 @@ def test_who_begins_with_other_weights_is_named() -> None:
     assert first_disagreement(alike) == "" and first_disagreement(alike[:1]) == ""
     said = first_disagreement([*alike[:2], begins_with("w2", head=1, body=3)])
     assert "the first weights on w2 on host-of-w2 are not those of the other workers (first in body)" in said
-    assert "w2" in first_disagreement([*alike[:2], begins_with("w2", head=1)])
+    for other in (begins_with("w2", head=1), begins_with("w2", head=1, body=2, tail=3)):
+        assert "on w2 on host-of-w2" in first_disagreement([*alike[:2], other])
 
 
 class Recovering(StateHere):
