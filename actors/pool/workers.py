@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from actors.ray_calls import get, kill, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
+from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ _NCCL = {
 }
 # Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_WEIGHT_FILES = (".safetensors", ".bin")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -197,3 +200,10 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     raised = [line for line in lines if ": " in line and line.split(": ")[0].endswith(("Error", "Exception"))]
     return (raised or lines or [type(error).__name__])[-1 if raised else 0]
+
+
+def weights_bytes(model: ModelConfig) -> int:
+    """Size of the weight files in the model's local folders, each counted once; 0 for models that are built here."""
+    folders = {Path(path).expanduser() for path in (model.dit.path, model.vae.path, model.text.path) if path}
+    files = {file for folder in folders for suffix in _WEIGHT_FILES for file in folder.rglob(f"*{suffix}")}
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -258,7 +258,7 @@ class StepRunner:
 
 
 def shape_of(name: str) -> str:
-    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`actors.bars`)."""
+    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`ray_calls.bar`)."""
     return name.rpartition(" s")[0]
 
 

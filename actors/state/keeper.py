@@ -1,14 +1,14 @@
 """Snapshots: the training state of committed steps in the host memory of other nodes.
 
 Every worker sends its shard to a keeper after each step. A step is committed when the shards of one generation that the
-keepers hold cover the whole vector; `recoverable` finds the newest such step from the keepers' own inventories, so a
-restarted controller needs nothing else. A keeper copies what it is given: an object in Ray's store dies with the worker
-that put it.
+keepers hold cover the whole vector; `actors.state.recovery` finds the newest such step from the keepers' own
+inventories, so a restarted controller needs nothing else. A keeper copies what it is given: an object in Ray's store
+dies with the worker that put it.
 
     place(workers={0: "a", 1: "b"}, keepers={"ka": "a", "kb": "b"}, copies=1)      # {0: ("kb",), 1: ("ka",)}
     worker:      keeper.put.remote(step, sync.export_shard(), generation)
     controller:  keeper.commit.remote(step)                                        # older steps may go
-    recovery:    step, generation = recoverable(inventories); sources(inventories, step, generation, lo, hi)
+    recovery:    keeper.inventory.remote(); keeper.get.remote(step, lo, hi)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actors.messages import ShardKeeper
 from actors.refs import Method
 from actors.state.memory import node_room
 from actors.step import Position
-from ops.shards import ShardState, bytes_per_weight, cut, missing
+from ops.shards import ShardState, bytes_per_weight, cut
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Keeper:
         return {step: sorted(held.shards) for step, held in self._steps.items()}
 
     def inventory(self) -> list[HeldShard]:
-        """Everything that is held, for `recoverable` and `sources`."""
+        """Everything that is held, for `actors.state.recovery`."""
         return [
             HeldShard(
                 step=step,
@@ -209,7 +209,7 @@ class Keeper:
             self._free.append(shard.arrays)
 
 
-# Where shards go, and where they are --------------------------------------------------------------------------------
+# Where shards go --------------------------------------------------------------------------------
 
 
 def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 1) -> dict[int, tuple[str, ...]]:
@@ -236,39 +236,6 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
             mine.append(best)
         chosen[worker] = tuple(mine)
     return chosen
-
-
-def recoverable(inventories: Mapping[str, Sequence[HeldShard]]) -> tuple[int, int] | None:
-    """(step, generation) of the newest step whose shards of one generation cover the whole vector, or None."""
-    ranges: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for held in (held for inventory in inventories.values() for held in inventory):
-        ranges.setdefault((held.step, held.generation, held.total), []).append((held.lo, held.hi))
-    whole = [(step, generation) for (step, generation, total), have in ranges.items() if not missing(have, 0, total)]
-    return max(whole, default=None)
-
-
-def sources(
-    inventories: Mapping[str, Sequence[HeldShard]], step: int, generation: int, lo: int, hi: int
-) -> list[tuple[str, int, int]]:
-    """Which parts of [lo, hi) to ask of which keeper: (keeper, from, to), without overlap, in order.
-
-    Raises ValueError when the keepers do not hold all of it.
-    """
-    shards = [
-        (held.lo, held.hi, keeper)
-        for keeper, inventory in sorted(inventories.items())
-        for held in inventory
-        if (held.step, held.generation) == (step, generation)
-    ]
-    plan, at = [], lo
-    while at < hi:
-        reach = max(((b, keeper) for a, b, keeper in shards if a <= at < b), default=None)
-        if reach is None:
-            raise ValueError(f"no keeper holds element {at} of step {step} (generation {generation}).")
-        end = min(hi, reach[0])
-        plan.append((reach[1], at, end))
-        at = end
-    return plan
 
 
 def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> int:

@@ -38,8 +38,7 @@ from actors.state.checkpoint_writer import Meta, Writer
 from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Keepers
-from actors.state.recovery import Recovery, recovery_from
-from actors.state.snapshots import origin_of
+from actors.state.recovery import Recovery, origin_of, recovery_from
 from actors.state.survivors import Survivors, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError

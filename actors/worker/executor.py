@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGeneration, StepSample, SumStart
-from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inputs
-from actors.worker.transfer import HostCopies
+from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from ops.comm import Group, Groups
 from ops.flow import draw, flow_loss, sequence_losses
 from ops.geometry import Geometry

@@ -22,7 +22,6 @@ from typing import Any
 import ray
 import torch
 
-from actors.bars import bar
 from actors.messages import (
     CascadeTask,
     FinishTask,
@@ -37,15 +36,14 @@ from actors.messages import (
     WorkerSettings,
 )
 from actors.process import birth
-from actors.ray_calls import get, node_address, put, wait
+from actors.ray_calls import bar, get, node_address, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, FinishedStep, nobody, peak_rss_gib
-from actors.worker.handoff import EncodeResult
+from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, own_shards
-from actors.worker.meeting import meet
-from actors.worker.transfer import HostCopies, PinnedCopy
+from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
+from actors.worker.meeting import meet, own_shards
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from ops.comm import Groups
