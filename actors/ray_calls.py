@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -19,6 +19,12 @@ GONE = (RayActorError, *FOR_GOOD)  # also one that is out of reach, and may answ
 T = TypeVar("T")
 R = TypeVar("R")
 _ray: Any = ray  # its types end at ObjectRef; ours begin here
+
+
+def remote_of(plain: Callable[..., object], groups: Mapping[str, int] | None = None) -> Any:
+    """Ray's class of actors, or task, of a plain class or function: `.options(...).remote(...)`. Its handles have no
+    types; the caller names the protocol that they follow. `groups` are threads of an actor besides its own, by name."""
+    return _ray.remote(concurrency_groups=dict(groups))(plain) if groups else _ray.remote(plain)
 
 
 def get(reference: Ref[T], timeout: float | None = None) -> T:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -19,7 +18,7 @@ from actors.config import WorkersConfig
 from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
-from actors.ray_calls import get, kill, resources, wait
+from actors.ray_calls import get, kill, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
@@ -68,11 +67,7 @@ class Pool:
     ) -> None:
         self._run, self._settings, self._monitor = run, settings, monitor
         # With a concurrency group Ray runs the other calls, still one at a time and in order, off the main thread.
-        self._actor: Any = (
-            ray.remote(concurrency_groups={IO: 1})(worker_class)  # type: ignore[call-overload]
-            if uses_gpu(settings.workers)
-            else ray.remote(worker_class)
-        )
+        self._actor = remote_of(worker_class, {IO: 1} if uses_gpu(settings.workers) else None)
         self._members: dict[str, PoolMember] = {}
         self._serial = 0
 
@@ -165,8 +160,8 @@ def uses_gpu(workers: WorkersConfig) -> bool:
 
 def start_monitor(run: str) -> MonitorHandle:
     """The run's monitor, found again by a restarted controller."""
-    handle: Any = (
-        ray.remote(Monitor)
+    monitor: MonitorHandle = (
+        remote_of(Monitor)
         .options(
             name=monitor_name(run),
             namespace=NAMESPACE,
@@ -179,7 +174,6 @@ def start_monitor(run: str) -> MonitorHandle:
         )
         .remote()
     )
-    monitor: MonitorHandle = handle
     return monitor
 
 

@@ -18,7 +18,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -249,19 +249,19 @@ def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> i
 
 def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:
     """A keeper as a detached actor on this node: it outlives the controller and is found again by `attach`."""
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    options: dict[str, Any] = {
-        "name": name,
-        "namespace": namespace,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-    }
-    handle: Any = ray.remote(Keeper).options(**options).remote()
-    keeper: KeeperHandle = handle
+    from actors.ray_calls import remote_of
+
+    actor = remote_of(Keeper).options(
+        name=name,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    keeper: KeeperHandle = actor.remote()
     return keeper
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 
@@ -33,8 +33,8 @@ from actors.records.events import (
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
-from actors.state.checkpoint_files import load, trained_parameters
-from actors.state.checkpoint_writer import Meta, Writer
+from actors.state.checkpoint_files import Meta, ParameterMeta, load, trained_parameters
+from actors.state.checkpoint_writer import Writer
 from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Keepers
@@ -310,7 +310,7 @@ class RunState:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _parameters(self) -> list[dict[str, Any]]:
+    def _parameters(self) -> list[ParameterMeta]:
         """Names and shapes of what is trained. Needs no worker and no memory."""
         return trained_parameters(self._model)
 

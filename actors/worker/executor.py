@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -158,7 +160,7 @@ class Executor:
                 found = _share(found, len(task.samples), group, self.device)
             return self._deliver(task, [EncodeResult(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
 
-    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[EncodeResult]:
+    def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles."""
         with _Measure(self, task) as measure:
             group, vae = self._bag(task), self.modules.vae
@@ -297,7 +299,7 @@ class Executor:
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[object]:
         if self.train.autocast == "none":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -375,7 +377,8 @@ class _Measure:
     def __init__(self, executor: Executor, task: CascadeTask) -> None:
         self._executor, self._task = executor, task
         self._marks: dict[str, float] = {}
-        self._received: dict[str, Any] = {}
+        self._inputs: Inputs | None = None
+        self._fetch_s: float | None = None
 
     def __enter__(self) -> _Measure:
         self._executor.admit(self._task.generation)
@@ -389,14 +392,11 @@ class _Measure:
         self._clock(name)
 
     def received(self, inputs: Inputs, fetch_s: float | None) -> None:
-        self._received = {
-            "handoff_bytes": inputs.bytes_received + inputs.bytes_fetched,
-            "handoff_s": inputs.seconds + (fetch_s or 0.0),
-            "fetched_bytes": inputs.bytes_fetched,
-            "fetch_s": fetch_s if inputs.bytes_fetched else None,
-        }
+        self._inputs, self._fetch_s = inputs, fetch_s
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         task, executor = self._task, self._executor
         if error is not None:
             executor.broken = f"{task.name}: {error!r}"
@@ -407,23 +407,36 @@ class _Measure:
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
         executor._spans.append(
-            Span(
-                name=task.name,
-                module=task.module,
-                cascade=task.cascade,
-                step=task.step,
-                start=self._start,
-                end=time.time(),
-                batch=len(task.samples),
-                degree=len(task.bag),
-                pieces=task.pieces,
-                planned_start_s=task.planned_start_s,
-                planned_end_s=task.planned_end_s,
-                phases=self._marks,
-                **self._received,
+            self._with_handoff(
+                Span(
+                    name=task.name,
+                    module=task.module,
+                    cascade=task.cascade,
+                    step=task.step,
+                    start=self._start,
+                    end=time.time(),
+                    batch=len(task.samples),
+                    degree=len(task.bag),
+                    pieces=task.pieces,
+                    planned_start_s=task.planned_start_s,
+                    planned_end_s=task.planned_end_s,
+                    phases=self._marks,
+                )
             )
         )
         executor._ran.add(task.cascade)
+
+    def _with_handoff(self, span: Span) -> Span:
+        """The span with what its inputs took to get here."""
+        if (inputs := self._inputs) is None:
+            return span
+        return replace(
+            span,
+            handoff_bytes=inputs.bytes_received + inputs.bytes_fetched,
+            handoff_s=inputs.seconds + (self._fetch_s or 0.0),
+            fetched_bytes=inputs.bytes_fetched,
+            fetch_s=self._fetch_s if inputs.bytes_fetched else None,
+        )
 
 
 def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import ray
 import torch
@@ -46,6 +45,7 @@ from actors.worker.loading import FirstWeights, build_modules, build_sync, devic
 from actors.worker.meeting import meet, own_shards
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
+from data.types import Batch
 from ops.comm import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.shards import ShardState
@@ -156,7 +156,7 @@ class Worker:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def encode_text(self, task: CascadeTask, *batches: Any) -> list[PublishedResult]:
+    def encode_text(self, task: CascadeTask, *batches: object) -> list[PublishedResult]:
         """Arguments: the data batch of each item of the task, in order of first appearance."""
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
@@ -164,7 +164,7 @@ class Worker:
         with bar(task.name):
             return self._done(task, self.executor.text(task, captions))
 
-    def encode_vae(self, task: CascadeTask, block: Any) -> list[PublishedResult]:
+    def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)
         first = task.samples[0].index
         batch = as_batch(block)
@@ -329,7 +329,7 @@ def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedRe
     return [PublishedResult(module=module, id=e.id, rows=e.rows.numpy(), ok=e.ok, at=now) for e in results]
 
 
-def _by_item(task: CascadeTask, batches: Sequence[Any]) -> dict[str, Any]:
+def _by_item(task: CascadeTask, batches: Sequence[Batch]) -> dict[str, Batch]:
     items = list(dict.fromkeys(s.item for s in task.samples))
     assert len(items) == len(batches), f"{task.name} has {len(items)} items but {len(batches)} batches"
     return dict(zip(items, batches))
