@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 KEEP_STEPS = 2  # committed steps that stay; a third one is being filled meanwhile
-_SMALL = 64 << 20  # bytes; what a full node dies of is larger
+_SMALL = 64 << 20  # bytes; a smaller shard is taken without a look at the node's memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class Keeper:
 
     def commit(self, step: int, position: Position | None = None) -> None:
         """`step` is complete over all keepers: keep it and the one before it, let older ones go. `position` is where
-        the data stands after it, never one without the other."""
+        the data stands after it; the two are stored together."""
         if position is not None:
             self._position = (step, position)
         self._committed.add(step)

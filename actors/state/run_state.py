@@ -46,7 +46,7 @@ from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-_POSITION_S = 30.0  # the data's position may be an older one: nobody waits long for it
+_POSITION_S = 30.0  # an older position of the data also serves, so nobody waits long for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _REPAIR_S = 60.0  # steps that are under way come first
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -217,7 +217,7 @@ class RunState:
 
         Raises GenerationLost when it is a worker that is gone, and StopRun when repairs do not help; not before the
         workers are `quiet`, since then their own state goes to disk. On a lost node that Ray has not noticed yet, every
-        new keeper is lost at once: such tries keep a distance, which grows.
+        new keeper is lost at once: so each repair waits longer than the one before.
         """
         if self._repaired_lately():
             return None
@@ -228,7 +228,7 @@ class RunState:
             return None
         self._repairs += 1
         self._repaired_at = time.monotonic()
-        if self._repairs > 1:  # one is everyday
+        if self._repairs > 1:  # a single repair is usual
             log.warning("the keepers are repaired for the %d. time since the last commit: %s", self._repairs, stuck.why)
             self._tell(KeepersRepaired(repairs=self._repairs, why=stuck.why))
         # A shard that waits for too long has shown that its keeper is silent.
@@ -280,7 +280,7 @@ class RunState:
         """The run ends before its last step: the last one whose state is whole goes from memory to disk. `world` are
         workers that wait between two steps. Returns the step that this put on disk, -1: none.
 
-        Finished steps up to it that are not committed, since keepers were late or failed, are so by being on disk.
+        Finished steps up to it that no keeper has taken yet are safe, too: their state is on disk.
         """
         if self._silent:
             return -1
@@ -325,7 +325,7 @@ class RunState:
         }
 
     def _position_after(self, step: int) -> Position | None:
-        """The feeder's word, or without one the newest position that is known, from which the next feeder walks on."""
+        """As the feeder says, or else the newest position that is known, from which the next feeder continues."""
         try:
             return self._positions.token(step + 1)
         except (DataLost, DataError, DataIOError, ray.exceptions.RayError) as error:  # it may be what ends the run
@@ -333,7 +333,7 @@ class RunState:
             return self.data_token()
 
     def _least_bytes(self) -> int:
-        """What a node without workers must have to be worth a keeper."""
+        """Memory that a node without workers must offer to get a keeper."""
         return self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1)
 
     def _bytes_kept(self, total: int, keepers: int) -> int:
@@ -361,7 +361,7 @@ class RunState:
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:
-    """A checkpoint as it was written: one that is written again has another."""
+    """Identifies a checkpoint as it was written; when it is written again, its stamp changes."""
     try:
         return folder, (folder / checkpoint.COMPLETE).stat().st_mtime_ns
     except OSError:

@@ -44,7 +44,7 @@ Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
 def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
-    """Nobody wants to have the encode results."""
+    """No cache is kept: the encode results go to their DiT cascades alone."""
 
 
 _MAX_DIMS = 6
@@ -85,7 +85,7 @@ class Executor:
         on_encoded: Encoded = nobody,
         copies: HostCopies | None = None,
     ) -> None:
-        """`on_phase` hears what the worker does now, `on_encoded` the results of each encode cascade that it leads.
+        """`on_phase` is told what the worker does now, `on_encoded` the results of each encode cascade that it leads.
         With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
@@ -383,7 +383,7 @@ class _Measure:
     def __enter__(self) -> _Measure:
         self._executor.admit(self._task.generation)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
-            self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others come
+            self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase)
         return self

@@ -90,7 +90,7 @@ class PinnedCopy:
         if not rows.is_cuda:
             return CopyInFlight(host=rows, wait=lambda: None)
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps, without the GIL
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps, without the GIL
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             host.copy_(rows, non_blocking=True)

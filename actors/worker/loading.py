@@ -1,4 +1,4 @@
-"""How a worker comes to its modules, and to its part of the training state."""
+"""How a worker comes to its modules, its sync engine and the weights that training begins with."""
 
 from __future__ import annotations
 

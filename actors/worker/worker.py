@@ -176,8 +176,8 @@ class Worker:
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
         """What an encode call left for other workers, on a worker that `publishes_later`. Runs beside the task thread.
 
-        `encode` holds the reference of that call: its failure, also to get its arguments, becomes this one's. A wait
-        for it here, unlike a reference as an argument, does not hold back the calls after this one.
+        `encode` holds the reference of that call: when it fails, also for a lost argument, this call fails with the
+        same error. A wait for it here, unlike a reference as an argument, does not hold back the calls after this one.
         """
         assert self.executor.copies is not None, "this worker returns its results from the encode call"
         while True:
@@ -216,7 +216,8 @@ class Worker:
         return report, snapshot
 
     def set_keepers(self, keepers: tuple[ShardKeeper, ...]) -> Snapshot | None:
-        """Other keepers from now on; they get what the lost ones may have held of uncommitted steps at once."""
+        """Use these keepers from now on. They are given the shards of uncommitted steps at once, which lost keepers may
+        have held."""
         self._snapshot_to = keepers
         if not self._exports:
             return None
