@@ -38,7 +38,7 @@ class StepAccount:
             step=running.step,
             generation=running.generation,
             plan=running.assignment.step,
-            planning_s=running.plan_s,
+            planning_s=running.planning_s,
             step_s=done.collected_at - started,
             data_wait_s=self.data_wait_s,
             finished_at=done.collected_at,

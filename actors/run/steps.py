@@ -64,7 +64,7 @@ class StepRunner:
         budget_s = self.budget_s if self._planned or self.first_budget_s is None else self.first_budget_s
         window, done = self._question(step)
         assignment = self.planner.plan(step, window, self.cluster, done, budget_s)
-        plan_s = time.perf_counter() - started
+        planning_s = time.perf_counter() - started
         steps = sorted({c.step for c in assignment.cascades} | {step})
         data = {s: self.source.data(s) for s in steps}
         self._use_cache(data[step])
@@ -90,7 +90,7 @@ class StepRunner:
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
-            plan_s=plan_s,
+            planning_s=planning_s,
         )
         self.running.append(running)
         self._remember_early(assignment, step)
