@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import typing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,18 +20,36 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
 from ops.models.weights import write_folder
 
+ROOT = Path(__file__).parent.parent.parent
 NAMES = list(FAMILIES)
 
 
 def small(name: str) -> DiTConfig:
-    return FAMILIES[name].config(  # type: ignore[call-arg]  # each family has its own default of `architecture`
+    return FAMILIES[name].settings(
         num_layers=1, num_heads=2, head_dim=32, ffn_dim=256, freq_dim=32, text_dim=24, in_channels=4, out_channels=4
     )
 
 
-def test_the_union_of_settings_and_the_registry_name_the_same_families() -> None:
+def test_every_folder_is_a_family_and_wan_is_meant_where_none_is_named() -> None:
+    folders = {file.parent.name for file in (ROOT / "ops" / "models").glob("*/family.py")} - {"base"}
+    assert set(NAMES) == folders and NAMES[0] == "wan"
     assert typing.get_args(AnyDiT) == tuple(family.config for family in FAMILIES.values())
-    assert [family.config().architecture for family in FAMILIES.values()] == NAMES  # type: ignore[call-arg]
+    assert [family.settings().architecture for family in FAMILIES.values()] == NAMES
+
+
+def test_a_new_folder_is_found_by_configs_without_another_line(tmp_path: Path) -> None:
+    """A copy of the models room with a family more: its name is an architecture that a config may choose."""
+    shutil.copytree(ROOT / "ops", tmp_path / "ops", ignore=shutil.ignore_patterns("__pycache__"))
+    models = tmp_path / "ops" / "models"
+    shutil.copytree(models / "wan", models / "loom")
+    for file in (models / "loom").glob("*.py"):
+        file.write_text(file.read_text().replace("models.wan", "models.loom").replace('"wan"', '"loom"'))
+    code = (
+        "from ops.models.config import ModelConfig; from ops.typed import build, parse\n"
+        "print(type(build(ModelConfig, parse('dit: {architecture: loom}')).dit).__module__)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "ops.models.loom.config", found.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

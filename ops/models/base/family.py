@@ -59,8 +59,7 @@ class ParitySample:
 class Family:
     """`key_map`, `fixed_fields`, `read_rest` and `write_rest` together translate between config.json and `config`."""
 
-    name: str  # model.dit.architecture
-    config: type[DiTConfig]
+    config: type[DiTConfig]  # its `architecture` is the family's name and that of its folder
     model: Callable[[], type[nn.Module]]  # module(tokens, timesteps, text, layout, group) -> velocity tokens
 
     diffusers_class: str  # of the transformer, whose parameter names are ours
@@ -84,3 +83,7 @@ class Family:
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
     export_notes: Callable[[int], list[str]] = lambda pad_to: []  # model.text.pad_to -> how a pipeline is to be called
+
+    def settings(self, **values: object) -> DiTConfig:
+        """The settings of a transformer of this family, with its defaults where none are given."""
+        return self.config(**values)  # type: ignore[arg-type]  # each family has its own default of `architecture`

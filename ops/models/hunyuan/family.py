@@ -66,8 +66,7 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
-HUNYUAN = Family(
-    name="hunyuan",
+FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
     diffusers_class="HunyuanVideoTransformer3DModel",

@@ -77,8 +77,7 @@ def _export_notes(pad_to: int) -> list[str]:
     ]
 
 
-WAN = Family(
-    name="wan",
+FAMILY = Family(
     config=WanConfig,
     model=_model,
     diffusers_class="WanTransformer3DModel",

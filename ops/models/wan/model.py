@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.models.base.layers import (
+    Attention,
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
@@ -102,41 +103,6 @@ class ConditionEmbedder(nn.Module):
             modulation = self.time_proj(nn.functional.silu(time)).unflatten(1, (6, -1))
         at_least_fp32 = torch.promote_types(weight.dtype, torch.float32)
         return time.to(at_least_fp32), modulation.to(at_least_fp32), self.text_embedder(text)
-
-
-class Attention(nn.Module):
-    """Projections and QK-norm weights (over all heads) of one attention."""
-
-    def __init__(self, dim: int, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.head_dim, self.eps = head_dim, eps
-        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
-        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
-
-    def project(
-        self, x: Tensor, context: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised, rotated q [n, H, d] of x; k, v [m, H, d] of the context."""
-        q, k = qk_norm_rope(
-            self.to_q(x),
-            self.to_k(context),
-            self.norm_q.weight,
-            self.norm_k.weight,
-            cos,
-            sin,
-            head_dim=self.head_dim,
-            eps=self.eps,
-        )
-        v = self.to_v(context)
-        return self._heads(q), self._heads(k), self._heads(v)
-
-    def output(self, heads: Tensor) -> Tensor:
-        """[n, H, d] -> [n, D]"""
-        return self.to_out[0](heads.flatten(1))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class WanBlock(nn.Module):
