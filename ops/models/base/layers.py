@@ -50,13 +50,15 @@ class _Projection(nn.Module):
 class FeedForward(nn.Module):
     """Diffusers' FeedForward: net.0.proj, activation, net.2."""
 
-    def __init__(self, dim: int, inner_dim: int, activation: Activation = gelu_tanh) -> None:
+    def __init__(
+        self, dim: int, inner_dim: int, activation: Activation = gelu_tanh, out_dim: int | None = None
+    ) -> None:
         super().__init__()
-        self.net = nn.ModuleList([_Projection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, dim)])
+        self.net = nn.ModuleList([_Projection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, out_dim or dim)])
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, D] -> [n, D]"""
+        """[n, D] -> [n, D], or [n, out_dim]"""
         projection = self.net[0]
         assert isinstance(projection, _Projection)
         return self.net[2](self.activation(projection.proj(x)))
