@@ -13,7 +13,7 @@ import diffusers
 import pytest
 import torch
 
-from app.parity import (
+from app.export.parity import (
     TOLERANCE,
     compare_forward,
     compare_weights,
