@@ -21,10 +21,11 @@ from ops.kernels.base.segments import Segments
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sample: its token grid (t, h, w) and the number of its text tokens."""
+    """One sample: its token grid (t, h, w), and the numbers of its text tokens and rows of an image embedding."""
 
     grid: tuple[int, int, int]
     text_tokens: int
+    image_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -153,6 +154,11 @@ class Layout:
     def text(self) -> Lengths:
         """Lengths of the replicated text: the keys of cross-attention."""
         return Lengths.of(self.text_lengths, self.device)
+
+    @cached_property
+    def image(self) -> Lengths:
+        """Lengths of the replicated image embeddings: further keys of cross-attention."""
+        return Lengths.of([sequence.image_tokens for sequence in self.sequences], self.device)
 
     def text_mean(self, dtype: torch.dtype) -> Tensor:
         """[S, sum text_tokens]: times the replicated text it gives the mean embedding of each sequence, always in the

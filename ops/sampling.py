@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ops import flow
 from ops.comm import Group
+from ops.conditions import Conditions
 from ops.geometry import Geometry
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
@@ -43,13 +44,19 @@ class SamplerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-    """One clip to make. `text` [L, text_dim] is its prompt's embedding."""
+    """One clip to make. `text` [L, text_dim] is its prompt's embedding.
+
+    Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
+    [image tokens, image_dim] the embedding of the first frame.
+    """
 
     text: Tensor
     frames: int
     height: int
     width: int
     seed: int
+    condition: Tensor | None = None
+    image: Tensor | None = None
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -77,13 +84,13 @@ def sample_latents(
     group = group or Group.solo()
     device = next(dit.parameters()).device
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
-    texts = [request.text for request in requests]
-    prompt = _condition(grids, texts, group, device)
+    prompt = _Prompts.of(grids, requests, [request.text for request in requests], group, device)
     # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
     # and the two velocities of a row must meet on one rank.
-    plain = _condition(grids, [negative] * len(requests), group, device) if config.guidance_scale != 1 else None
-    channels = int(dit.config.in_channels)  # type: ignore[union-attr, arg-type]
-    x = prompt[0].local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
+    negatives = [negative] * len(requests)
+    plain = _Prompts.of(grids, requests, negatives, group, device) if config.guidance_scale != 1 else None
+    channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
+    x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
     first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
     sigmas = flow.sigma_schedule(config.steps, config.flow_shift, first)
     with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
@@ -98,14 +105,41 @@ def sample_latents(
             x = x + (following - sigma) * velocity
             if progress is not None:
                 progress(index + 1)
-    return [unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt[0], group), grids)]
+    return [
+        unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, group), grids)
+    ]
 
 
-def _condition(
-    grids: Sequence[tuple[int, int, int]], texts: Sequence[Tensor], group: Group, device: torch.device
-) -> tuple[Layout, Tensor]:
-    sequences = [PackedSequence(grid, len(text)) for grid, text in zip(grids, texts)]
-    return Layout(sequences, group.size, group.rank, device), torch.cat([text.to(device) for text in texts])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prompts:
+    """What the transformer is told in every step."""
+
+    layout: Layout
+    text: Tensor
+    told: Tensor | None  # [n, Q]: behind the noisy features of this rank's rows
+    conditions: Conditions
+
+    @staticmethod
+    def of(
+        grids: Sequence[tuple[int, int, int]],
+        requests: Sequence[SampleRequest],
+        texts: Sequence[Tensor],
+        group: Group,
+        device: torch.device,
+    ) -> _Prompts:
+        told = [request.condition for request in requests if request.condition is not None]
+        images = [request.image for request in requests if request.image is not None]
+        sequences = [
+            PackedSequence(grid, len(text), 0 if request.image is None else len(request.image))
+            for grid, text, request in zip(grids, texts, requests)
+        ]
+        layout = Layout(sequences, group.size, group.rank, device)
+        return _Prompts(
+            layout=layout,
+            text=torch.cat([text.to(device) for text in texts]),
+            told=layout.local(told).to(device) if told else None,
+            conditions=Conditions(image=torch.cat(images).to(device) if images else None),
+        )
 
 
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
@@ -113,9 +147,9 @@ def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> 
     return patchify(initial_noise(request.seed, shape), geometry.patch)
 
 
-def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, condition: tuple[Layout, Tensor], group: Group) -> Tensor:
-    layout, text = condition
-    velocity: Tensor = dit(x, timesteps, text, layout, group)
+def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts, group: Group) -> Tensor:
+    tokens = x if prompts.told is None else torch.cat([x, prompts.told], dim=1)
+    velocity: Tensor = dit(tokens, timesteps, prompts.text, prompts.layout, group, prompts.conditions)
     return velocity.float()
 
 

@@ -17,7 +17,7 @@ from ops.attention.varlen import check_backend
 from ops.comm import CancelToken
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae, first_values
+from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState, cut, shard_bounds
 from ops.sync import Sync, initial_shard, trainable
 
@@ -56,6 +56,7 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
         dit=build_dit(model.dit, settings.train.seed, dtype, device),
         vae=build_vae(model.vae, device),
         text=build_text(model.text, device),
+        image=build_image(model.image, device),
     )
     modules.dit.train()
     return modules

@@ -22,7 +22,7 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index: dict[str, Any] = {"_class_name": family.pipeline_class}
+    index: dict[str, Any] = {"_class_name": family.pipeline_class(config.model.dit)}
     origins: dict[str, str] = {}
     notes: list[str] = []
     _vae(work, config, index, origins, notes)
@@ -114,7 +114,7 @@ def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: di
     import diffusers
 
     flow = config.train.flow
-    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow.flow_shift)
+    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow)
     scheduler: Any = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
     index["scheduler"] = ["diffusers", chosen.name]

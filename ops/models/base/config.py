@@ -5,7 +5,8 @@ Imports neither torch nor Ray.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from ops.attention.names import AttentionName
 from ops.ranges import above, between, check_numbers
@@ -26,7 +27,7 @@ class DiTConfig:
     ffn_dim: int = 512
     freq_dim: int = 64  # width of the sinusoidal timestep embedding, where the family has a choice
     text_dim: int = 64  # width of the text encoder's output
-    in_channels: int = 16  # latent channels of the VAE
+    in_channels: int = 16  # latent channels of the VAE, and behind them those of conditions
     out_channels: int = 16
     patch: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
@@ -72,6 +73,22 @@ class DiTConfig:
     def rope_split(self) -> tuple[int, int, int]:
         """Head sizes that RoPE gives to (t, h, w); even, and their sum is the head's."""
         raise NotImplementedError(f"{type(self).__name__} does not say how RoPE splits a head.")
+
+    @property
+    def image_width(self) -> int:
+        """Width of the image embeddings that the blocks attend to; 0: none."""
+        return 0
+
+    def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
+        """The same for a VAE of these latent channels and stride over time, and encoders of these widths (0: no image
+        encoder). Raises ValueError for an image encoder that this transformer does not listen to."""
+        del stride_t
+        if image_dim:
+            raise ValueError(
+                f"model.image makes embeddings, and a transformer of architecture {self.architecture} takes none. "
+                f"Leave model.image out."
+            )
+        return replace(self, in_channels=channels, out_channels=channels, text_dim=text_dim)
 
     @property
     def block_counts(self) -> tuple[int, ...]:
