@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ops.comm import Group, Pending
+from ops.sequence_parallel import sequence_parallel_attention
 from ops.spatial_temporal.layers import Layer, run_layers
 from ops.spatial_temporal.schedule import (
     DSP,
@@ -28,6 +30,7 @@ from ops.spatial_temporal.schedule import (
     intra,
     length_of,
 )
+from ops.spatial_temporal.ulysses import frames_exchange
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the largest entry
@@ -295,3 +298,23 @@ def test_layers_without_a_partner_are_refused() -> None:
     grid = Grid(frames=4, positions=4, schedule=Schedule(), degree=1, rank=0)
     with pytest.raises(ValueError, match="3 layers; spatial and temporal layers come in pairs"):
         run_layers(torch.zeros(1, 4, 4, 2), layers_of(weights_of(3)), grid, Group.solo())
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch=st.integers(1, 2), frames=st.integers(1, 4), positions=st.integers(1, 9), degree=st.sampled_from([1, 2, 4])
+)
+def test_ulysses_over_frames_equals_attention_within_each_frame(run_ranks, batch, frames, positions, degree) -> None:
+    q, k, v = (torch.randn(batch, frames, positions, 4, 2, dtype=torch.float64) for _ in range(3))
+    plain = F.scaled_dot_product_attention(*(x.movedim(3, 2) for x in (q, k, v))).movedim(2, 3)
+    out = torch.full_like(q, torch.nan)
+
+    def work(group: Group) -> None:
+        _, rows = own_part(q, DSP, group)
+        exchange = frames_exchange(batch, frames, positions, group.size, group.rank)
+        own = (x[:, :, rows].flatten(0, 2) for x in (q, k, v))
+        heads = sequence_parallel_attention(*own, exchange, group)
+        out[:, :, rows] = heads.unflatten(0, (batch, frames, len(rows)))
+
+    run_ranks(degree, work)
+    torch.testing.assert_close(out, plain, rtol=0, atol=1e-12)
