@@ -9,8 +9,8 @@ import numpy as np
 
 from actors.plan.costs.forms import token_count
 from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
-from actors.plan.schedule.evaluator import ItemKey, simulate
-from actors.plan.schedule.problem import ENCODERS, Problem
+from actors.plan.schedule.evaluator import simulate
+from actors.plan.schedule.problem import ENCODERS, ItemKey, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.types import Cascade, Module, Part, PlanError
 
@@ -52,15 +52,7 @@ def knapsack_step(problem: Problem, step: int, rule: Rule = assign) -> list[Casc
         for bag, members in enumerate(bags):
             mine = [unit for unit, where in zip(units, found) if where == replica * len(sizes) + bag]
             order += _bag_cascades(problem, mine, members, f"r{replica}b{bag}" if replicas > 1 else f"b{bag}")
-    return simulate(
-        order,
-        problem.steps,
-        problem.profile,
-        problem.cluster,
-        first_step=problem.first_step,
-        done=problem.done,
-        topology=problem.topology,
-    )
+    return simulate(problem, order)
 
 
 def _choose(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from actors.plan.schedule.bounds import cheapest
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.problem import EncodeKey, Placement, PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.step import PlannedStep, plan_step, rough_step
 from actors.plan.strategies.search.step_jobs import StepsAhead
@@ -83,11 +83,11 @@ class EarlierSteps:
         total = sum(problem.topology.speed)
         over = sum(max(time_s - context.barrier_s, 0.0) for time_s in context.free_s)
         ran = {(item, module) for item, module, _, _ in context.ran}
-        return context.barrier_s + (over - sum(cheapest(problem, *key)[0] for key in ran)) / total
+        return context.barrier_s + (over - sum(problem.cheapest(*key)[0] for key in ran)) / total
 
     def cascades(self, problem: Problem) -> list[Cascade]:
         """All that was placed, timed."""
         keep = sorted({decision.job for decision in self.placed})
         index = {old: new for new, old in enumerate(keep)}
         placed = [replace(decision, job=index[decision.job]) for decision in self.placed]
-        return problem.to_cascades([self.jobs[i] for i in keep], placed)
+        return to_cascades(problem, [self.jobs[i] for i in keep], placed)

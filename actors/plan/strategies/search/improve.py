@@ -1,25 +1,73 @@
-"""From nodes to workers: who of a node runs a job whose node and time a search has chosen.
+"""A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
 
-Workers of a node are equal but for their NIC rails, which a bag over several nodes wants in common. First the placement
-rules decide (earliest start, common rails, best fit). Where rails are then missing later, bags are drawn at random at
-the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since the found
-schedule never needs more than there are.
+An engine decides node and time of every job, not who of the node runs it. Workers of a node are equal but for their NIC
+rails, which a bag over several nodes wants in common. First the placement rules decide (earliest start, common rails,
+best fit). Where rails are then missing later, bags are drawn at random at the found times, rail by rail, so that whole
+rails stay free: within a node any free workers will do, since the found schedule never needs more than there are.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
+from actors.plan.schedule.constructive import Start
 from actors.plan.schedule.listing import EPS, ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
-from actors.plan.strategies.search.anneal import SearchResult
+from actors.plan.strategies.search import anneal, native
+from actors.plan.strategies.search.climb import climb
+from actors.plan.strategies.search.space import SearchResult, build, start_from
 
 TURNS = 6  # ways to resolve equal workers by rule
 # Where no rule keeps the found makespan, at most DRAWS random choices follow, within SHARE of the budget. PLACE_S is
 # the calibration of that: seconds for placing one job.
 DRAWS, SHARE, PLACE_S = 60, 0.1, 3e-5
 SAME = 1e-6  # seconds
+
+
+def improved(
+    problem: Problem,
+    jobs: Sequence[PlannedJob],
+    context: StepContext,
+    starts: Sequence[Start],
+    budget_s: float,
+    seed: int,
+    until: float,
+    population: int = 0,
+) -> ListSchedule | None:
+    """What the search makes of the jobs; None when the clock ended it before it found anything.
+
+    The compiled engine where it can be used, else the vectorised one with `population` candidates.
+    """
+    space = build(problem, jobs, context)
+    if space is None or not problem.topology.uniform:
+        return climb(problem, jobs, context, starts, budget_s, seed, until)
+    candidates = [start_from(space, jobs, order, degrees) for order, degrees in starts]
+    bound = _bound(problem, jobs, context)
+    if native.fits(space):
+        found = native.anneal(space, candidates, budget_s, seed, bound, until - time.perf_counter())
+    else:
+        found = anneal.anneal(space, candidates, budget_s, seed, bound, until, population)
+    return None if found is None else realise(problem, jobs, context, found, budget_s)
+
+
+def _bound(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> float:
+    """No schedule of these jobs ends earlier; a search that reaches it may stop."""
+    if context.barrier_s:
+        return context.barrier_s
+    own = [job for job in jobs if not job.optional]
+    area = sum(job.area for job in own) / sum(problem.topology.speed)
+    return max(area, _longest_path(problem, own)) if context.fresh else area
+
+
+def _longest_path(problem: Problem, jobs: Sequence[PlannedJob]) -> float:
+    """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
+    largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
+    quick = [
+        min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest for job in jobs
+    ]
+    return max((quick[i] + max((quick[p] for p in job.preds), default=0.0) for i, job in enumerate(jobs)), default=0.0)
 
 
 def realise(
