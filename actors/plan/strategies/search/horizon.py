@@ -24,7 +24,7 @@ def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
     numbers = problem.numbers
     long = len(numbers) >= LONG_HORIZON and budget_s > 0
     width, worths = (BEAM, WORTHS) if long else (1, WORTHS[:1])
-    beam = [EarlierSteps(StepContext.idle(problem.topology.num_workers), [], [])]
+    beam = [EarlierSteps(StepContext((0.0,) * problem.topology.num_workers), [], [])]
     for step in numbers:
         ahead = tuple(s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers)
         rough = problem.options.replans and step != numbers[0]
@@ -32,11 +32,11 @@ def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
         trials = []
         for past in beam:
             for number, worth in enumerate(worths):
-                if rough:
-                    planned = rough_step(problem, past.context, step)
-                else:
+                if not rough:
                     later = StepsAhead(ahead, worth)
                     planned = plan_step(problem, past.context, step, later, seed + number, share)
+                else:
+                    planned = rough_step(problem, past.context, step)
                 trials.append(past.after(planned))
         beam = _best(problem, trials, width)
     return min(beam, key=lambda past: past.context.barrier_s).cascades(problem)

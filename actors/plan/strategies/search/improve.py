@@ -12,12 +12,14 @@ import random
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from actors.plan.schedule.constructive import Start
 from actors.plan.schedule.listing import EPS, ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search import anneal, native
 from actors.plan.strategies.search.climb import climb
-from actors.plan.strategies.search.space import SearchResult, build, start_from
+from actors.plan.strategies.search.space import SearchResult, Space, build
 
 TURNS = 6  # ways to resolve equal workers by rule
 # Where no rule keeps the found makespan, at most DRAWS random choices follow, within SHARE of the budget. PLACE_S is
@@ -43,13 +45,29 @@ def improved(
     space = build(problem, jobs, context)
     if space is None or not problem.topology.uniform:
         return climb(problem, jobs, context, starts, budget_s, seed, until)
-    candidates = [start_from(space, jobs, order, degrees) for order, degrees in starts]
+    candidates = [_candidate(space, jobs, order, degrees) for order, degrees in starts]
     bound = _bound(problem, jobs, context)
     if native.fits(space):
         found = native.anneal(space, candidates, budget_s, seed, bound, until - time.perf_counter())
     else:
         found = anneal.anneal(space, candidates, budget_s, seed, bound, until, population)
     return None if found is None else realise(problem, jobs, context, found, budget_s)
+
+
+def _candidate(
+    space: Space, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A candidate (keys, modes) that repeats a constructive plan."""
+    keys = np.empty(len(jobs))
+    for position, index in enumerate(order):
+        keys[index] = (position + 0.5) / len(jobs)
+    modes = np.zeros(len(jobs), dtype=np.intp)
+    for index, degree in enumerate(degrees):
+        fitting = np.flatnonzero(space.degree[index, : space.num_modes[index]] <= degree)
+        modes[index] = fitting[-1] if len(fitting) else 0
+        same = np.flatnonzero(space.degree[index, : space.num_modes[index]] == space.degree[index, modes[index]])
+        modes[index] = same[0]
+    return keys, modes
 
 
 def _bound(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> float:

@@ -128,22 +128,6 @@ def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) ->
     )
 
 
-def start_from(
-    space: Space, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A candidate (keys, modes) that repeats a constructive plan."""
-    keys = np.empty(len(jobs))
-    for position, index in enumerate(order):
-        keys[index] = (position + 0.5) / len(jobs)
-    modes = np.zeros(len(jobs), dtype=np.intp)
-    for index, degree in enumerate(degrees):
-        fitting = np.flatnonzero(space.degree[index, : space.num_modes[index]] <= degree)
-        modes[index] = fitting[-1] if len(fitting) else 0
-        same = np.flatnonzero(space.degree[index, : space.num_modes[index]] == space.degree[index, modes[index]])
-        modes[index] = same[0]
-    return keys, modes
-
-
 @dataclass(slots=True)
 class SearchResult:
     """The best candidate: jobs in order; degree, nodes and start of each job."""

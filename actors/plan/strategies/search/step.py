@@ -9,12 +9,14 @@ from actors.plan.schedule.constructive import ConstructiveStarts, allot, constru
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.cells import plan_cells
-from actors.plan.strategies.search.clock import deadline
 from actors.plan.strategies.search.improve import improved
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs, own_jobs
 
 FEW_JOBS = 6  # a step of so few is also searched with a cut that starts a little worse
 MANY_JOBS = 48  # up to so many, one search over the whole cluster is stronger than cells
+# A search that counts its work is ended by the wall clock on a machine slower than its calibration: after PATIENCE
+# budgets and GRACE_S seconds more, so that a budget of milliseconds does not end by chance.
+PATIENCE, GRACE_S = 0.85, 0.02
 FILL = 0.1  # of a budget: so long gaps are filled after the search
 FILL_S = 0.05  # budget for filling the gaps of the best constructive schedule
 
@@ -53,14 +55,6 @@ def plan_step(
     return PlannedStep(schedule, (schedule.step_end,) * problem.topology.num_workers)
 
 
-def rough_step(problem: Problem, context: StepContext, step: int) -> PlannedStep:
-    """Some legal plan of the step's own jobs, in a millisecond: a run plans the step again before it is executed."""
-    jobs = own_jobs(problem, context, step)
-    degrees = allot(problem, jobs, sum(job.area for job in jobs) / sum(problem.topology.speed))
-    schedule = list_by_tail(problem, jobs, degrees, context)
-    return PlannedStep(schedule, tuple(schedule.free))
-
-
 def best_schedule(
     problem: Problem, context: StepContext, step: int, ahead: StepsAhead, seed: int, budget_s: float
 ) -> ListSchedule:
@@ -69,11 +63,17 @@ def best_schedule(
     cuts = choices(problem, context, step, ahead)
     if not cuts[0]:
         return ListSchedule(problem, cuts[0], context)
-    if len(cuts[0]) > MANY_JOBS and context.fresh:
-        # without early encodes: the step's own are many enough to fill each other's gaps
-        own = [job for job in cuts[0] if not job.optional]
-        if (schedule := plan_cells(problem, own, context, seed, budget_s)) is not None:
-            return schedule
+    if len(cuts[0]) <= MANY_JOBS or not context.fresh:
+        return _best_variant(problem, context, cuts, seed, budget_s, started)
+    # in cells without early encodes: the step's own are many enough to fill each other's gaps
+    own = [job for job in cuts[0] if not job.optional]
+    planned = plan_cells(problem, own, context, seed, budget_s)
+    return planned or _best_variant(problem, context, cuts, seed, budget_s, started)
+
+
+def _best_variant(
+    problem: Problem, context: StepContext, cuts: list[list[PlannedJob]], seed: int, budget_s: float, started: float
+) -> ListSchedule:
     variants = _variants(problem, context, cuts)
     first = min(variants, key=lambda variant: variant.starts.score * (1 + variant.handicap))
     best, schedule = first.starts.score * (1 + first.handicap), first.starts.schedule
@@ -101,3 +101,16 @@ def _variants(problem: Problem, context: StepContext, cuts: list[list[PlannedJob
     ]
     promising = [variant for variant in cut if variant.starts.score < margin * whole.starts.score]
     return [whole, *sorted(promising, key=lambda variant: variant.starts.score)[:1]]
+
+
+def rough_step(problem: Problem, context: StepContext, step: int) -> PlannedStep:
+    """Some legal plan of the step's own jobs, in a millisecond: a run plans the step again before it is executed."""
+    jobs = own_jobs(problem, context, step)
+    degrees = allot(problem, jobs, sum(job.area for job in jobs) / sum(problem.topology.speed))
+    schedule = list_by_tail(problem, jobs, degrees, context)
+    return PlannedStep(schedule, tuple(schedule.free))
+
+
+def deadline(started: float, budget_s: float) -> float:
+    """When the wall clock ends what began at `started`."""
+    return started + PATIENCE * budget_s + GRACE_S

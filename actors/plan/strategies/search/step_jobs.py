@@ -26,8 +26,10 @@ class StepsAhead:
 def choices(problem: Problem, context: StepContext, step: int, ahead: StepsAhead) -> list[list[PlannedJob]]:
     """The step's jobs that have not run yet, then the encodes of the steps ahead, which are optional: with the batches
     whole, and with them cut in every way worth a try."""
+    whole = own_jobs(problem, context, step)
     later = later_jobs(problem, context, step, ahead)
-    return [[*own_jobs(problem, context, step, cut), *later] for cut in (None, *_cuts(problem, context, step))]
+    cut = [own_jobs(problem, context, step, patterns) for patterns in _cuts(problem, context, step)]
+    return [[*own, *later] for own in (whole, *cut)]
 
 
 def own_jobs(problem: Problem, context: StepContext, step: int, patterns: Patterns | None = None) -> list[PlannedJob]:
