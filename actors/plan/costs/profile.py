@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from actors.plan.costs.fit import fit, with_residual
-from actors.plan.costs.forms import FORMS_OF, Fit, Load, flop_coefficients, token_count
+from actors.plan.costs.fit import Fit, model_from
+from actors.plan.costs.flops import flop_coefficients
+from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError
@@ -33,8 +34,16 @@ MODEL_HEADS = {
 }
 OBSERVE_WEIGHT = 0.3  # share of a live measurement in the running mean of its point
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
-RESIDUAL_POINTS = 24  # a file's VAE points from which the residual is tried; live refits stay linear
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
+# A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
+PRIORS = flop_coefficients(
+    WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True),
+    400.0,
+    vae_flops_per_pixel=2e6,
+    text_flops_per_token=1e10,
+    launch_s=2e-5,
+    exchange_gbps=100.0,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +150,17 @@ class Profile:
         """Whether the module is scheduled at all: it has points or a model."""
         return module in self.models or any(key[0] == module for key in self.measured)
 
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
+        st, sh, sw = self.geometry.vae_stride
+        pt, ph, pw = self.geometry.patch
+        latent = (frames - 1) // st + 1 if self.geometry.causal else max(frames // st, 1)
+        return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
+
     def load_of(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
-        tokens = token_count(self.geometry, frames, height, width)
+        tokens = self.tokens(frames, height, width)
         return Load(
             batch=batch,
             frames=frames,
@@ -217,7 +233,7 @@ class Profile:
         """Peak GiB on one worker: measured, or Mem_states + B S Mem_token / k for the DiT (Arachne Eq. 8)."""
         peak = self.peak_gib.get((module, batch, frames, height, width, degree))
         if peak is None and module == "dit" and self.memory is not None:
-            tokens = token_count(self.geometry, frames, height, width) + text_tokens
+            tokens = self.tokens(frames, height, width) + text_tokens
             peak = self.memory[0] + batch * tokens * self.memory[1] / degree
         return peak
 
@@ -320,53 +336,16 @@ class Profile:
         loads, seconds = self.points(module)
         if not loads:
             return prior
-        if len(loads) >= 6:
-            fitted = fit(module, loads, seconds, f"fitted to {len(loads)} points of {self.device}")
-            if module == "vae" and self.residual == "xgboost" and not self.live:
-                fitted = self._with_residual(fitted, loads, seconds)
-            if not fitted.poor:
-                return fitted
-            self._note(
-                f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
-                f"{fitted.worst:.0%}); missing points use the scaled FLOP model."
-            )
-        return _scaled(module, prior or _default_prior(module), loads, seconds)
-
-    def _with_residual(self, fitted: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-        if len(loads) >= RESIDUAL_POINTS:
-            return with_residual(fitted, loads, seconds)
-        self._note(
-            f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
-            f"the plain fit is used."
-        )
-        return fitted
+        residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
+        found, notes = model_from(module, prior or PRIORS[module], loads, seconds, self.device, residual)
+        for note in notes:
+            self._note(note)
+        return found
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
             log.info(note)
-
-
-def _scaled(module: Module, prior: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-    """The prior times the median ratio of measured to predicted seconds."""
-    ratios = sorted(s / max(prior.predict(load), 1e-12) for load, s in zip(loads, seconds))
-    ratio = ratios[len(ratios) // 2]
-    return replace(
-        prior,
-        source=f"{prior.source} x {ratio:.3g} from {len(loads)} points",
-        coefficients=tuple(c * ratio for c in prior.coefficients),
-        worst=max(abs(ratio / r - 1) for r in ratios),
-        points=len(loads),
-    )
-
-
-def _default_prior(module: Module) -> Fit:
-    """A 13B-sized transformer on an H100; only its proportions matter, `_scaled` sets the level."""
-    large = WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True)
-    fits = flop_coefficients(
-        large, 400.0, vae_flops_per_pixel=2e6, text_flops_per_token=1e10, launch_s=2e-5, exchange_gbps=100.0
-    )
-    return fits[module]
 
 
 def _refuse_degrees(degrees: Sequence[int], num_heads: int) -> None:

@@ -13,9 +13,9 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search import native
-from actors.plan.strategies.search.realise import realise
+from actors.plan.strategies.search.improve import realise
 from actors.plan.strategies.search.space import Space, build
-from actors.plan.strategies.search.step_jobs import StepsAhead, step_jobs
+from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
 
@@ -33,7 +33,7 @@ def step_of(*numbers: int) -> list[Item]:
 def idle(problem: Problem) -> tuple[StepContext, list[PlannedJob]]:
     """The jobs of the first step and the encodes of all later ones, before anything ran."""
     context = StepContext.idle(problem.topology.num_workers)
-    return context, step_jobs(problem, context, 0, StepsAhead(tuple(range(1, len(problem.steps)))))
+    return context, choices(problem, context, 0, StepsAhead(tuple(range(1, len(problem.steps)))))[0]
 
 
 def plainest(space: Space) -> tuple[np.ndarray, np.ndarray]:

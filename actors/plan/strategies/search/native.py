@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.plan.strategies.search.anneal import SearchResult
-from actors.plan.strategies.search.space import NEVER, Space
+from actors.plan.strategies.search.space import NEVER, SearchResult, Space
 
 log = logging.getLogger(__name__)
 
