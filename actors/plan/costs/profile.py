@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from actors.plan.costs.fit import Fit, model_from
@@ -12,7 +12,7 @@ from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.topology import CrossNode
-from actors.plan.types import MODULES, Module, PlanError
+from actors.plan.types import MODULES, Module, PlanError, refuse_below
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
@@ -20,7 +20,7 @@ from ops.models.wan.config import WanConfig
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
+PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
 # Attention heads of published models: a degree that does not divide them cannot run (Ulysses splits heads).
 MODEL_HEADS = {
@@ -57,6 +57,9 @@ class MaxFrames:
     batch: int
     frames: int
 
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "degree", "height", "width", "batch", "frames")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handoff:
@@ -64,6 +67,9 @@ class Handoff:
 
     latency_s: float = 0.0
     gib_per_s: float = 0.0  # 0: the volume costs nothing
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "latency_s", "gib_per_s")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,8 +80,8 @@ class Profile:
     device: str = "unknown"
     source: str = ""
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    measured: dict[Key, float] = field(default_factory=dict)
-    peak_gib: dict[Key, float] = field(default_factory=dict)
+    measured: dict[PointKey, float] = field(default_factory=dict)
+    peak_gib: dict[PointKey, float] = field(default_factory=dict)
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
@@ -87,7 +93,7 @@ class Profile:
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
-    live: dict[Key, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
+    live: dict[PointKey, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _cache: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = field(default_factory=dict)
@@ -123,7 +129,7 @@ class Profile:
         if dit.in_channels > dit.out_channels:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
-        _refuse_degrees(degrees, dit.num_heads)
+        refuse_degrees(degrees, dit.num_heads)
         fits = flop_coefficients(
             dit,
             tflops,
@@ -348,11 +354,14 @@ class Profile:
             log.info(note)
 
 
-def _refuse_degrees(degrees: Sequence[int], num_heads: int) -> None:
+def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:
+    """Raises PlanError for the first that cannot run: Ulysses splits the heads evenly."""
     for degree in degrees:
-        if degree < 1 or num_heads % degree:
+        if degree < 1:
+            raise PlanError(f"degree {degree} must be at least 1.")
+        if num_heads is not None and num_heads % degree:
             legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use one of {legal}.")
+            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use some of {legal}.")
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

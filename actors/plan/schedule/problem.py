@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import Profile, refuse_degrees
 from actors.plan.costs.topology import Topology
 from actors.plan.types import MODULES, Cluster, EarlyEncode, Item, Module, PlanError
 
@@ -133,7 +133,7 @@ class Problem:
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
-        self._refuse_illegal_degrees()
+        refuse_degrees(options.degrees, profile.num_heads)
 
     def modes(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
         """Legal (degree, seconds) that this cluster can hold; seconds without any cross-node factor."""
@@ -298,13 +298,6 @@ class Problem:
             nearest = min(known, key=lambda frames: abs(frames - item.frames))
             return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'
         return 'The profile lists no such shape: measure it, or set "extrapolate": true.'
-
-    def _refuse_illegal_degrees(self) -> None:
-        heads = self.profile.num_heads
-        for degree in self.options.degrees:
-            if degree < 1 or (heads is not None and heads % degree):
-                legal = [k for k in range(1, (heads or 8) + 1) if (heads or 8) % k == 0]
-                raise PlanError(f"degree {degree} does not divide the {heads} attention heads. Use some of {legal}.")
 
 
 def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:
