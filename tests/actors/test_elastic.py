@@ -181,7 +181,7 @@ def test_the_death_of_the_only_node_with_workers_loses_no_step(lab: Lab, undistu
     """Its keeper is on another node, which has no worker: they lay side by side, and went together."""
     run = lab.start(lab.config("lonely", model=MODEL, train={"steps": OPEN_END}, workers={"min": 1, "max": 1}))
     run.wait_for_step(4)
-    (home,) = {run.controller.pool.info(name).node for name, _ in run.active()}
+    (home,) = {run.controller.generations.pool.info(name).node for name, _ in run.active()}
     lab.kill_node(next(node for node in lab.nodes if node.node_id == home))
     run.wait_for_recoveries(1)
     run.wait_for_more_steps(3)
