@@ -122,7 +122,7 @@ def _fill(
     )
     if resolved.dit.lora_rank:
         origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
-    notes += family.export_notes(config.model.text.pad_to)
+    notes += family.export_notes(resolved.dit, config.model.text.pad_to)
     if base is not None:
         notes.append(
             f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
