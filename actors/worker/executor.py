@@ -357,7 +357,7 @@ class Executor:
         for i, (sample, row) in enumerate(zip(samples, rows)):
             clean, told = row[:, :latent], row[:, latent:]
             shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
-            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape)
+            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid))
             noise = patchify(drawn.noise, patch)[layout.chunk(i)].to(self.device, dtype)
             mixed = (1 - drawn.sigma) * clean + drawn.sigma * noise
             noisy.append(torch.cat([mixed, told], dim=1) if self.frame.channels else mixed)

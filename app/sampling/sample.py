@@ -82,6 +82,7 @@ class ClipSettings:
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
             flow_shift=flow.flow_shift,
+            token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
             wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
@@ -133,6 +134,8 @@ def run(
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     base = ClipSettings.of(model.config)
     sampler = replace(base.sampler, **_given(steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift))
+    if flow_shift is not None:
+        sampler = replace(sampler, token_shift=None)
     settings = replace(
         base,
         sampler=sampler,
