@@ -32,10 +32,10 @@ def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.rando
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...]) -> NoiseDraw:
-    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W]."""
+def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...], tokens: int) -> NoiseDraw:
+    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W], of so many tokens."""
     numbers = generator(seed, step, key)
-    sigma = shift(density(config, numbers), config.flow_shift)
+    sigma = shift(density(config, numbers), config.shift_at(tokens))
     return NoiseDraw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ops import flow
 from ops.comm import Group
 from ops.conditions import Conditions
+from ops.config import TokenShift
 from ops.geometry import Geometry
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
@@ -32,6 +33,7 @@ class SamplerConfig:
     steps: int = 20
     guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
     flow_shift: float = 3.0  # as in training
+    token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
     autocast: bool = False  # bfloat16 products, as in training
     # As the schedulers of published Wan pipelines: sigmas begin one training step below 1, timesteps are whole numbers
@@ -91,23 +93,28 @@ def sample_latents(
     plain = _Prompts.of(grids, requests, negatives, group, device) if config.guidance_scale != 1 else None
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
-    first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
-    sigmas = flow.sigma_schedule(config.steps, config.flow_shift, first)
+    sigmas = torch.tensor([_schedule(config, length) for length in prompt.layout.lengths], dtype=torch.float64)
     with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
-        for index, (sigma, following) in enumerate(pairwise(sigmas)):
-            timestep = sigma * config.num_train_timesteps
-            timestep = float(int(timestep)) if config.wan_steps else timestep
-            timesteps = torch.full((len(requests),), timestep, device=device)
+        for index, (sigma, following) in enumerate(pairwise(sigmas.T)):
+            timesteps = sigma * config.num_train_timesteps
+            timesteps = (timesteps.floor() if config.wan_steps else timesteps).to(device, torch.float32)
+            change = (following - sigma).to(device, torch.float32)[prompt.layout.seq_index, None]
             velocity = _velocity(dit, x, timesteps, prompt, group)
             if plain is not None:
                 base = _velocity(dit, x, timesteps, plain, group)
                 velocity = base + config.guidance_scale * (velocity - base)
-            x = x + (following - sigma) * velocity
+            x = x + change * velocity
             if progress is not None:
                 progress(index + 1)
     return [
         unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, group), grids)
     ]
+
+
+def _schedule(config: SamplerConfig, tokens: int) -> list[float]:
+    first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
+    shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
+    return flow.sigma_schedule(config.steps, shift, first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

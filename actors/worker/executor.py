@@ -344,7 +344,7 @@ class Executor:
         flow, patch, clips = self.train.flow, self.modules.geometry.patch, []
         for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True):
             shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
-            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape)
+            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid))
             weight = sample.weight if good else 0.0
             clips.append(NoisyClip(rows=rows, text=text, noise=drawn.noise, sigma=drawn.sigma, weight=weight))
         return clips

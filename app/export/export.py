@@ -122,7 +122,13 @@ def _fill(
     )
     if resolved.dit.lora_rank:
         origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
-    notes += family.export_notes(config.model.text.pad_to)
+    notes += family.export_notes(resolved.dit, config.model.text.pad_to)
+    if (growing := config.train.flow.token_shift) is not None and base is None:
+        notes.append(
+            f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
+            f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
+            f"{growing.at(32768):.3g} at 32,768."
+        )
     if base is not None:
         notes.append(
             f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "

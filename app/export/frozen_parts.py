@@ -11,6 +11,7 @@ from typing import Any
 from app.settings.config import RunConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.folders import component, read_json, tokenizer_of
+from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.typed import ConfigError
 
@@ -27,6 +28,7 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     notes: list[str] = []
     _vae(work, config, index, origins, notes)
     _text(work, config, index, origins, notes)
+    _image(work, config, index, origins)
     _scheduler(work, config, index, origins)
     for name in family.missing_parts:
         index[name] = [None, None]
@@ -107,6 +109,26 @@ def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[st
     name = read_json(settings).get("tokenizer_class", "T5TokenizerFast") if settings.is_file() else "T5TokenizerFast"
     index["tokenizer"] = ["transformers", name]
     origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
+
+
+def _image(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
+    """The image encoder of image-to-video pipelines; some have none."""
+    if not config.model.dit.starts_from_image:
+        return
+    image, names = config.model.image, ("image_encoder", "image_processor")
+    if image is None:
+        index |= {name: [None, None] for name in names}
+        return
+    index |= {"image_encoder": ["transformers", "CLIPVisionModel"], names[1]: ["transformers", "CLIPImageProcessor"]}
+    if not image.path:
+        random = random_clip(image, "cpu")
+        random.encoder.save_pretrained(work / names[0])
+        random.save_processor(work / names[1])
+        origins[names[0]] = origins[names[1]] = f"random CLIP vision tower of seed {image.seed}"
+        return
+    encoder = component(image.path, "image_encoder")
+    for name, folder in zip(names, (encoder, processor_of(encoder)), strict=True):
+        origins[name] = f"{link_tree(folder, work / name)} from {folder}"
 
 
 def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:

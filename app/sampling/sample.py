@@ -24,17 +24,21 @@ from torch import Tensor, nn
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.device.profile import pick_device
 from app.drawing.video import contact_sheet, write_mp4
+from app.sampling.pictures import read_pictures
 from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
 from ops.comm import Group
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
+from ops.models.first_frame import FirstFrame
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae
+from ops.models.image import ImageEncoder
+from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.models.weights import check_state
+from ops.packing import patchify
 from ops.ranges import SEED, above, between
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError, build, parse
@@ -47,11 +51,12 @@ _BATCH_TOKENS = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The three modules of a checkpoint, on one device, and the run they come from."""
+    """The modules of a checkpoint, on one device, and the run they come from."""
 
     dit: nn.Module
     vae: VAE
     text: TextEncoder
+    image: ImageEncoder | None
     geometry: Geometry
     config: RunConfig
     step: int
@@ -77,6 +82,7 @@ class ClipSettings:
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
             flow_shift=flow.flow_shift,
+            token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
             wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
@@ -96,6 +102,7 @@ def run(
     prompts: Sequence[str],
     out: Path,
     *,
+    images: Sequence[Path] = (),
     ema: bool = True,
     frames: int | None = None,
     height: int | None = None,
@@ -127,13 +134,16 @@ def run(
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     base = ClipSettings.of(model.config)
     sampler = replace(base.sampler, **_given(steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift))
+    if flow_shift is not None:
+        sampler = replace(sampler, token_shift=None)
     settings = replace(
         base,
         sampler=sampler,
         negative_prompt=negative_prompt,
         **_given(frames=frames, height=height, width=width, seed=seed, fps=fps),
     )
-    videos = make_clips(model, prompts, settings)
+    first = first_frames(model, prompts, settings, images, "--image")
+    videos = make_clips(model, prompts, settings, first)
     files = write_clips(out, videos, prompts, settings.fps)
     for file in files:
         print(file)
@@ -200,6 +210,7 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
         dit=dit.eval().to(target),
         vae=build_vae(resolved.vae, target),
         text=build_text(resolved.text, target),
+        image=build_image(resolved.image, target),
         geometry=geometry,
         config=replace(config, model=resolved),
         step=int(meta["step"]),
@@ -233,6 +244,7 @@ def _load_export(folder: Path, device: str) -> Model:
         dit=replace(model.dit, path=here, lora_rank=0),
         vae=replace(model.vae, path=here) if model.vae.path else model.vae,
         text=replace(model.text, path=here) if model.text.path else model.text,
+        image=replace(model.image, path=here) if model.image and model.image.path else model.image,
     )
     target = pick_device(device)
     resolved, geometry = _for_device(config, model, target)
@@ -240,6 +252,7 @@ def _load_export(folder: Path, device: str) -> Model:
         dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
         vae=build_vae(resolved.vae, target),
         text=build_text(resolved.text, target),
+        image=build_image(resolved.image, target),
         geometry=geometry,
         config=replace(config, model=resolved),
         step=0,
@@ -264,17 +277,44 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None
             parameter.copy_(state[name])
 
 
+def first_frames(
+    model: Model, prompts: Sequence[str], settings: ClipSettings, images: Sequence[str | Path] = (), option: str = ""
+) -> list[np.ndarray]:
+    """The first frame of each clip, [height, width, 3], for a transformer that starts from one; else nothing.
+
+    `images` were given by `option`; without them those of the run's config are used. Raises ConfigError where there are
+    none, where the transformer takes none, and for broken ones.
+    """
+    sample = model.config.sample
+    if not model.config.model.dit.starts_from_image:
+        if images:
+            raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
+        return []
+    of_run = not images and list(prompts) == list(sample.prompts)
+    given, where = (sample.images, "sample.images") if of_run else (images, option)
+    if not given:
+        raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
+    return read_pictures(given, len(prompts), settings.height, settings.width, where)
+
+
 def make_clips(
     model: Model,
     prompts: Sequence[str],
     settings: ClipSettings,
+    first: Sequence[np.ndarray] = (),
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
+    group every rank calls it and gets all clips."""
     requests = [
         SampleRequest(
-            text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
+            text=text,
+            frames=settings.frames,
+            height=settings.height,
+            width=settings.width,
+            seed=settings.seed + index,
+            **(_told(model, first[index], settings.frames) if first else {}),
         )
         for index, text in enumerate(model.text.encode(list(prompts)))
     ]
@@ -285,6 +325,15 @@ def make_clips(
         with torch.no_grad():
             clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
     return clips
+
+
+@torch.no_grad()
+def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
+    """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
+    frame, pixels = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None]
+    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
+    told = {"condition": patchify(frame.joined(still[:0], still), model.geometry.patch)}
+    return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})
 
 
 def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
@@ -315,7 +364,8 @@ def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
         return []
     settings = ClipSettings.of(model.config)
     out = run_folder / "samples" / f"step-{model.step}.mp4"
-    return write_clips(out, make_clips(model, prompts, settings), prompts, settings.fps)
+    first = first_frames(model, prompts, settings)
+    return write_clips(out, make_clips(model, prompts, settings, first), prompts, settings.fps)
 
 
 def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:

@@ -39,9 +39,10 @@ class FirstFrame:
     def of(model: ModelConfig) -> FirstFrame:
         """For a resolved model."""
         dit, image = model.dit, model.image
+        channels = dit.in_channels - dit.out_channels
         return FirstFrame(
-            channels=dit.in_channels - dit.out_channels,
-            width=dit.in_channels * math.prod(dit.patch),
+            channels=channels,
+            width=(model.vae.channels + channels) * math.prod(dit.patch),
             image_tokens=image.tokens if image else 0,
             image_dim=image.d_model if image else 0,
             stride_t=model.vae.temporal,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -39,6 +40,10 @@ class CLIPImages:
         self.encoder = encoder.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.processor = processor
         self.dim, self.tokens = config.d_model, config.tokens
+
+    def save_processor(self, folder: Path) -> None:
+        """What WanImageToVideoPipeline loads as its image_processor/."""
+        self.processor.save_pretrained(folder)  # type: ignore[attr-defined]  # every one of Transformers has it
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
@@ -79,10 +84,15 @@ def folder_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
     assert config.path is not None
     folder = component(config.path, "image_encoder")
     check_safetensors(folder)
-    beside = folder.parent / "image_processor"
     encoder = CLIPVisionModel.from_pretrained(
         folder, local_files_only=True, torch_dtype=torch.float32, use_safetensors=True
     )
     # the processor that needs Pillow alone: resizing by torchvision gives other pixels
-    processor = CLIPImageProcessorPil.from_pretrained(beside if beside.is_dir() else folder, local_files_only=True)
+    processor = CLIPImageProcessorPil.from_pretrained(processor_of(folder), local_files_only=True)
     return CLIPImages(encoder, processor, config, device)
+
+
+def processor_of(image_encoder: Path) -> Path:
+    """The image processor's folder: beside that of its encoder, or the same."""
+    beside = image_encoder.parent / "image_processor"
+    return beside if beside.is_dir() else image_encoder

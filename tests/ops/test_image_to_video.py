@@ -147,7 +147,7 @@ def test_an_image_encoder_comes_back_from_its_folder(tmp_path: Path, clip_encode
     encoder = clip_encoder.encoder
     assert isinstance(encoder, CLIPVisionModel)
     encoder.save_pretrained(tmp_path / "image_encoder")
-    clip_encoder.processor.save_pretrained(tmp_path / "image_processor")  # type: ignore[attr-defined]
+    clip_encoder.save_processor(tmp_path / "image_processor")
     found = resolve(ModelConfig(dit=DIT, image=ImageConfig(path=str(tmp_path))))[0].image
     assert found is not None and (found.size, found.patch, found.d_model, found.tokens) == (32, 16, 16, 5)
     pictures = torch.from_numpy(np.stack([picture(0), picture(1)]))

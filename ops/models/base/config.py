@@ -79,6 +79,11 @@ class DiTConfig:
         """Width of the image embeddings that the blocks attend to; 0: none."""
         return 0
 
+    @property
+    def starts_from_image(self) -> bool:
+        """Whether a clip is made from its first frame."""
+        return False
+
     def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
         """The same for a VAE of these latent channels and stride over time, and encoders of these widths (0: no image
         encoder). Raises ValueError for an image encoder that this transformer does not listen to."""

@@ -106,7 +106,8 @@ class Family:
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
-    export_notes: Callable[[int], list[str]] = lambda pad_to: []  # model.text.pad_to -> how a pipeline is to be called
+    # (config of this family, model.text.pad_to) -> how a pipeline is to be called
+    export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
 
     def settings(self, **values: object) -> DiTConfig:
         """The settings of a transformer of this family, with its defaults where none are given."""

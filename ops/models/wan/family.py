@@ -98,8 +98,15 @@ def _notes(path: str | None, pad_to: int) -> list[str]:
     ]
 
 
-def _export_notes(pad_to: int) -> list[str]:
-    """How WanPipeline is given the text conditioning of the training; it pads prompts with zeros."""
+def _export_notes(config: WanConfig, pad_to: int) -> list[str]:
+    """How the pipeline is given the text conditioning of the training; it pads prompts with zeros."""
+    if config.image_dim:
+        if pad_to == _IMAGE_TO_VIDEO_TEXT:
+            return []
+        return [
+            f"WanImageToVideoPipeline counts {_IMAGE_TO_VIDEO_TEXT} rows of text, and this run trained with "
+            f"model.text.pad_to {pad_to}: its clips differ from those of `heddle sample`."
+        ]
     if pad_to:
         return [
             f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
