@@ -14,6 +14,7 @@ BENCHMARKS = {
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
     "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
+    "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
