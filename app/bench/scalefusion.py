@@ -20,7 +20,7 @@ from ops.spatial_temporal.schedule import Schedule
 from ops.spatial_temporal.simulate import LayerCosts
 
 # of a paced device and its link; a spatial layer is half as long again as a temporal one, as at 1080p for 8 s
-PACED = LayerCosts(spatial_s=0.48, temporal_s=0.32, exchange_s=0.1, slice_s=0.001, part_s=0.0005)
+PACED = LayerCosts(spatial_s=0.96, temporal_s=0.64, exchange_s=0.2, slice_s=0.002, part_s=0.001)
 LARGER = {"frames": 16, "positions": 256, "width": 256}  # layers long enough to be measured without pacing
 
 

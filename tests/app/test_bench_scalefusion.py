@@ -123,8 +123,8 @@ def test_prediction_of_a_backward_has_its_computation_and_its_exchanges() -> Non
     costs = LayerCosts(spatial_s=0.4, temporal_s=0.4, exchange_s=0.1)
     forward, _ = predicted(RanksCase(costs=costs), "DSP", costs)
     both, exposed = predicted(RanksCase(costs=costs, backward=True), "DSP", costs)
-    assert forward == pytest.approx(4 * (0.4 + 0.2)) and both == pytest.approx(forward + 4 * (0.8 + 0.2))
-    assert exposed == pytest.approx(16 * 0.1)
+    assert forward == pytest.approx(3 * (0.4 + 0.2)) and both == pytest.approx(forward + 3 * (0.8 + 0.2))
+    assert exposed == pytest.approx(12 * 0.1)
 
 
 def test_a_schedule_is_told_in_one_cell() -> None:
