@@ -27,13 +27,14 @@ log = logging.getLogger(__name__)
 BUILT = Path("actors", "plan", "strategies", "search", f"_annealer{sysconfig.get_config_var('EXT_SUFFIX')}")
 VERSION = 1  # of what crosses to C, as in annealer.c
 JOBS, NODES, SIZE = 96, 32, 64  # of the arrays in annealer.c
-# Calibration on one busy core, seconds: placing one job, for every node and worker of a node it looks at.
+# Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
 JOB_S, NODE_S = 6.2e-8, 6e-9
-LENGTH = 30  # evaluations of a restart, times the square of the jobs
-PATIENCE = 4  # restarts per job without a better plan, besides twice as many as the best needed
-HEATS = (0.03, 0.008)  # starting temperature, share of the makespan: of a step alone, with encodes of later ones
-ENOUGH = 4  # restarts that a budget should allow, by shorter ones if it must
-# Threads of a search, always as many: the plan must not depend on the machine. Small budgets are over before they pay.
+LENGTH = 30  # a restart has this many evaluations, times the square of the number of jobs
+ENOUGH = 4  # a budget allows at least this many restarts: where it is small, restarts are shorter
+PATIENCE = 4  # a search ends after twice the restarts that its best plan took, and this many more for every job
+HEATS = (0.03, 0.008)  # first temperature, as a share of the makespan: of a step alone; with encodes of later steps
+# A search always has the same number of threads, so that the plan does not depend on the machine. A budget below
+# WORTH_THREADS_S is over before two of them pay.
 THREADS, WORTH_THREADS_S = 2, 0.1
 SECOND_SEED = 0x5EED
 
@@ -107,9 +108,9 @@ def anneal(
     seconds: float,
 ) -> SearchResult | None:
     """Restarts from the starting candidates (keys [J], modes [J]) and from random ones, until the budget's evaluations
-    are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that.
+    are spent, more of them promise nothing, or `bound` is met. None when `seconds` of wall clock end before that.
 
-    A budget of some size is spent twice at the same time, by threads with other seeds and lengths of a restart.
+    A budget of WORTH_THREADS_S or more is spent twice at the same time, by threads with different seeds.
     """
     compiled = library()
     assert compiled is not None, "fits() was not asked"
