@@ -32,7 +32,7 @@ MODEL_HEADS = {
     "cogvideox-2b": 30,
     "cogvideox-5b": 48,
 }
-OBSERVE_WEIGHT = 0.3  # share of a live measurement in the running mean of its point
+OBSERVE_WEIGHT = 0.3  # weight of a new measurement in the running mean of its point
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 # A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
@@ -203,7 +203,7 @@ class Profile:
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
-        """Like `price`, but an unknown point is a PlanError."""
+        """As `price`, but raises PlanError for a point that it cannot price."""
         seconds = self.price(module, batch, frames, height, width, degree, text_tokens)
         if seconds is None:
             raise PlanError(
@@ -299,7 +299,7 @@ class Profile:
             raise ValueError(f"observed {module} seconds {seconds} must be positive and finite.")
         key = (module, batch, frames, height, width, degree)
         before = self.measured.get(key)
-        if before is not None:  # a file's point: the live value replaces it slowly
+        if before is not None:  # a point of a file moves slowly towards what is measured
             self.measured[key] = before + OBSERVE_WEIGHT * (seconds - before)
         else:
             mean, count, _ = self.live.get(key, (seconds, 0, text_tokens))

@@ -1,4 +1,4 @@
-"""The legality check: every plan passes it before it runs. Tolerant of rounding only."""
+"""The legality check, which every plan passes before it runs. It forgives rounding errors and nothing else."""
 
 from __future__ import annotations
 

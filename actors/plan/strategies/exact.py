@@ -23,7 +23,7 @@ from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
 
 log = logging.getLogger(__name__)
-EXACT_S = 20.0  # it may take at least this long: a proof needs it, a budget of 0.2 s would be no yardstick
+EXACT_S = 20.0  # seconds that it may take even if the budget is smaller: a proof needs them
 RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up, the evaluator then uses the exact ones
 
 

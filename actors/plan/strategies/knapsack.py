@@ -16,7 +16,7 @@ from actors.plan.types import Cascade, Module, Part, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is assigned as a whole: a sample, or a batch whose pieces the profile cannot price."""
+    """What goes to a bag as a whole: a sample, or a batch whose pieces the profile cannot price."""
 
     key: ItemKey
     first: int

@@ -15,14 +15,14 @@ import numpy as np
 from actors.plan.strategies.search.space import NEVER, SearchResult, Space
 from actors.plan.strategies.search.waves import waves
 
-SMALL = 10  # jobs up to which more candidates beat more rounds
+SMALL = 10  # up to this many jobs, more candidates are better than more rounds
 POPULATIONS = (512, 256)  # of a small and of a larger problem
-ROUNDS = 60  # fewer candidates rather than fewer rounds than this
+ROUNDS = 60  # where a budget allows fewer rounds, the population is halved first
 ISLAND = 32  # candidates that compete with each other
 CYCLE = 400  # rounds between reheatings
 HEAT = 0.015  # starting temperature as a share of the makespan
 SOFT = 12
-WAVE_ROUNDS = 20  # fewer rounds than this are spent on the constructive starts alone
+WAVE_ROUNDS = 20  # with fewer rounds only the constructive starts are searched
 DRAWS = 8  # waves drawn for every one that is kept
 FIT = 1e-5  # seconds of start time that a second of idle time is worth when nodes are compared
 # Calibration on one busy core: seconds that placing one job of every candidate takes, by calls, by candidates and by
@@ -68,7 +68,7 @@ def anneal(
         state = decode(space, *genes)
     best = _best(state, cost, genes[1], space)
     heat = HEAT * (best.makespan - space.barrier)
-    ahead = bool(space.worth.any())  # later steps' encodes are at stake: then the cost decides, else the makespan alone
+    ahead = bool(space.worth.any())  # with encodes of later steps the cost decides, without them the makespan alone
     for number in range(rounds):
         if (best.makespan <= bound * (1 + 1e-9) and not ahead) or time.perf_counter() > deadline:
             break

@@ -21,10 +21,10 @@ from actors.plan.strategies.search.strips import Strip, balanced_strips
 from actors.plan.types import Cluster
 
 CELL_WORKERS = 16  # small enough for a strong search, large enough for bags over two nodes
-BALANCE_S = 0.1  # for the strips, whatever the budget
+BALANCE_S = 0.1  # seconds for balancing strips, also where the budget is smaller
 POPULATION = 64  # candidates of the vectorised search of one cell
-TRY_S = 0.008  # planning time of one cell at a time
-SHARE = 0.8  # of the budget; the rest is for making a plan of the cells
+TRY_S = 0.008  # seconds of search for one cell in the first round; later rounds have more
+SHARE = 0.8  # of the budget goes to searching; the rest to making one plan of all cells
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""Search for workers of unequal speed or nodes of unequal size: one schedule at a time, small changes that do not hurt
-are kept. Slower than the population search, but it sees every worker."""
+"""Search for workers of unequal speed or nodes of unequal size: one schedule is changed in small ways, and a change
+that does no harm is kept. Slower than the population search, but it sees every worker."""
 
 from __future__ import annotations
 

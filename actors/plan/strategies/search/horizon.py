@@ -1,7 +1,8 @@
-"""Consecutive steps, planned in order: what ran ahead for later steps, and how long workers stay busy, is handed on.
+"""Consecutive steps, planned in order: each is told which encodes have run already and how long workers are busy.
 
-A long horizon is planned as a beam: the best few pasts are kept, each goes on with different worths of running ahead,
-and what the rest of the horizon needs at least decides between them. A step's trials share its budget.
+A long horizon is planned by beam search: the best few plans of the steps so far are kept, and each is continued with
+different values of running ahead. What the rest of the horizon needs at least decides between them. The trials of a
+step share its budget.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from actors.plan.strategies.search.step import PlannedStep, plan_step, rough_ste
 from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade
 
-WORTHS = ((1.05, 0.8), (1.4, 1.1))  # see StepsAhead; the first pair is that of a short horizon
+WORTHS = ((1.05, 0.8), (1.4, 1.1))  # see StepsAhead.worths; a short horizon is planned with the first pair only
 BEAM = 2  # pasts that are kept over a long horizon
 LONG_HORIZON = 4  # steps
 

@@ -12,13 +12,13 @@ from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs, own_jobs
 
-FEW_JOBS = 6  # a step of so few is also searched with a cut that starts a little worse
+FEW_JOBS = 6  # up to so many, a cut is also searched if its start is a little worse than that of whole batches
 MANY_JOBS = 48  # up to so many, one search over the whole cluster is stronger than cells
 # A search that counts its work is ended by the wall clock on a machine slower than its calibration: after PATIENCE
 # budgets and GRACE_S seconds more, so that a budget of milliseconds does not end by chance.
 PATIENCE, GRACE_S = 0.85, 0.02
-FILL = 0.1  # of a budget: so long gaps are filled after the search
-FILL_S = 0.05  # budget for filling the gaps of the best constructive schedule
+FILL = 0.1  # share of a budget that filling gaps after the search may take
+FILL_S = 0.05  # budget of filling the gaps of the best constructive schedule
 
 
 @dataclass(frozen=True, slots=True)
