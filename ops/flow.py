@@ -39,6 +39,11 @@ def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, .
     return NoiseDraw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
 
 
+def is_first_frame_given(config: FlowConfig, seed: int, step: int, key: str) -> bool:
+    """Whether the transformer gets the first latent frame of the sample `key` at `step` as it is."""
+    return config.first_frame > 0 and generator(seed, step, key, "first frame").random() < config.first_frame
+
+
 def density(config: FlowConfig, numbers: np.random.Generator) -> float:
     """One unshifted sigma of the configured density (Esser et al. 2024, section 3.1)."""
     if config.weighting_scheme == "logit_normal":
@@ -70,8 +75,8 @@ def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tenso
     """This rank's part of sum_s weights[s] * mean squared error of sequence s.
 
     prediction, target [n, c] are the local rows, weights [S] are 1 / (samples of the whole step) for an average; the
-    mean runs over all tokens of s on all ranks of the bag. So parts of ranks, bags and cascades only add up.
-    At least fp32. With n = 0 it is a zero that backward accepts.
+    mean runs over all tokens of s on all ranks of the bag but those of clean frames. So parts of ranks, bags and
+    cascades only add up. At least fp32. With n = 0 it is a zero that backward accepts.
     """
     return _row_losses(prediction, target, layout, weights).sum()
 
@@ -87,5 +92,7 @@ def sequence_losses(prediction: Tensor, target: Tensor, layout: Layout, weights:
 def _row_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(prediction.dtype, torch.float32)
     per_row = (weights.double() / (layout.token_counts * prediction.shape[-1])).to(dtype)[layout.seq_index]
+    if layout.has_clean_frames:
+        per_row = per_row * layout.noisy_rows
     error = (prediction.to(dtype) - target.to(dtype)).square().sum(dim=-1)
     return per_row * error

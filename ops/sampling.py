@@ -49,7 +49,8 @@ class SampleRequest:
     """One clip to make. `text` [L, text_dim] is its prompt's embedding.
 
     Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
-    [image tokens, image_dim] the embedding of the first frame.
+    [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
+    first latent frame, which the transformer gets as they are.
     """
 
     text: Tensor
@@ -59,6 +60,7 @@ class SampleRequest:
     seed: int
     condition: Tensor | None = None
     image: Tensor | None = None
+    first: Tensor | None = None
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -99,6 +101,8 @@ def sample_latents(
             timesteps = sigma * config.num_train_timesteps
             timesteps = (timesteps.floor() if config.wan_steps else timesteps).to(device, torch.float32)
             change = (following - sigma).to(device, torch.float32)[prompt.layout.seq_index, None]
+            if prompt.layout.has_clean_frames:
+                change = change * prompt.layout.noisy_rows[:, None]
             velocity = _velocity(dit, x, timesteps, prompt, group)
             if plain is not None:
                 base = _velocity(dit, x, timesteps, plain, group)
@@ -137,7 +141,12 @@ class _Prompts:
         told = [request.condition for request in requests if request.condition is not None]
         images = [request.image for request in requests if request.image is not None]
         sequences = [
-            PackedSequence(grid, len(text), 0 if request.image is None else len(request.image))
+            PackedSequence(
+                grid,
+                len(text),
+                image_tokens=0 if request.image is None else len(request.image),
+                clean_frames=0 if request.first is None else len(request.first) // (grid[1] * grid[2]),
+            )
             for grid, text, request in zip(grids, texts, requests)
         ]
         layout = Layout(sequences, group.size, group.rank, device)
@@ -151,7 +160,10 @@ class _Prompts:
 
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
     shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
-    return patchify(initial_noise(request.seed, shape), geometry.patch)
+    tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
+    if request.first is not None:
+        tokens[: len(request.first)] = request.first.to(tokens)
+    return tokens
 
 
 def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts, group: Group) -> Tensor:

@@ -24,7 +24,7 @@ from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inpu
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
-from ops.flow import draw, flow_loss, sequence_losses
+from ops.flow import draw, flow_loss, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
@@ -209,7 +209,10 @@ class Executor:
             measure.received(inputs, fetch_s)
             images = self.frame.image_tokens
             layout = Layout(
-                [PackedSequence(s.grid, text.shape[0], images) for s, text in zip(task.samples, inputs.text)],
+                [
+                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s))
+                    for s, text in zip(task.samples, inputs.text)
+                ],
                 group.size,
                 group.rank,
                 self.device,
@@ -332,6 +335,11 @@ class Executor:
             found = _share(found, len(pictures), group, self.device)
         return [found[i] for i in range(len(pictures))]
 
+    def _clean_frames(self, sample: StepSample) -> int:
+        """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
+        given = is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
+        return int(given and sample.grid[0] > 1)
+
     def _conditions(self, tails: list[Tensor]) -> Conditions:
         if not self.frame.tail:
             return NOTHING
@@ -360,6 +368,8 @@ class Executor:
             drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid))
             noise = patchify(drawn.noise, patch)[layout.chunk(i)].to(self.device, dtype)
             mixed = (1 - drawn.sigma) * clean + drawn.sigma * noise
+            given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
+            mixed[:given] = clean[:given]
             noisy.append(torch.cat([mixed, told], dim=1) if self.frame.channels else mixed)
             target.append(noise - clean)
             sigmas.append(drawn.sigma)

@@ -23,7 +23,10 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index: dict[str, Any] = {"_class_name": family.pipeline_class(config.model.dit)}
+    index: dict[str, Any] = {
+        "_class_name": family.pipeline_class(config.model.dit),
+        **family.index(config.train.flow),
+    }
     origins: dict[str, str] = {}
     notes: list[str] = []
     _vae(work, config, index, origins, notes)

@@ -286,13 +286,17 @@ def first_frames(
     none, where the transformer takes none, and for broken ones.
     """
     sample = model.config.sample
-    if not model.config.model.dit.starts_from_image:
+    dit = model.config.model.dit
+    may = dit.frame_times and model.config.train.flow.first_frame > 0
+    if not dit.starts_from_image and not (may and (images or sample.images)):
         if images:
             raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
         return []
     of_run = not images and list(prompts) == list(sample.prompts)
     given, where = (sample.images, "sample.images") if of_run else (images, option)
     if not given:
+        if may:
+            return []
         raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
     return read_pictures(given, len(prompts), settings.height, settings.width, where)
 
@@ -331,6 +335,8 @@ def make_clips(
 def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
     """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
     frame, pixels = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None]
+    if not frame.channels:
+        return {"first": patchify(model.vae.encode(pixels[:, None])[0], model.geometry.patch)}
     still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
     told = {"condition": patchify(frame.joined(still[:0], still), model.geometry.patch)}
     return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})

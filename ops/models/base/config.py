@@ -84,6 +84,11 @@ class DiTConfig:
         """Whether a clip is made from its first frame."""
         return False
 
+    @property
+    def frame_times(self) -> bool:
+        """Whether frames of a clip may have times of their own, and so a first frame be given clean."""
+        return False
+
     def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
         """The same for a VAE of these latent channels and stride over time, and encoders of these widths (0: no image
         encoder). Raises ValueError for an image encoder that this transformer does not listen to."""

@@ -38,6 +38,10 @@ class WanConfig(DiTConfig):
     def starts_from_image(self) -> bool:
         return self.first_frame != "none"
 
+    @property
+    def frame_times(self) -> bool:
+        return self.first_frame == "none"
+
     def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
         """See the base. Published image-to-video weights: 16 noisy channels, 4 of the mask, 16 of the condition."""
         if image_dim and self.first_frame == "none":
