@@ -17,6 +17,8 @@ from torch import Tensor
 from ops.config import FlowConfig
 from ops.packing import Layout
 
+_TRIES = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseDraw:
@@ -32,10 +34,30 @@ def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.rando
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...], tokens: int) -> NoiseDraw:
-    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W], of so many tokens."""
-    numbers = generator(seed, step, key)
-    sigma = shift(density(config, numbers), config.shift_at(tokens))
+def draw(
+    config: FlowConfig,
+    seed: int,
+    step: int,
+    key: str,
+    shape: tuple[int, ...],
+    tokens: int,
+    sigmas: tuple[float, float] = (0.0, 1.0),
+) -> NoiseDraw:
+    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W], of so many tokens.
+
+    With `sigmas` [low, high) the first of its draws that lies there: the density keeps its form, so that two experts
+    together see what one transformer for all would see. Raises ValueError where none of many does.
+    """
+    numbers, (low, high) = generator(seed, step, key), sigmas
+    for _ in range(_TRIES):
+        sigma = shift(density(config, numbers), config.shift_at(tokens))
+        if low <= sigma and (sigma < high or high == 1.0):
+            break
+    else:
+        raise ValueError(
+            f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which model.dit.expert trains. "
+            f"Change train.flow.flow_shift or its density."
+        )
     return NoiseDraw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
 
 

@@ -63,6 +63,14 @@ class SampleRequest:
     first: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LowNoiseExpert:
+    """The transformer that takes over when the noise level falls below `boundary`."""
+
+    dit: nn.Module
+    boundary: float
+
+
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
     """The noise a request starts from: fp32 on the CPU, equal on every device and rank."""
     return torch.from_numpy(flow.generator(seed, 0, "", "sample").standard_normal(shape, dtype="float32"))
@@ -77,11 +85,13 @@ def sample_latents(
     config: SamplerConfig,
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
+    low: LowNoiseExpert | None = None,
 ) -> list[Tensor]:
     """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
-    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt.
+    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt. With `low`,
+    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of one batch cross it in different steps.
     """
     if not requests:
         return []
@@ -96,16 +106,18 @@ def sample_latents(
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
     sigmas = torch.tensor([_schedule(config, length) for length in prompt.layout.lengths], dtype=torch.float64)
-    with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
+    cast = torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext()
+    with _evaluating(dit), _evaluating(low.dit if low else dit), cast:
         for index, (sigma, following) in enumerate(pairwise(sigmas.T)):
             timesteps = sigma * config.num_train_timesteps
             timesteps = (timesteps.floor() if config.wan_steps else timesteps).to(device, torch.float32)
             change = (following - sigma).to(device, torch.float32)[prompt.layout.seq_index, None]
             if prompt.layout.has_clean_frames:
                 change = change * prompt.layout.noisy_rows[:, None]
-            velocity = _velocity(dit, x, timesteps, prompt, group)
+            chosen = _expert(dit, low, timesteps, config)
+            velocity = _velocity(chosen, x, timesteps, prompt, group)
             if plain is not None:
-                base = _velocity(dit, x, timesteps, plain, group)
+                base = _velocity(chosen, x, timesteps, plain, group)
                 velocity = base + config.guidance_scale * (velocity - base)
             x = x + change * velocity
             if progress is not None:
@@ -113,6 +125,18 @@ def sample_latents(
     return [
         unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, group), grids)
     ]
+
+
+def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, config: SamplerConfig) -> nn.Module:
+    if low is None:
+        return dit
+    below = (timesteps < low.boundary * config.num_train_timesteps).tolist()
+    if any(below) != all(below):
+        raise ValueError(
+            "clips of one batch reach the low-noise expert in different steps, as their flow shift grows with their "
+            "tokens. Sample clips of one size together."
+        )
+    return low.dit if all(below) else dit
 
 
 def _schedule(config: SamplerConfig, tokens: int) -> list[float]:

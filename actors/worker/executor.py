@@ -360,20 +360,21 @@ class Executor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy rows, target rows, timesteps. Noise is drawn for the whole sample by its key, then cut to my chunk."""
         flow, patch = self.train.flow, self.modules.geometry.patch
-        noisy, target, sigmas = [], [], []
+        noisy, target, levels = [], [], []
+        sigmas = self.modules.config.dit.sigmas
         latent = self.modules.vae.channels * math.prod(patch)  # columns; behind them stands what is not noised
         for i, (sample, row) in enumerate(zip(samples, rows)):
             clean, told = row[:, :latent], row[:, latent:]
             shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
-            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid))
+            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid), sigmas)
             noise = patchify(drawn.noise, patch)[layout.chunk(i)].to(self.device, dtype)
             mixed = (1 - drawn.sigma) * clean + drawn.sigma * noise
             given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
             mixed[:given] = clean[:given]
             noisy.append(torch.cat([mixed, told], dim=1) if self.frame.channels else mixed)
             target.append(noise - clean)
-            sigmas.append(drawn.sigma)
-        timesteps = torch.tensor(sigmas, dtype=dtype, device=self.device) * flow.num_train_timesteps
+            levels.append(drawn.sigma)
+        timesteps = torch.tensor(levels, dtype=dtype, device=self.device) * flow.num_train_timesteps
         return torch.cat(noisy), torch.cat(target), timesteps
 
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
