@@ -49,6 +49,9 @@ class FlowConfig:
     mode_scale: float = 1.29
     flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
     token_shift: TokenShift | None = None  # instead of flow_shift: one that grows with the tokens of a clip
+    # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's
+    # TI2V-5B was trained with, LTX-Video's trainer takes 0.1
+    first_frame: float = 0.0
     num_train_timesteps: int = 1000  # the transformer is given sigma times this
 
     def __post_init__(self) -> None:
@@ -60,6 +63,7 @@ class FlowConfig:
             logit_std=between(0, 20),
             mode_scale=between(-1, 1.75),
             flow_shift=above(0, 1e6),
+            first_frame=between(0, 1),
             num_train_timesteps=between(1),
         )
 

@@ -22,16 +22,24 @@ from ops.kernels.base.segments import Segments
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sample: its token grid (t, h, w), and the numbers of its text tokens and rows of an image embedding."""
+    """One sample: its token grid (t, h, w), and the numbers of its text tokens and rows of an image embedding.
+
+    The first `clean_frames` of the grid are given to the transformer as they are: at time 0, and without a loss.
+    """
 
     grid: tuple[int, int, int]
     text_tokens: int
     image_tokens: int = 0
+    clean_frames: int = 0
 
     @property
     def tokens(self) -> int:
         t, h, w = self.grid
         return t * h * w
+
+    @property
+    def clean_tokens(self) -> int:
+        return self.clean_frames * self.grid[1] * self.grid[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,8 @@ class Layout:
         for sequence in sequences:
             if min(sequence.grid) < 1 or sequence.text_tokens < 0:
                 raise ValueError(f"{sequence} is empty; every sequence needs a grid of at least 1x1x1.")
+            if not 0 <= sequence.clean_frames < sequence.grid[0]:
+                raise ValueError(f"{sequence} has no frame that is not given; leave at least one.")
         self.sequences = tuple(sequences)
         self.degree, self.rank, self.device = degree, rank, torch.device(device)
         self.lengths = tuple(sequence.tokens for sequence in sequences)
@@ -103,8 +113,39 @@ class Layout:
 
     @cached_property
     def segments(self) -> Segments:
-        """The modulation row of each local row, for the fused ops: one table row per sequence."""
-        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+        """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
+        rows = self._chunks[self.rank]
+        if not self.has_clean_frames:
+            return Segments.packed(rows.tolist(), device=self.device)
+        clean, order = self._clean_rows, np.arange(len(self))
+        lengths = np.stack([clean, rows - clean], axis=1)
+        tables = np.stack([len(self) + order, order], axis=1)
+        return Segments.packed(lengths.ravel().tolist(), tables.ravel().tolist(), 2 * len(self), self.device)
+
+    @cached_property
+    def has_clean_frames(self) -> bool:
+        return any(sequence.clean_frames for sequence in self.sequences)
+
+    def times(self, timesteps: Tensor) -> Tensor:
+        """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
+        0 for those of each sequence [2 S]."""
+        return torch.cat([timesteps, torch.zeros_like(timesteps)]) if self.has_clean_frames else timesteps
+
+    @cached_property
+    def noisy_rows(self) -> Tensor:
+        """bool [n]: the local rows that are not of clean frames."""
+        rows, clean = self._chunks[self.rank], self._clean_rows
+        kinds = np.tile([False, True], len(self))
+        noisy = np.repeat(kinds, np.stack([clean, rows - clean], axis=1).ravel())
+        return torch.from_numpy(noisy).to(self.device)
+
+    @property
+    def _clean_rows(self) -> np.ndarray:
+        """int64 [S]: local rows of clean frames; they are the first of their sequence."""
+        start = self._chunks[: self.rank].sum(axis=0)
+        clean = np.array([sequence.clean_tokens for sequence in self.sequences])
+        rows: np.ndarray = np.clip(clean - start, 0, self._chunks[self.rank])
+        return rows
 
     @cached_property
     def positions(self) -> Tensor:
@@ -171,8 +212,9 @@ class Layout:
 
     @cached_property
     def token_counts(self) -> Tensor:
-        """fp64 [S]: tokens of the whole sequences, the denominators of the loss."""
-        return torch.tensor(self.lengths, dtype=torch.float64, device=self.device)
+        """fp64 [S]: tokens of the whole sequences, without those of clean frames: the denominators of the loss."""
+        counts = [sequence.tokens - sequence.clean_tokens for sequence in self.sequences]
+        return torch.tensor(counts, dtype=torch.float64, device=self.device)
 
     def rope(self, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [n, sum(axes) / 2] of the rotation of each local row; `axes` are the head sizes given to t, h

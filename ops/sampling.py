@@ -49,7 +49,8 @@ class SampleRequest:
     """One clip to make. `text` [L, text_dim] is its prompt's embedding.
 
     Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
-    [image tokens, image_dim] the embedding of the first frame.
+    [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
+    first latent frame, which the transformer gets as they are.
     """
 
     text: Tensor
@@ -59,6 +60,15 @@ class SampleRequest:
     seed: int
     condition: Tensor | None = None
     image: Tensor | None = None
+    first: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LowNoiseExpert:
+    """The transformer that takes over when the noise level falls below `boundary`."""
+
+    dit: nn.Module
+    boundary: float
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -75,11 +85,13 @@ def sample_latents(
     config: SamplerConfig,
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
+    low: LowNoiseExpert | None = None,
 ) -> list[Tensor]:
     """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
-    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt.
+    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt. With `low`,
+    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of one batch cross it in different steps.
     """
     if not requests:
         return []
@@ -94,14 +106,18 @@ def sample_latents(
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
     sigmas = torch.tensor([_schedule(config, length) for length in prompt.layout.lengths], dtype=torch.float64)
-    with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
+    cast = torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext()
+    with _evaluating(dit), _evaluating(low.dit if low else dit), cast:
         for index, (sigma, following) in enumerate(pairwise(sigmas.T)):
             timesteps = sigma * config.num_train_timesteps
             timesteps = (timesteps.floor() if config.wan_steps else timesteps).to(device, torch.float32)
             change = (following - sigma).to(device, torch.float32)[prompt.layout.seq_index, None]
-            velocity = _velocity(dit, x, timesteps, prompt, group)
+            if prompt.layout.has_clean_frames:
+                change = change * prompt.layout.noisy_rows[:, None]
+            chosen = _expert(dit, low, timesteps, config)
+            velocity = _velocity(chosen, x, timesteps, prompt, group)
             if plain is not None:
-                base = _velocity(dit, x, timesteps, plain, group)
+                base = _velocity(chosen, x, timesteps, plain, group)
                 velocity = base + config.guidance_scale * (velocity - base)
             x = x + change * velocity
             if progress is not None:
@@ -109,6 +125,18 @@ def sample_latents(
     return [
         unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, group), grids)
     ]
+
+
+def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, config: SamplerConfig) -> nn.Module:
+    if low is None:
+        return dit
+    below = (timesteps < low.boundary * config.num_train_timesteps).tolist()
+    if any(below) != all(below):
+        raise ValueError(
+            "clips of one batch reach the low-noise expert in different steps, as their flow shift grows with their "
+            "tokens. Sample clips of one size together."
+        )
+    return low.dit if all(below) else dit
 
 
 def _schedule(config: SamplerConfig, tokens: int) -> list[float]:
@@ -137,7 +165,12 @@ class _Prompts:
         told = [request.condition for request in requests if request.condition is not None]
         images = [request.image for request in requests if request.image is not None]
         sequences = [
-            PackedSequence(grid, len(text), 0 if request.image is None else len(request.image))
+            PackedSequence(
+                grid,
+                len(text),
+                image_tokens=0 if request.image is None else len(request.image),
+                clean_frames=0 if request.first is None else len(request.first) // (grid[1] * grid[2]),
+            )
             for grid, text, request in zip(grids, texts, requests)
         ]
         layout = Layout(sequences, group.size, group.rank, device)
@@ -151,7 +184,10 @@ class _Prompts:
 
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
     shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
-    return patchify(initial_noise(request.seed, shape), geometry.patch)
+    tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
+    if request.first is not None:
+        tokens[: len(request.first)] = request.first.to(tokens)
+    return tokens
 
 
 def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts, group: Group) -> Tensor:

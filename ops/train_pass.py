@@ -62,6 +62,8 @@ def train_pass(
         noise = patchify(clip.noise, patch)[layout.chunk(i)].to(device, dtype)
         clean, told = clip.rows.split((noise.shape[1], clip.rows.shape[1] - noise.shape[1]), dim=1)
         mixed = (1 - clip.sigma) * clean + clip.sigma * noise
+        given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
+        mixed[:given] = clean[:given]
         noisy.append(torch.cat([mixed, told], dim=1) if told.shape[1] else mixed)
         target.append(noise - clean)
     tokens, wanted = torch.cat(noisy), torch.cat(target)

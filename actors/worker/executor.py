@@ -23,7 +23,7 @@ from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inpu
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
-from ops.flow import draw, sequence_losses
+from ops.flow import draw, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
@@ -209,7 +209,10 @@ class Executor:
             measure.received(inputs, fetch_s)
             images = self.frame.image_tokens
             layout = Layout(
-                [PackedSequence(s.grid, text.shape[0], images) for s, text in zip(task.samples, inputs.text)],
+                [
+                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s))
+                    for s, text in zip(task.samples, inputs.text)
+                ],
                 group.size,
                 group.rank,
                 self.device,
@@ -329,6 +332,11 @@ class Executor:
             found = _share(found, len(pictures), group, self.device)
         return [found[i] for i in range(len(pictures))]
 
+    def _clean_frames(self, sample: StepSample) -> int:
+        """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
+        given = is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
+        return int(given and sample.grid[0] > 1)
+
     def _conditions(self, tails: list[Tensor]) -> Conditions:
         if not self.frame.tail:
             return NOTHING
@@ -342,9 +350,10 @@ class Executor:
     def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
         """Noise is drawn for the whole sample by its key, whatever part of it is computed here."""
         flow, patch, clips = self.train.flow, self.modules.geometry.patch, []
+        sigmas = self.modules.config.dit.sigmas
         for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True):
             shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
-            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid))
+            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid), sigmas)
             weight = sample.weight if good else 0.0
             clips.append(NoisyClip(rows=rows, text=text, noise=drawn.noise, sigma=drawn.sigma, weight=weight))
         return clips

@@ -50,6 +50,11 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
     queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
     check_backend(model.dit.attention, device, queries, model.dit.head_dim)
+    if settings.train.flow.first_frame and not model.dit.frame_times:
+        raise ValueError(
+            f"train.flow.first_frame {settings.train.flow.first_frame:g} gives first frames clean, and the transformer "
+            f"of model.dit takes one time for all of a clip. Set it to 0."
+        )
     modules = Modules(
         config=model,
         geometry=geometry,

@@ -23,6 +23,9 @@ def sample(
         list[Path] | None,
         typer.Option("--image", help="First frame, for image to video: one for all prompts, or one for each."),
     ] = None,
+    other: Annotated[
+        Path | None, typer.Option("--other", help="Run or checkpoint of the other expert, where there are two.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples.")] = None,
     ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
     frames: Annotated[int | None, typer.Option(min=1)] = None,
@@ -46,6 +49,7 @@ def sample(
         texts,
         out or default_out(checkpoint, texts),
         images=images or [],
+        other=other,
         ema=ema,
         frames=frames,
         height=height,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.settings.config import RunConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.folders import component, read_json, tokenizer_of
 from ops.models.image import processor_of, random_clip
@@ -23,7 +24,10 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index: dict[str, Any] = {"_class_name": family.pipeline_class(config.model.dit)}
+    index: dict[str, Any] = {
+        "_class_name": family.pipeline_class(config.model.dit),
+        **family.index(config.train.flow),
+    }
     origins: dict[str, str] = {}
     notes: list[str] = []
     _vae(work, config, index, origins, notes)
@@ -141,6 +145,27 @@ def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: di
     scheduler.save_pretrained(work / "scheduler")
     index["scheduler"] = ["diffusers", chosen.name]
     origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+
+
+def other_expert(
+    work: Path, trained: DiTConfig, source: Path | None, index: dict[str, Any], origins: dict[str, str]
+) -> list[str]:
+    """The transformer for the other noise levels, from `source` where there is one; returns notes."""
+    part = trained.other_expert().part
+    low, high = trained.sigmas
+    index["boundary_ratio"] = low if high == 1.0 else high
+    notes = []
+    if trained.part == "transformer_2":
+        notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
+    if source is None:
+        index[part] = [None, None]
+        notes.append(
+            f"this run trained {trained.part}/ of two experts; {part}/ is not there, copy it from its own export."
+        )
+        return notes
+    index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]
+    origins[part] = f"{link_tree(source, work / part)} from {source}"
+    return notes
 
 
 def link_tree(source: Path, target: Path) -> str:

@@ -64,7 +64,7 @@ def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[Any, dict[
     )
 
 
-def parity_sample(config: DiTConfig) -> ParitySample:
+def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
     """A random sample that the Diffusers class and ours compute alike."""
     generator = torch.Generator().manual_seed(0)
     size = [length * patch for length, patch in zip(_GRID, config.patch, strict=True)]
@@ -75,6 +75,7 @@ def parity_sample(config: DiTConfig) -> ParitySample:
         timestep=torch.tensor([1000 * _SIGMA]),
         text=torch.randn(text, config.text_dim, generator=generator),
         conditions=Conditions(image=image),
+        clean_frames=clean_frames,
     )
 
 
@@ -83,7 +84,7 @@ def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:
     config = module.config
     assert isinstance(config, DiTConfig)
     image = 0 if sample.conditions.image is None else len(sample.conditions.image)
-    layout = Layout([Sequence(_GRID, len(sample.text), image)])
+    layout = Layout([Sequence(_GRID, len(sample.text), image, sample.clean_frames)])
     rows = patchify(sample.latent, config.patch)
     tokens = module(rows, sample.timestep, sample.text, layout, Group.solo(), sample.conditions)
     return unpatchify(tokens, _GRID, config.patch, config.out_channels)

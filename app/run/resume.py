@@ -59,6 +59,7 @@ RUNTIME = (
     "path",
     "gradient_checkpointing",
     "attention",
+    "expert",
     "lora_rank",
     "lora_alpha",
 )  # of model.dit beside a config.json

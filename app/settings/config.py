@@ -284,7 +284,13 @@ def _check_sample(config: RunConfig) -> None:
             "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
             "sample.prompts, or one for all."
         )
-    if dit.path is None and sample.images and not dit.starts_from_image:
+    flow = config.train.flow
+    if dit.path is None and flow.first_frame and not dit.frame_times:
+        raise ConfigError(
+            f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
+            f"of a clip; set it to 0."
+        )
+    if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
     if not sample.prompts:
         if sample.every:

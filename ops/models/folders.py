@@ -136,7 +136,15 @@ def _resolve_image(image: ImageConfig) -> ImageConfig:
 def _resolve_dit(dit: AnyDiT, channels: int, stride_t: int, text_dim: int, image_dim: int) -> AnyDiT:
     if not dit.path:
         return dit.fitted(channels, stride_t, text_dim, image_dim)
-    folder = component(dit.path, "transformer")
+    folder = component(dit.path, dit.part)
+    pipeline = Path(dit.path).expanduser()
+    if (pipeline / "transformer_2").is_dir() and not dit.two_experts:
+        raise ValueError(
+            f"{pipeline} holds two transformers, for high and for low noise. Set model.dit.expert to high or low; a "
+            f"run trains one of them."
+        )
+    index = pipeline / "model_index.json"
+    dit = dit.of_pipeline(read_json(index)) if index.is_file() else dit
     dit = dit_config(read_json(folder / "config.json"), dit, str(folder))
     if dit.image_width and not image_dim:
         raise ValueError(

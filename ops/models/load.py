@@ -41,7 +41,7 @@ def build_dit(
     dtype = dtype or torch.float32
     if config.path:
         module = first_factors(dit_skeleton(config), seed)
-        fill(module, config.path, dtype, device, FAMILIES[config.architecture].surplus)
+        fill(module, config.path, dtype, device, FAMILIES[config.architecture].surplus, config.part)
     else:
         module = _random_dit(config, seed)
     return module.to(device, dtype)
@@ -57,7 +57,7 @@ def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
     from ops.models.weights import StoredWeights
 
     if config.path and not config.lora_rank:
-        stored = StoredWeights(component(config.path, "transformer"))
+        stored = StoredWeights(component(config.path, config.part))
         return lambda name: stored[name]
     module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
     return module.get_parameter

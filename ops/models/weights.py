@@ -141,6 +141,7 @@ def fill(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     surplus: Sequence[str] = (),
+    part: str = "transformer",
 ) -> None:
     """Give `module`, built on the meta device, the weights of a Diffusers folder. All names and shapes must agree.
 
@@ -148,7 +149,7 @@ def fill(
     stays there. LoRA factors that the module has and the folder lacks stay as they are. Weights with a name that
     contains one of `surplus` are passed over.
     """
-    folder = component(path, "transformer")
+    folder = component(path, part)
     found = {name: tensor for name, tensor in describe(folder).items() if not any(part in name for part in surplus)}
     check_state({n: t for n, t in module.state_dict().items() if not is_lora(n)}, found, str(folder))
     for file_path in weight_files(folder):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actors.messages import StaleGeneration
+from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from tests.actors.exactness import (
     MODELS,
@@ -75,6 +76,30 @@ def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp64(seed: int, worl
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
 def test_any_legal_plan_of_every_family_gives_the_gradient_of_one_worker(family: str, seed: int, world: int) -> None:
     compare(seed, world, torch.float64, FP64, family)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_with_first_frames_given(seed: int, world: int) -> None:
+    train = train_config(flow=FlowConfig(first_frame=0.5))
+    rng = np.random.default_rng(seed)
+    items = items_of(rng, 3)
+    reference, hosts = make_hosts(1, torch.float64, train), make_hosts(world, torch.float64, train)
+    run_step(reference, items, one_worker(items), finish=False)
+    run_step(hosts, items, random_cascades(rng, items, world), finish=False)
+    expected = gradient(reference)
+    assert (gradient(hosts) - expected).norm() / expected.norm() < FP64
+    assert loss(hosts) == pytest.approx(loss(reference), rel=FP64)
+
+
+def test_a_first_frame_that_is_given_is_another_loss() -> None:
+    items = [item for item in items_of(np.random.default_rng(5), 6) if item.frames > 1][:1]
+    losses = []
+    for first_frame in (0.0, 1.0):
+        hosts = make_hosts(1, torch.float64, train_config(flow=FlowConfig(first_frame=first_frame)))
+        run_step(hosts, items, one_worker(items), finish=False)
+        losses.append(loss(hosts))
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
 
 
 def test_every_family_runs_through_random_plans() -> None:

@@ -70,6 +70,25 @@ def test_a_runs_own_pictures_are_those_of_its_own_prompts(tmp_path: Path) -> Non
         sample.run(tmp_path / "run", ["another"], tmp_path / "x.mp4")
 
 
+def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tmp_path: Path) -> None:
+    plain = haar_run(first_frame="none")
+    plain = replace(plain, model=replace(plain.model, image=None), sample=replace(SHOWN, images=()))
+    run = replace(plain, train=replace(plain.train, flow=FlowConfig(first_frame=0.2)))
+    write_checkpoint(tmp_path / "run", run)
+    red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
+    model = sample.load_model(tmp_path / "run")
+    settings, prompts = sample.ClipSettings.of(model.config), ["a disc"]
+    clips = [
+        sample.make_clips(model, prompts, settings, sample.first_frames(model, prompts, settings, given, "--image"))[0]
+        for given in ([], [red], [blue])
+    ]
+    assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[1][1:], clips[2][1:])
+    for clip, color in zip(clips[1:], ((200, 30, 30), (30, 30, 200))):  # a codec of 4 channels keeps a plain colour
+        assert np.abs(clip[0].reshape(-1, 3).mean(0) - color).max() < 60
+    with pytest.raises(ConfigError, match=r"train\.flow\.first_frame is 0\.2, and the transformer"):
+        RunConfig.from_yaml(replace(haar_run(), train=run.train).to_yaml())
+
+
 def test_pictures_are_cut_to_the_clip(tmp_path: Path) -> None:
     wide = np.zeros((20, 90, 3), np.uint8)
     wide[:, 30:60] = 255

@@ -23,6 +23,7 @@ from app.export.parity import (
 )
 from ops.config import FlowConfig
 from ops.models.base.config import DiTConfig
+from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
@@ -104,11 +105,20 @@ def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_pa
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients_are_those_of_diffusers(case: str) -> None:
     """Every parameter is random, also those that start at zero, so that a forgotten one shows."""
-    config = small(case)
+    compare_with_diffusers(small(case), parity_sample(small(case)))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if small(case).frame_times])
+def test_frames_with_a_time_of_their_own_are_those_of_diffusers(case: str) -> None:
+    """Wan2.2 TI2V-5B: one time for the tokens of the first latent frame, another for the rest."""
+    compare_with_diffusers(small(case), parity_sample(small(case), clean_frames=1))
+
+
+def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:
+    """Forward and gradients, against the largest of each."""
     reference = their_class(config)
     module = build_dit(config, seed=0)
     module.load_state_dict(reference.state_dict())  # strict: the same names and shapes
-    sample = parity_sample(config)
     ours, theirs = our_velocity(module, sample), their_velocity(reference, config, sample)
     torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.detach().abs().max()), rtol=0)
     ours.square().mean().backward()

@@ -123,3 +123,22 @@ def test_a_drawn_sigma_moves_with_the_tokens_of_its_clip() -> None:
     assert draw(config, 0, 0, "a", SHAPE, 256).sigma == pytest.approx(shift(plain, math.exp(0.5)))
     with pytest.raises(ValueError, match="max_tokens 4 must be more than base_tokens 256"):
         TokenShift(max_tokens=4)
+
+
+def test_two_experts_share_the_density_of_one_transformer() -> None:
+    """The level of a key lies in the expert's interval, and is that of one transformer where that lies there."""
+    config = FlowConfig(flow_shift=5.0)
+    levels = {
+        part: [draw(config, 0, 0, str(key), (1, 1, 1, 1), 1, part).sigma for key in range(400)]
+        for part in ((0.0, 1.0), (0.875, 1.0), (0.0, 0.875))
+    }
+    whole, high, low = levels.values()
+    assert min(high) >= 0.875 > max(low)
+    assert all(one in (h, l) for one, h, l in zip(whole, high, low))
+    above = np.array([one for one in whole if one >= 0.875])
+    assert np.mean(high) == pytest.approx(above.mean(), abs=0.01)
+
+
+def test_noise_levels_that_never_come_are_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"none of 10000 noise levels .* lay in \[0.9, 1\)"):
+        draw(FlowConfig(logit_mean=-20.0, logit_std=0.0), 0, 0, "a", (1, 1, 1, 1), 1, (0.9, 1.0))

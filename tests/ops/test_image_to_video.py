@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -14,6 +15,7 @@ from PIL import Image
 from transformers import CLIPVisionModel
 
 from ops.config import FlowConfig
+from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import dit_json, resolve
@@ -128,6 +130,42 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline(
     )
     config = SamplerConfig(steps=3, guidance_scale=2.0, flow_shift=3.0, wan_steps=FAMILY.wan_steps)
     (latent,) = sample_latents(dit, [request], negative, resolve(model)[1], config)
+    expected = pipe(
+        image=Image.fromarray(picture()),
+        prompt_embeds=text[None],
+        negative_prompt_embeds=negative[None],
+        height=HEIGHT,
+        width=WIDTH,
+        num_frames=FRAMES,
+        num_inference_steps=3,
+        guidance_scale=2.0,
+        latents=initial_noise(7, (16, 2, 4, 6))[None],
+        output_type="latent",
+    ).frames[0]
+    torch.testing.assert_close(latent, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_clip_from_a_clean_first_frame_is_the_one_of_the_pipeline(vae: DiffusersVAE) -> None:
+    """Wan2.2 TI2V-5B: `expand_timesteps`, without further channels and without an image encoder."""
+    plain = replace(DIT, first_frame="none", in_channels=16, out_channels=16, text_dim=8)
+    transformer = their_class(plain)
+    scheduler = FAMILY.scheduler(FlowConfig(flow_shift=3.0))
+    assert isinstance(transformer, WanTransformer3DModel)
+    pipe = WanImageToVideoPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=vae.model,
+        scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
+        transformer=transformer,
+        **FAMILY.index(FlowConfig(first_frame=0.2)),
+    )
+    dit = build_dit(plain, 0)
+    dit.load_state_dict(transformer.state_dict())
+    text, negative = torch.randn(2, 512, 8, generator=torch.Generator().manual_seed(2))
+    first = patchify(vae.encode(torch.from_numpy(picture())[None, None])[0], plain.patch)
+    request = SampleRequest(text=text, frames=FRAMES, height=HEIGHT, width=WIDTH, seed=7, first=first)
+    config = SamplerConfig(steps=3, guidance_scale=2.0, flow_shift=3.0, wan_steps=FAMILY.wan_steps)
+    (latent,) = sample_latents(dit, [request], negative, Geometry(), config)
     expected = pipe(
         image=Image.fromarray(picture()),
         prompt_embeds=text[None],

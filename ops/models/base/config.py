@@ -5,8 +5,9 @@ Imports neither torch nor Ray.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 from ops.attention.names import AttentionName
 from ops.ranges import above, between, check_numbers
@@ -82,6 +83,34 @@ class DiTConfig:
     @property
     def starts_from_image(self) -> bool:
         """Whether a clip is made from its first frame."""
+        return False
+
+    @property
+    def part(self) -> str:
+        """The folder of its weights in a pipeline of Diffusers."""
+        return "transformer"
+
+    @property
+    def sigmas(self) -> tuple[float, float]:
+        """The noise levels [low, high) that it is for: all, or those of one of two experts."""
+        return 0.0, 1.0
+
+    @property
+    def two_experts(self) -> bool:
+        """Whether another transformer is for the other noise levels."""
+        return self.sigmas != (0.0, 1.0)
+
+    def other_expert(self) -> Self:
+        """The settings of the transformer for the other noise levels, in the same folder."""
+        raise NotImplementedError(f"{type(self).__name__} knows of no second expert.")
+
+    def of_pipeline(self, index: Mapping[str, Any]) -> Self:
+        """The same with what a pipeline's model_index.json says of its transformers."""
+        return self
+
+    @property
+    def frame_times(self) -> bool:
+        """Whether frames of a clip may have times of their own, and so a first frame be given clean."""
         return False
 
     def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:

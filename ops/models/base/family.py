@@ -72,6 +72,7 @@ class ParitySample:
     timestep: Tensor
     text: Tensor
     conditions: Conditions = NOTHING
+    clean_frames: int = 0  # of the token grid, at time 0; for families with `frame_times`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ class Family:
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
+    index: Callable[[FlowConfig], dict[str, object]] = lambda flow: {}  # further entries of model_index.json
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called
     export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
 

@@ -86,6 +86,8 @@ class HunyuanDiT(nn.Module):
         """
         check_inputs(tokens, self.in_features, timesteps, text, layout)
         check_degree(layout.degree, self.config.num_heads)
+        if layout.has_clean_frames:
+            raise ValueError("a clip with clean frames: HunyuanVideo's blocks take one time for all of a clip.")
         mean = layout.text_mean(text.dtype) @ text
         pooled = conditions.pooled
         if pooled is None:

@@ -84,6 +84,11 @@ def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]
         "timestep": sample.timestep,
         "encoder_hidden_states": sample.text[None],
     }
+    if sample.clean_frames:  # a time for each token
+        t, h, w = config.patch
+        times = sample.timestep.expand(sample.latent[0, ::t, ::h, ::w].shape).clone()
+        times[: sample.clean_frames] = 0
+        inputs["timestep"] = times.reshape(1, -1)
     if sample.conditions.image is not None:
         inputs["encoder_hidden_states_image"] = sample.conditions.image[None]
     return inputs
@@ -150,6 +155,7 @@ FAMILY = Family(
     wan_steps=True,
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
+    index=lambda flow: {"expand_timesteps": True} if flow.first_frame else {},
     notes=_notes,
     export_notes=_export_notes,
 )

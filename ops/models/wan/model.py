@@ -43,7 +43,7 @@ class WanBlockInputs(NamedTuple):
 
     text: Tensor  # [T, D]
     image: Tensor | None  # [I, D]
-    modulation: Tensor  # [S, 6, D]
+    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
     cos: Tensor  # [n, d / 2]
     sin: Tensor
     layout: Layout
@@ -87,7 +87,7 @@ class WanDiT(nn.Module):
         check_inputs(tokens, self.in_features, timesteps, text, layout)
         check_degree(layout.degree, self.config.num_heads)
         x = self.patch_embedding(tokens)
-        time, modulation, text = self.condition_embedder(timesteps, text)
+        time, modulation, text = self.condition_embedder(layout.times(timesteps), text)
         image = self.condition_embedder.image(conditions, layout)
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
         shared = WanBlockInputs(text, image, modulation, cos, sin, layout, group)
