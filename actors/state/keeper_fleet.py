@@ -36,7 +36,7 @@ class Keepers:
     """
 
     def __init__(self, run: str, config: SnapshotConfig, tell: Tell = silent) -> None:
-        """`tell` is given an event for each keeper that is given up, and one per question for each that is waited for."""
+        """`tell` is given an event for each keeper that is given up, and one per question for each that is awaited."""
         self._run, self._config, self._tell = run, config, tell
         self._unfit: set[str] = set()  # nodes without workers that had no room for the state
         self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors.state.keeper import Keeper, forecast_bytes, place
-from actors.state.memory import node_room
 from actors.state.recovery import recoverable
+from ops.node_room import node_room
 from ops.shards import ShardState, cut, shard_bounds
 
 TOTAL = 1000
