@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.lengths import Lengths
+from ops.chunks import chunk_bounds
 from ops.kernels.base.segments import Segments
 
 
@@ -58,16 +59,6 @@ class Exchange:
     @property
     def degree(self) -> int:
         return len(self.rows)
-
-
-def chunk_bounds(tokens: int, degree: int, rank: int, turn: int = 0) -> tuple[int, int]:
-    """Rows [start, stop) of a sequence that `rank` of `degree` owns: contiguous, in rank order, lengths differ by at
-    most one. `turn` (the index of the sequence in its layout) rotates the ranks that get the longer chunks, so that
-    many short sequences do not all burden the same rank."""
-    base, longer = divmod(tokens, degree)
-    extra = [(r - turn) % degree < longer for r in range(rank + 1)]
-    start = base * rank + sum(extra[:rank])
-    return start, start + base + extra[rank]
 
 
 class Layout:
@@ -212,12 +203,12 @@ class Layout:
     @cached_property
     def video_exchange(self) -> Exchange:
         """Ulysses over the video rows: self-attention."""
-        return self._exchange(self._chunks[:, None])
+        return exchange_of(self._chunks[:, None], self.rank, self.device)
 
     @cached_property
     def joint_exchange(self) -> Exchange:
         """Ulysses over video and text rows: joint attention. Each whole sequence is its video, then its text."""
-        return self._exchange(np.stack([self._chunks, self._text_chunks], axis=1))
+        return exchange_of(np.stack([self._chunks, self._text_chunks], axis=1), self.rank, self.device)
 
     @cached_property
     def token_counts(self) -> Tensor:
@@ -238,24 +229,26 @@ class Layout:
             self._rope[key] = angle.cos().to(dtype), angle.sin().to(dtype)
         return self._rope[key]
 
-    def _exchange(self, rows: np.ndarray) -> Exchange:
-        """`rows` [rank, kind, sequence] are segment lengths in the order of the received buffer."""
-        starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
-        order = (2, 1, 0)  # packed sequences: sequence, then kind, then rank
-        gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
-        scatter = np.empty_like(gather)
-        scatter[gather] = np.arange(len(gather))
-        return Exchange(
-            rows=tuple(rows.sum(axis=(1, 2)).tolist()),
-            rank=self.rank,
-            gather=self._on_device(gather),
-            scatter=self._on_device(scatter),
-            in_order=bool((gather[1:] > gather[:-1]).all()),
-            lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), self.device),
-        )
-
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+        return _tensor(array, self.device)
+
+
+def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu") -> Exchange:
+    """The exchange of a bag in which `rows` int64 [rank, kind, sequence] are the lengths of the segments that each rank
+    holds, kind by kind, sequence by sequence. A whole sequence is its kinds one after the other, each rank by rank."""
+    starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
+    order = (2, 1, 0)  # packed sequences: sequence, then kind, then rank
+    gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
+    scatter = np.empty_like(gather)
+    scatter[gather] = np.arange(len(gather))
+    return Exchange(
+        rows=tuple(rows.sum(axis=(1, 2)).tolist()),
+        rank=rank,
+        gather=_tensor(gather, device),
+        scatter=_tensor(scatter, device),
+        in_order=bool((gather[1:] > gather[:-1]).all()),
+        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device)),
+    )
 
 
 def patchify(latent: Tensor, patch: tuple[int, int, int]) -> Tensor:
@@ -280,6 +273,10 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int
         )
     blocks = tokens.reshape(t, h, w, channels, pt, ph, pw).permute(3, 0, 4, 1, 5, 2, 6)
     return blocks.reshape(channels, t * pt, h * ph, w * pw)
+
+
+def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
 
 
 def _chunk_lengths(tokens: Seq[int], degree: int) -> np.ndarray:

@@ -91,8 +91,7 @@ def sample_latents(
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
     `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt. With `low`,
-    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of one batch cross it in different
-    steps.
+    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a batch cross it in other steps.
     """
     if not requests:
         return []

@@ -16,6 +16,7 @@ PURE = (
     "ops/geometry.py",
     "ops/config.py",
     "ops/typed.py",
+    "ops/spatial_temporal/simulate.py",
     "ops/models/config.py",
     "ops/models/folders.py",
     "data/config.py",

@@ -12,7 +12,6 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inpu
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
-from ops.flow import draw, flow_loss, is_first_frame_given, sequence_losses
+from ops.flow import draw, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
@@ -32,6 +31,7 @@ from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
 from ops.sync import StepIncomplete, StepResult, Sync
+from ops.train_pass import NoisyClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -217,25 +217,22 @@ class Executor:
                 group.rank,
                 self.device,
             )
-            noisy, target, timesteps = self._corrupt(task.samples, inputs.rows, layout, compute)
-            weights = torch.tensor(
-                [s.weight if good else 0.0 for s, good in zip(task.samples, inputs.ok)],
+            done = train_pass(
+                modules.dit,
+                self._noisy_clips(task.samples, inputs),
+                layout,
+                group,
+                patch=modules.geometry.patch,
+                num_train_timesteps=self.train.flow.num_train_timesteps,
                 dtype=compute,
-                device=self.device,
+                autocast=self.train.autocast == "bfloat16",
+                phase=measure.phase,
+                conditions=self._conditions(inputs.tails),
+                before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
-            measure.phase("forward")
-            with self._autocast():
-                predicted = modules.dit(
-                    noisy, timesteps, torch.cat(inputs.text), layout, group, self._conditions(inputs.tails)
-                )
-            predicted = predicted.to(compute)
-            loss = flow_loss(predicted, target, layout, weights)
-            measure.phase("backward")
-            if task.start_sum == SumStart.DURING:
-                self.sync.watch_backward()
-            loss.backward()
-            self._account(task, inputs.ok, loss.detach(), group)
-            self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
+            self._account(task, inputs.ok, done.loss, group)
+            losses = sequence_losses(done.predicted, done.target, layout, done.weights)
+            self._account_items(task, inputs.ok, losses, group)
 
     def finish(self, task: FinishTask) -> FinishedStep:
         """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it.
@@ -350,32 +347,16 @@ class Executor:
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.train.autocast == "none":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
-
-    def _corrupt(
-        self, samples: Sequence[StepSample], rows: list[Tensor], layout: Layout, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Noisy rows, target rows, timesteps. Noise is drawn for the whole sample by its key, then cut to my chunk."""
-        flow, patch = self.train.flow, self.modules.geometry.patch
-        noisy, target, levels = [], [], []
+    def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
+        """Noise is drawn for the whole sample by its key, whatever part of it is computed here."""
+        flow, patch, clips = self.train.flow, self.modules.geometry.patch, []
         sigmas = self.modules.config.dit.sigmas
-        latent = self.modules.vae.channels * math.prod(patch)  # columns; behind them stands what is not noised
-        for i, (sample, row) in enumerate(zip(samples, rows)):
-            clean, told = row[:, :latent], row[:, latent:]
+        for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True):
             shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
             drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid), sigmas)
-            noise = patchify(drawn.noise, patch)[layout.chunk(i)].to(self.device, dtype)
-            mixed = (1 - drawn.sigma) * clean + drawn.sigma * noise
-            given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
-            mixed[:given] = clean[:given]
-            noisy.append(torch.cat([mixed, told], dim=1) if self.frame.channels else mixed)
-            target.append(noise - clean)
-            levels.append(drawn.sigma)
-        timesteps = torch.tensor(levels, dtype=dtype, device=self.device) * flow.num_train_timesteps
-        return torch.cat(noisy), torch.cat(target), timesteps
+            weight = sample.weight if good else 0.0
+            clips.append(NoisyClip(rows=rows, text=text, noise=drawn.noise, sigma=drawn.sigma, weight=weight))
+        return clips
 
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
         if self.groups is not None and self.groups.rank == task.bag[0]:

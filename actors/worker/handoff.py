@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from actors.messages import STORE, SampleId, StepSample
+from ops.chunks import chunk_bounds
 from ops.comm import Group
-from ops.packing import chunk_bounds
 
 
 class HandoffError(ValueError):

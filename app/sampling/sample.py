@@ -52,7 +52,7 @@ _BATCH_TOKENS = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The modules of a checkpoint, on one device, and the run they come from. With `low`, `dit` is for high noise."""
+    """A checkpoint's modules, on one device, and the run they come from. With `low`, `dit` is for high noise."""
 
     dit: nn.Module
     low: LowNoiseExpert | None

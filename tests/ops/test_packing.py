@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.packing import Layout, Sequence, chunk_bounds, patchify, unpatchify
+from ops.chunks import chunk_bounds
+from ops.packing import Layout, Sequence, patchify, unpatchify
 
 torch.set_num_threads(1)
 sequences = st.lists(
