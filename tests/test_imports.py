@@ -20,8 +20,8 @@ PURE = (
     "ops/models/folders.py",
     "data/config.py",
     "actors/config.py",
-    "app/config.py",
-    "app/settings.py",
+    "app/settings/config.py",
+    "app/settings/files.py",
 )
 HEAVY = ("torch", "ray", "diffusers", "transformers", "deepspeed", "pandas", "pyarrow", "av", "matplotlib")
 

@@ -150,7 +150,7 @@ def baseline_loop(settings: dict[str, Any]) -> None:
 
     from actors.feed.encoders import Encoders
     from actors.feed.feeder import Feeder
-    from app.config import RunConfig
+    from app.settings.config import RunConfig
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine
     from ops.models.config import geometry

@@ -26,7 +26,7 @@ from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, Wo
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from actors.step import StepAssignment
-from app.config import RunConfig
+from app.settings.config import RunConfig
 
 TINY = {
     "model": {
@@ -290,7 +290,7 @@ class LabRun:
 
     def _run(self) -> None:
         from actors.run.assemble import start_controller
-        from app.controller_process import runtime_config
+        from app.run.controller_process import runtime_config
 
         try:
             self.controller = start_controller(

@@ -103,7 +103,7 @@ def test_rejected_data_ends_with_the_last_committed_step_on_disk(lab: Lab, monke
         return found
 
     def made() -> Any:
-        from app.controller_process import runtime_config
+        from app.run.controller_process import runtime_config
         from ops.models.folders import resolve
 
         model, geometry = resolve(config.model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.config import RunConfig
+from app.settings.config import RunConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SLOW_STEP, LOSS_STEP, STEPS = 12, 20, 30

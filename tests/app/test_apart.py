@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from app.apart import run_apart
+from app.run.apart import run_apart
 
 ROOT = Path(__file__).resolve().parents[2]
 # The inner process starts a child, as Ray is started, and says what it is told.
 INNER = """
 import os, signal, subprocess, sys, time
-from app.apart import join_lifeline
+from app.run.apart import join_lifeline
 join_lifeline()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 def told(number, frame):
@@ -34,7 +34,7 @@ while True:
 OUTER = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from app.apart import run_apart
+from app.run.apart import run_apart
 sys.exit(run_apart(["-c", sys.argv[1]]))
 """
 
@@ -95,7 +95,7 @@ def test_the_exit_code_is_the_runs(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
-        "from app.apart import run_apart; run_apart(['-c', sys.argv[1]])"
+        "from app.run.apart import run_apart; run_apart(['-c', sys.argv[1]])"
     )
     inner = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", code, inner], cwd=ROOT, capture_output=True, text=True, timeout=60)

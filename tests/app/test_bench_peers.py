@@ -172,7 +172,7 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
 
 
 def test_the_run_file_of_the_comparison_loads(tmp_path: Path) -> None:
-    from app.config import RunConfig
+    from app.settings.config import RunConfig
 
     assert RunConfig.load(CONFIG).data.items_per_step == 4
     assert json.dumps(sorted(contest.SETS)) == '["mixed", "uniform"]'

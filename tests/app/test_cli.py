@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.errors import exit_code, is_ours
+from app.settings.errors import exit_code, is_ours
 from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
@@ -154,7 +154,7 @@ def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(
 def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
     dry_run: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from app import train
+    from app.run import launch
 
     def no_cluster(_: object) -> None:
         raise ConfigError("no cluster here")
@@ -165,11 +165,11 @@ def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
     assert code == 0 and said in printed, err
     code, printed, err = dry_run(f"model.dit.path={tmp_path}", "model.text.pad_to=512")
     assert code == 0 and "pad_to" not in printed, err
-    monkeypatch.setattr(train, "_connect", no_cluster)
-    monkeypatch.setattr(train, "is_inner", lambda: True)  # the run itself, not the process that starts it
+    monkeypatch.setattr(launch, "_connect", no_cluster)
+    monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
     overrides = [f"model.dit.path={tmp_path}", f"run.dir={tmp_path}", "data.sources.0.synthetic=false"]
     with pytest.raises(ConfigError, match="no cluster here"):
-        train.main(DEMO, overrides)
+        launch.train(DEMO, overrides)
     assert said in capsys.readouterr().out
 
 
@@ -198,7 +198,7 @@ def test_report_writes_page_and_timeline(
 def test_every_benchmark_of_the_command_line_exists() -> None:
     import ast
 
-    from app.cli_bench import BENCHMARKS
+    from app.commands.bench import BENCHMARKS
 
     for name, (module, _) in BENCHMARKS.items():
         path = (ROOT / Path(*module.split("."))).with_suffix(".py")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
-from app.data_synth import make_missing
+from app.inputs.synthetic import make_missing
+from app.settings.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
 from data.config import SourceConfig
 from ops.models.folders import dit_json
 from ops.models.hunyuan.config import HunyuanConfig

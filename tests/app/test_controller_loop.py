@@ -13,10 +13,10 @@ import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemoryError, RayTaskError
 
 from actors.outcome import Outcome
-from app.config import RunConfig
-from app.controller_process import code_of, controller_loop
-from app.live_runs import OUTCOME, came_to_anything, read_outcome
-from app.lock import FolderLock, lock_path
+from app.run.controller_process import code_of, controller_loop
+from app.run.live_runs import OUTCOME, came_to_anything, read_outcome
+from app.run.lock import FolderLock, lock_path
+from app.settings.config import RunConfig
 from data.errors import DataIOError
 
 LEFT = "7 steps are only in memory"
@@ -68,7 +68,7 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 ) -> None:
     """Before there is a controller, and with no place for the outcome either: it is returned."""
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "events"))
-    monkeypatch.setattr("app.controller_process.Recorder", Mock(side_effect=full))
+    monkeypatch.setattr("app.run.controller_process.Recorder", Mock(side_effect=full))
     monkeypatch.setattr("actors.run.rescue.rescue", Mock(return_value=LEFT))
     monkeypatch.setattr("os.replace", Mock(side_effect=full))
     outcome = controller_loop(settings(tmp_path))
@@ -116,7 +116,7 @@ def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str
 def test_of_rays_words_on_tokens_only_the_warning_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     from ray._private.authentication import authentication_token_setup as ray_tokens
 
-    from app.train import is_news_of_tokens
+    from app.run.launch import is_news_of_tokens
 
     ray_tokens.logger.addFilter(is_news_of_tokens)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from app.data import app
+from app.commands.data import app
 from data.config import SourceConfig
 from data.dataset.index import build_index
 from data.errors import DataError

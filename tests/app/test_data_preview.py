@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.config import RunConfig
-from app.data_preview import preview
+from app.data_tools.preview import preview
+from app.settings.config import RunConfig
 from data.errors import DataError
 from data.tools.synthetic import SynthConfig, synthesize
 

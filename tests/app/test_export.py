@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.state import checkpoint_files as checkpoint
-from app import export, parity, sample
-from app.config import RunConfig, RunSection
+from app.export import export, parity
+from app.sampling import sample
+from app.settings.config import RunConfig, RunSection
 from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve

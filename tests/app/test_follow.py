@@ -9,9 +9,9 @@ import pytest
 
 from actors.records.events import PoolResized, RunFinished
 from actors.records.metrics_line import metrics_of
-from app.follow import Follower, Tail
-from app.metrics import Metrics
-from app.recorder import Recorder
+from app.records.follow import Follower, Tail
+from app.records.metrics import Metrics
+from app.run.recorder import Recorder
 
 
 def test_recomputed_steps_are_shown_once_and_no_line_is_cut(tmp_path: Path) -> None:

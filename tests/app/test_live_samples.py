@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app import live_samples
-from app.config import RunConfig
-from app.live_samples import LiveSamples
+from app.sampling import live as live_samples
+from app.sampling.live import LiveSamples
+from app.settings.config import RunConfig
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from actors.outcome import Exit
-from app import lock
-from app.errors import exit_code
-from app.lock import FolderHeld, FolderLock, holder, lock_path
+from app.run import lock
+from app.run.lock import FolderHeld, FolderLock, holder, lock_path
+from app.settings.errors import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def other_process(path: Path) -> Iterator[subprocess.Popen[str]]:
     code = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from app.lock import FolderLock
+        from app.run.lock import FolderLock
         FolderLock(Path({str(path)!r})).take(5.0, print)
         print("held", flush=True)
         time.sleep(600)

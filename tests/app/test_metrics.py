@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from actors.records.metrics_line import StepMetrics, metrics_of
-from app.follow import Tail
-from app.metrics import Metrics, ProgressLine, clock, figures, scalars
+from app.records.follow import Tail
+from app.records.metrics import Metrics, ProgressLine, clock, figures, scalars
 
 
 def written(folder: Path) -> list[dict]:

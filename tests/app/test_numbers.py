@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from actors.outcome import Exit
-from app.config import RunConfig
-from app.errors import exit_code, is_ours
-from app.settings import override
+from app.settings.config import RunConfig
+from app.settings.errors import exit_code, is_ours
+from app.settings.files import override
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError, build, parse
@@ -61,9 +61,9 @@ def config_with(path: str, value: str) -> RunConfig:
 
 def use(config: RunConfig, builds: bool) -> None:
     """What comes before any worker: shapes, weights, batches. Raises what the commands would show."""
-    from app.config import check, notes
-    from app.plan import preview_options
-    from app.plan_inputs import batches_of, items_from_buckets, profile_of
+    from app.inputs.items import batches_of, items_from_buckets, profile_of
+    from app.plan.preview import preview_options
+    from app.settings.config import check, notes
     from ops.models.folders import resolve
     from ops.models.load import num_trained
 

@@ -11,7 +11,7 @@ import pytest
 
 from actors.plan.types import Cluster, PlanError
 from app.cli import main
-from app.plan_inputs import bucket_shares, read_cluster, read_workload
+from app.inputs.items import bucket_shares, read_cluster, read_workload
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -270,6 +270,6 @@ def test_a_bad_profile_is_one_sentence(
 
 
 def test_plan_errors_are_not_usage_errors() -> None:
-    from app.errors import exit_code
+    from app.settings.errors import exit_code
 
     assert exit_code(PlanError("x")) == 3

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from app.prove import independent_rate, prompted_scenes, shown_color
+from app.bench.learn import independent_rate, prompted_scenes, shown_color
 from data.tools.synthetic import BACKGROUNDS, COLORS, Scene, mask
 
 

@@ -11,9 +11,9 @@ from actors.plan.types import StepPlan
 from actors.records.metrics_line import metrics_of
 from actors.records.span_record import span_of
 from actors.step import StepAssignment
-from app import recorder
-from app.recorder import Recorder
-from app.rundir import RunDir
+from app.records.rundir import RunDir
+from app.run import recorder
+from app.run.recorder import Recorder
 
 
 def plan() -> Any:

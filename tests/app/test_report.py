@@ -16,13 +16,13 @@ import pytest
 from actors.records.events import RunFinished
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
-from app.report import write_report
-from app.report_facts import UsualStep, late_cascade, why_slow
-from app.report_svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
-from app.report_totals import SpanTotals, StepTotals
-from app.rundir import RunDir
-from app.sample import write_clips
-from app.timeline import final_times, windows
+from app.drawing.svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
+from app.records.rundir import RunDir
+from app.records.timeline import final_times, windows
+from app.report.facts import UsualStep, late_cascade, why_slow
+from app.report.page import write_report
+from app.report.totals import SpanTotals, StepTotals
+from app.sampling.sample import write_clips
 from data.ledger import Fault, Ledger, Reason
 from ops.typed import ConfigError
 

@@ -14,10 +14,10 @@ import pytest
 
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
-from app.report import page, read_facts
-from app.report_svg import MAX_POINTS, Series, thin_out
-from app.report_totals import MAX_GENERATIONS, Curve, Generations, Values
-from app.rundir import TIMELINE, Records, RunDir
+from app.drawing.svg import MAX_POINTS, Series, thin_out
+from app.records.rundir import TIMELINE, Records, RunDir
+from app.report.page import page, read_facts
+from app.report.totals import MAX_GENERATIONS, Curve, Generations, Values
 
 STEPS = 300_000
 TIMED = 2_000  # steps in the timeline, which the recorder bounds

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config import RunConfig, prepare_run_dir
-from app.resume import KINDS, Change, check_resume, kind_of, leaves
+from app.run.resume import KINDS, Change, check_resume, kind_of, leaves
+from app.settings.config import RunConfig, prepare_run_dir
 from ops.typed import ConfigError, as_plain, dotted_names
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"

@@ -15,11 +15,11 @@ from PIL import Image
 
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
-from app import sample
-from app.config import RunConfig, RunSection, SampleConfig
-from app.prompts import read_prompts
-from app.sample import ClipSettings, run
-from app.video import contact_sheet, write_mp4
+from app.drawing.video import contact_sheet, write_mp4
+from app.sampling import sample
+from app.sampling.sample import ClipSettings, run
+from app.settings.config import RunConfig, RunSection, SampleConfig
+from app.settings.prompts import read_prompts
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve

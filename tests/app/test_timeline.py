@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from actors.records.span_record import SpanRecord, span_of
-from app.rundir import RunDir
-from app.timeline import MEASURED, PLANNED, RUN_PID, WindowTimes, final_times, lane, trace, windows, write_timeline
+from app.records.rundir import RunDir
+from app.records.timeline import (
+    MEASURED,
+    PLANNED,
+    RUN_PID,
+    WindowTimes,
+    final_times,
+    lane,
+    trace,
+    windows,
+    write_timeline,
+)
 
 
 def slices(entries: list[dict], pid: int, tid: int) -> list[dict]:

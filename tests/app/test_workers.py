@@ -14,10 +14,10 @@ import ray
 
 from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
-from app.cli_workers import address_of, drain, how_it_ended, list_workers, scale, stop
-from app.config import RunConfig
-from app.live_runs import ClusterAddress, end_leftovers, must_answer
-from app.lock import FolderLock, lock_path
+from app.commands.workers import address_of, drain, how_it_ended, list_workers, scale, stop
+from app.run.live_runs import ClusterAddress, end_leftovers, must_answer
+from app.run.lock import FolderLock, lock_path
+from app.settings.config import RunConfig
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"

@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 
-from app.parity import TOLERANCE, compare_forward, compare_weights
+from app.export.parity import TOLERANCE, compare_forward, compare_weights
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 from ops.models.folders import dit_config, dit_json

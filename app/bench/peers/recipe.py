@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
-from app.config import RunConfig
+from app.settings.config import RunConfig
 from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.types import Batch, DecodeJob

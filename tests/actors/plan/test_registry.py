@@ -9,7 +9,7 @@ import pytest
 from actors.plan.registry import STRATEGIES
 from actors.plan.types import PlanError
 from actors.planning.make_plan import strategy_named
-from app.config import RunConfig
+from app.settings.config import RunConfig
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "runs" / "demo.yaml"

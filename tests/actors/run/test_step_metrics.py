@@ -14,8 +14,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.types import Item, Part, StepPlan
 from actors.planning.actor import Planner
 from actors.run.step_metrics import StepFacts, loss_by_bucket, step_metrics, timeline_records
-from app.report_totals import SpanTotals
-from app.timeline import final_times, windows
+from app.records.timeline import final_times, windows
+from app.report.totals import SpanTotals
 from ops.geometry import Geometry
 from tests.actors.exactness import make_hosts, one_worker, run_step, train_config
 

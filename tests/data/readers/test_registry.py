@@ -10,7 +10,7 @@ import pyarrow.fs as pafs
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from app.config import RunConfig
+from app.settings.config import RunConfig
 from data import storage
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError

@@ -1,0 +1,35 @@
+"""`heddle bench NAME`: each benchmark is `run(...)` of one file; its annotations are its options."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+app = typer.Typer(no_args_is_help=True)
+
+BENCHMARKS = {
+    "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
+    "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
+    "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
+    "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
+    "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
+    "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
+    "peers": ("app.bench.peers.contest", "The same training by DDP, by Ray Train with DeepSpeed, and by Heddle."),
+    "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
+    "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
+    "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
+}
+FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _add(name: str, module: str, summary: str) -> None:
+    @app.command(name, help=summary, context_settings=FORWARD, add_help_option=False)
+    def forward(context: typer.Context) -> None:
+        benchmark = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        benchmark.command(help=summary)(importlib.import_module(module).run)
+        benchmark(args=context.args, prog_name=f"heddle bench {name}")
+
+
+for _name, (_module, _summary) in BENCHMARKS.items():
+    _add(_name, _module, _summary)

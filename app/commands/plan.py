@@ -1,0 +1,71 @@
+"""`heddle plan`. Heavy imports come after parsing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.plan.registry import STRATEGIES
+from app.commands.options import Overrides
+
+
+def plan(
+    workload: Annotated[Path | None, typer.Option("--workload", help="JSON: items of consecutive steps.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Plan this run's buckets instead.")] = None,
+    overrides: Overrides = None,
+    from_data: Annotated[
+        bool, typer.Option("--from-data", help="Open the config's data: real items, and an account of every sample.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Measured latencies; with --config optional.")
+    ] = None,
+    cluster: Annotated[str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, e.g. 2x8, or YAML.")] = "",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            help=f"One of {', '.join(STRATEGIES)}; default: the config's.",
+        ),
+    ] = "",
+    compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",
+    budget: Annotated[float | None, typer.Option("--budget", help="Planning seconds per step.", min=0)] = None,
+    steps: Annotated[int, typer.Option(help="With --config: steps planned; default 8.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="With --config: of the drawn buckets.", min=0)] = 0,
+    shares: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--share",
+            metavar="BUCKET=SHARE",
+            help="With --config: how "
+            "often a bucket is drawn, e.g. 33x32x48=0.5; the others "
+            "share what is left. Repeatable.",
+        ),
+    ] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+    gantt: Annotated[Path | None, typer.Option("--gantt", help="Write a PNG here.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
+) -> None:
+    """Preview: step times, idle share, memory and the account of the data, before a GPU is touched."""
+    from app.plan.preview import PlanRequest, run_plan
+
+    strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
+    run_plan(
+        PlanRequest(
+            workload=workload,
+            config=config,
+            overrides=overrides or [],
+            from_data=from_data,
+            profile=profile,
+            cluster=cluster,
+            strategies=strategies,
+            budget_s=budget,
+            steps=steps,
+            seed=seed,
+            shares=shares or [],
+        ),
+        out=json_out,
+        gantt=gantt,
+        page=page,
+    )

@@ -1,0 +1,55 @@
+"""`heddle sample`. Heavy imports come after parsing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sample(
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="What to show. Repeatable; default: sample.prompts of the run's config."),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", help="Text file, one prompt per line, after those of --prompt.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples.")] = None,
+    ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
+    frames: Annotated[int | None, typer.Option(min=1)] = None,
+    height: Annotated[int | None, typer.Option(min=1)] = None,
+    width: Annotated[int | None, typer.Option(min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Euler steps.", min=1)] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="1 switches guidance off.")] = None,
+    flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
+    negative_prompt: Annotated[str, typer.Option()] = "",
+    seed: Annotated[int | None, typer.Option()] = None,
+    fps: Annotated[float | None, typer.Option()] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    """Make clips from a checkpoint: MP4s and a contact sheet."""
+    from app.sampling.sample import default_out, run
+    from app.settings.prompts import read_prompts
+
+    texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
+    run(
+        checkpoint,
+        texts,
+        out or default_out(checkpoint, texts),
+        ema=ema,
+        frames=frames,
+        height=height,
+        width=width,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        flow_shift=flow_shift,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        fps=fps,
+        device=device,
+    )

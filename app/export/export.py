@@ -1,0 +1,157 @@
+"""`heddle export`: a checkpoint as a Diffusers pipeline folder, loaded back and compared before success is reported.
+
+    heddle export --checkpoint runs/demo --to out --base Wan2.1-T2V-1.3B-Diffusers
+
+`transformer/` holds the EMA weights, as `heddle sample` shows them, or with `--no-ema` the trained ones; those of a
+LoRA run are merged, and its factors lie in `pytorch_lora_weights.safetensors`. The
+frozen parts come from `base`, or from the folders that the run itself used, by hard link where the file system allows.
+The folder appears under its name only when the comparison has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actors.state.checkpoint_files import load, model_state
+from app.export import frozen_parts
+from app.export.parity import compare_forward, compare_weights
+from app.sampling.sample import checkpoint_folder, put_weights, run_config
+from app.settings.config import RunConfig
+from ops.models.base.config import DiTConfig
+from ops.models.families import FAMILIES
+from ops.models.folders import component, dit_json, read_json, resolve
+from ops.models.load import build_dit
+from ops.models.lora import for_diffusers, lora_scale, merged
+from ops.models.weights import write_folder
+from ops.typed import ConfigError
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """What was written. `notes` are the sentences a user must read: what Diffusers cannot load, and why."""
+
+    folder: Path
+    components: dict[str, str]  # folder name -> where it came from
+    largest_difference: float  # of the forward pass, relative to its largest value
+    notes: list[str] = field(default_factory=list)
+
+
+def run(
+    checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True
+) -> ExportResult:
+    """Body of the command: export, compare, print what was done."""
+    _quiet()
+    exported = export(checkpoint, to, base=base, dtype=dtype, ema=ema)
+    for name, origin in exported.components.items():
+        print(f"{name:24} {origin}")
+    for note in exported.notes:
+        print(f"note: {note}")
+    print(
+        f"{exported.folder}: loaded back by Diffusers, weights identical, forward pass equal "
+        f"(largest difference {exported.largest_difference:.1e})"
+    )
+    return exported
+
+
+def export(
+    checkpoint: Path, to: Path, *, base: Path | None = None, dtype: str = "float32", ema: bool = True
+) -> ExportResult:
+    """Write and verify the folder `to`. Raises ConfigError for wrong requests, CheckpointError when parity fails."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to} exists and is not an empty folder; choose another --to.")
+    if base is not None and not (base / "model_index.json").is_file():
+        raise ConfigError(f"--base {base} is not a Diffusers pipeline: it has no model_index.json.")
+    folder = checkpoint_folder(checkpoint)
+    config = run_config(load(folder)[0], folder)
+    work = to.with_name(f".{to.name}.part")
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir(parents=True)
+    try:
+        exported = _fill(work, folder, config, base, _DTYPES[dtype], ema)
+    except BaseException:
+        shutil.rmtree(work)
+        raise
+    if to.exists():
+        to.rmdir()
+    work.rename(to)
+    return replace(exported, folder=to)
+
+
+def _quiet() -> None:
+    """No progress bars of small files, and no DeepSpeed greeting (accelerate imports it) between our lines."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _fill(
+    work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype, ema: bool
+) -> ExportResult:
+    resolved, _ = resolve(config.model)
+    index, origins, notes = frozen_parts.collect(work, replace(config, model=resolved), base)
+    averaged = ema and config.train.optimizer.ema_decay > 0
+    state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
+    state = {key: tensor.to(dtype) for key, tensor in state.items()}
+    plain = replace(resolved.dit, lora_rank=0, path=None)
+    family = FAMILIES[plain.architecture]
+    target = work / "transformer"
+    write_folder(target, state, _transformer_json(resolved.dit, base))
+    compare_weights(target, family.diffusers_class, state)
+    largest = compare_forward(target, plain, state)
+    origins["transformer"] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
+        "" if averaged == ema else ", which keeps no EMA"
+    )
+    if resolved.dit.lora_rank:
+        origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
+    notes += family.export_notes(config.model.text.pad_to)
+    if base is not None:
+        notes.append(
+            f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
+            f"{config.train.flow.flow_shift:g}."
+        )
+    if any(origin.startswith("hard-linked") for origin in origins.values()):
+        notes.append("hard-linked files are the same files as their originals: replace one, do not edit it in place.")
+    index["transformer"] = ["diffusers", family.diffusers_class]
+    (work / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
+    return ExportResult(folder=work, components=origins, largest_difference=largest, notes=notes)
+
+
+def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
+    """The weights of the plain model, LoRA merged; a LoRA run's factors are written beside on the way."""
+    module = build_dit(dit, seed)
+    put_weights(module, model_state(folder, ema), str(folder))
+    state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
+    if not dit.lora_rank:
+        return state
+    file = "pytorch_lora_weights.safetensors"
+    save_file(for_diffusers(state, lora_scale(dit)), work / file, metadata={"format": "pt"})
+    return merged(state, lora_scale(dit))
+
+
+def _transformer_json(dit: DiTConfig, base: Path | None) -> dict[str, Any]:
+    """Our numbers over the keys of the folder that was trained from, so that nothing a pipeline reads is lost."""
+    import diffusers
+
+    source = dit.path or base
+    kept = read_json(component(source, "transformer") / "config.json") if source else {}
+    return kept | dit_json(dit) | {"_diffusers_version": diffusers.__version__}

@@ -1,0 +1,142 @@
+"""The frozen parts of an exported pipeline: linked from where the run had them, or written where they are ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from app.settings.config import RunConfig
+from ops.models.families import FAMILIES, VAE_CLASSES
+from ops.models.folders import component, read_json, tokenizer_of
+from ops.models.load import build_text
+from ops.typed import ConfigError
+
+Parts = tuple[dict[str, Any], dict[str, str], list[str]]
+
+
+def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
+    """Fill `work` with everything but the transformer. Returns (model_index, origin of each part, notes)."""
+    if base is not None:
+        return _from_base(work, config, base)
+    family = FAMILIES[config.model.dit.architecture]
+    index: dict[str, Any] = {"_class_name": family.pipeline_class}
+    origins: dict[str, str] = {}
+    notes: list[str] = []
+    _vae(work, config, index, origins, notes)
+    _text(work, config, index, origins, notes)
+    _scheduler(work, config, index, origins)
+    for name in family.missing_parts:
+        index[name] = [None, None]
+    if family.missing_note:
+        notes.append(family.missing_note)
+    return index, origins, notes
+
+
+def _from_base(work: Path, config: RunConfig, base: Path) -> Parts:
+    """All components of a published pipeline except its transformer. It must be the one that was trained with."""
+    index = read_json(base / "model_index.json")
+    expected = FAMILIES[config.model.dit.architecture].diffusers_class
+    found = (index.get("transformer") or [None, None])[1]
+    if found != expected:
+        raise ConfigError(f"--base {base} has a {found}, the run trained a {expected}; give its own pipeline.")
+    _same_latents(config, base)
+    origins = {}
+    for entry in sorted(base.iterdir()):
+        if entry.name.startswith(("transformer", ".")) or entry.name == "model_index.json":
+            continue
+        if entry.is_dir():
+            origins[entry.name] = f"{link_tree(entry, work / entry.name)} from {entry}"
+    return index, origins, []
+
+
+def _same_latents(config: RunConfig, base: Path) -> None:
+    fields = read_json(component(base, "vae") / "config.json")
+    channels = fields.get("z_dim", fields.get("latent_channels"))
+    if config.model.vae.kind == "haar" or channels != config.model.vae.channels:
+        raise ConfigError(
+            f"--base {base} has a VAE of {channels} channels, the run trained on latents of "
+            f"{config.model.vae.kind} with {config.model.vae.channels}; give the pipeline whose VAE was "
+            f"used, or none."
+        )
+
+
+def _vae(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+    vae = config.model.vae
+    if vae.kind == "diffusers":
+        assert vae.path is not None
+        folder = component(vae.path, "vae")
+        name = read_json(folder / "config.json")["_class_name"]
+        assert name in VAE_CLASSES
+        index["vae"] = ["diffusers", name]
+        origins["vae"] = f"{link_tree(folder, work / 'vae')} from {folder}"
+        return
+    (work / "vae").mkdir()
+    fields = {"_class_name": "HaarVAE", "temporal": vae.temporal, "spatial": vae.spatial, "channels": vae.channels}
+    (work / "vae" / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    index["vae"] = [None, None]
+    origins["vae"] = "settings of the haar codec"
+    notes.append(
+        "the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with vae=None, ask "
+        "for output_type='latent', and decode with ops.models.haar.HaarVAE."
+    )
+
+
+def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+    text = config.model.text
+    if not text.path:
+        random = build_text(text)
+        random.encoder.save_pretrained(work / "text_encoder")  # type: ignore[attr-defined]
+        random.tokenizer.save_pretrained(work / "tokenizer")  # type: ignore[attr-defined]
+        index["text_encoder"] = ["transformers", "T5EncoderModel"]
+        index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
+        origins["text_encoder"] = origins["tokenizer"] = f"random byte-level T5 of seed {text.seed}"
+        notes.append(
+            "the text encoder is the untrained one of the run; Diffusers loads it, but it is of use with this "
+            "transformer only."
+        )
+        return
+    folder = component(text.path, "text_encoder")
+    classes = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
+    index["text_encoder"] = ["transformers", classes[read_json(folder / "config.json")["model_type"]]]
+    origins["text_encoder"] = f"{link_tree(folder, work / 'text_encoder')} from {folder}"
+    tokenizer = tokenizer_of(folder)
+    settings = tokenizer / "tokenizer_config.json"
+    name = read_json(settings).get("tokenizer_class", "T5TokenizerFast") if settings.is_file() else "T5TokenizerFast"
+    index["tokenizer"] = ["transformers", name]
+    origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
+
+
+def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
+    """Euler with the shift of the training and the sigmas of `heddle sample`."""
+    import diffusers
+
+    flow = config.train.flow
+    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow.flow_shift)
+    scheduler: Any = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
+    scheduler.save_pretrained(work / "scheduler")
+    index["scheduler"] = ["diffusers", chosen.name]
+    origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+
+
+def link_tree(source: Path, target: Path) -> str:
+    """The files of `source` under `target`: hard links, or copies on another file system. Says which.
+
+    Links of a download cache are followed first: a hard link to a symbolic link would dangle when the cache moves.
+    """
+    how = "hard-linked"
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir(parents=True, exist_ok=True)
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        real = path.resolve(strict=True)
+        try:
+            os.link(real, place)
+        except OSError:  # another file system, or one without hard links
+            shutil.copy2(real, place)
+            how = "copied"
+    return how

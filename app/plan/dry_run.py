@@ -1,0 +1,98 @@
+"""`heddle train --dry-run`: everything that can be known before a worker starts, and the exit code a run would get.
+
+Resolves the config and the model folders, opens the data (index, ledger, batch sizes), forms the items of the first
+steps and plans them on `workers.max` workers. A missing synthetic set is made, as a run would. Starts neither Ray nor a
+worker.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
+from actors.plan.types import Cluster, Plan
+from actors.planning.make_plan import make_plan
+from app.inputs.account import print_account
+from app.inputs.items import items_from_data, open_dataset, profile_of
+from app.inputs.synthetic import make_missing
+from app.plan.preview import PlanInputs, preview_options, step_figures
+from app.settings.config import RunConfig, check_place, from_here, notes, run_dir
+from data.dataset.coverage import account
+from ops.models.config import ModelConfig
+from ops.models.folders import resolve
+from ops.models.load import num_trained
+from ops.shards import bytes_per_weight
+
+STEPS = 8  # planned as one rolling sequence
+
+
+def dry_run(path: Path, overrides: Sequence[str]) -> None:
+    """Print the preview. Raises what a run would: ConfigError, DataError, PlanError."""
+    config = from_here(RunConfig.load(path, overrides))
+    check_place(run_dir(config))
+    for note in notes(config):
+        print(f"note: {note}")
+    if config.workers.device == "cuda" and not _cuda_here():
+        print("note: workers.device is cuda and this machine has no CUDA device: it can plan the run, not train it.")
+    model, geometry = resolve(config.model)
+    print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
+    _print_model(config, model)
+    make_missing(config.data.sources)
+    profile = profile_of(config, model, geometry)
+    dataset = open_dataset(config, geometry, profile)
+    print_account(account(dataset), config.data.min_coverage)
+    count = min(STEPS, config.train.steps)
+    steps = items_from_data(dataset, count, config, model)
+    cluster = Cluster(nodes=(config.workers.max,))
+    plan = make_plan(steps, profile, cluster, preview_options(config))
+    check(plan, steps, profile, cluster)
+    bound = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config)).bound(plan)
+    _print_plan(config, plan, profile, bound)
+
+
+def _print_model(config: RunConfig, model: ModelConfig) -> None:
+    dit = model.dit
+    count = num_trained(model.dit)
+    layers = "+".join(map(str, dit.block_counts))
+    print(
+        f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
+        f"{count / 1e6:,.1f} M weights"
+    )
+    size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
+    kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
+    print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
+    if size * (kept + 1) > free:
+        print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
+
+
+def _cuda_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` will be made."""
+    existing = folder.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(os.fspath(existing)).free
+
+
+def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float) -> None:
+    balance = step_figures(plan, config.workers.max)
+    seconds = statistics.fmean(step.makespan_s for step in plan.steps)
+    idle = statistics.fmean(figure.idle_ratio for figure in balance)
+    print(
+        f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
+        f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
+        f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
+    )
+    print(f"          {config.train.steps} steps take about {seconds * config.train.steps / 60:.1f} minutes")
+    if not profile.measured:
+        print("          times come from FLOPs alone; `heddle profile` measures this device")

@@ -1,0 +1,248 @@
+"""`heddle plan`: what a cluster would do with a workload, before a GPU is touched.
+
+    heddle plan --workload W.json --profile P.json --cluster 2x8 --compare static,flexsp,knapsack,cascade
+    heddle plan --config configs/runs/demo.yaml --from-data --cluster 1x4 --gantt plan.png
+
+Calls the same functions as the planner of a run: every plan shown has passed the legality check.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors.plan.costs.profile import Profile
+from actors.plan.registry import STRATEGIES
+from actors.plan.schedule.bounds import mean_bound
+from actors.plan.schedule.check import check
+from actors.plan.schedule.figures import StepFigures, figures, windows
+from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.types import Cluster, Item, Plan
+from actors.planning.make_plan import make_plan
+from actors.planning.options import options_of
+from actors.records.plan_record import PlanRecord
+from app.inputs.account import print_account, print_buckets
+from app.inputs.items import (
+    batches_of,
+    items_from_buckets,
+    items_from_data,
+    load_profile,
+    open_dataset,
+    profile_of,
+    read_cluster,
+    read_workload,
+)
+from app.settings.config import RunConfig, from_here
+from data.dataset.coverage import account
+from ops.ranges import SECONDS
+from ops.typed import ConfigError
+
+Steps = Sequence[Sequence[Item]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """The options of the command as they were typed."""
+
+    workload: Path | None
+    config: Path | None
+    overrides: Sequence[str]
+    from_data: bool
+    profile: Path | None
+    cluster: str
+    strategies: Sequence[str]  # none: the config's, cascade for a workload
+    budget_s: float | None
+    steps: int
+    seed: int
+    shares: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanInputs:
+    """What is planned, wherever it came from."""
+
+    steps: Steps
+    profile: Profile
+    cluster: Cluster
+    options: PlanOptions
+
+    def items(self, plan: Plan) -> dict[tuple[int, str], Item]:
+        """Items by step and id."""
+        return {(step.step, item.id): item for step, items in zip(plan.steps, self.steps) for item in items}
+
+    def bound(self, plan: Plan) -> float:
+        """Seconds of a mean step that no plan of these steps can beat: their own bounds, or all work on all workers."""
+        whole = mean_bound(Problem(self.steps, self.profile, self.cluster, self.options))
+        return max(whole, _mean([step.lower_bound_s for step in plan.steps]))
+
+
+def run_plan(
+    request: PlanRequest, out: Path | None = None, gantt: Path | None = None, page: Path | None = None
+) -> None:
+    """Plan, check, print the table, write what was asked for. Raises ConfigError, DataError and PlanError."""
+    for strategy in request.strategies:
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"--strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
+    if (request.workload is None) == (request.config is None):
+        raise ConfigError("give either --workload FILE or --config RUN.yaml.")
+    if request.shares and (request.workload is not None or request.from_data):
+        raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
+    if request.budget_s is not None and not 0 <= request.budget_s <= SECONDS:
+        raise ConfigError(f"--budget {request.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
+    for name, path in (("--json", out), ("--gantt", gantt), ("--html", page)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(f"{name} {path} cannot be written; give a file in a folder that exists.")
+    problem = _from_workload(request) if request.workload else _from_config(request)
+    strategies = request.strategies or (problem.options.strategy,)
+    plans = [_plan(problem, strategy) for strategy in strategies]
+    workers = problem.cluster.num_workers
+    items = sum(len(step) for step in problem.steps)
+    print(
+        f"{items} items in {len(problem.steps)} steps on {workers} workers ({problem.profile.model} on "
+        f"{problem.profile.device})"
+    )
+    print(table(plans, problem))
+    for note in problem.profile.notes:
+        print(f"note: {note}")
+    if out:
+        found = [plan_json(plan) for plan in plans]
+        out.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n", encoding="utf-8")
+        print(f"json      {out}")
+    if gantt:
+        from app.plan.pictures import write_gantt
+
+        write_gantt(gantt, plans, problem.cluster, problem.items(plans[0]))
+        print(f"gantt     {gantt}")
+    if page:
+        from app.plan.pictures import write_page
+
+        write_page(page, plans, problem.cluster, problem.items(plans[0]), table(plans, problem))
+        print(f"page      {page}")
+
+
+def _from_workload(request: PlanRequest) -> PlanInputs:
+    assert request.workload is not None
+    if request.profile is None:
+        raise ConfigError("--workload needs --profile P.json: the latencies to plan with.")
+    if request.from_data:
+        raise ConfigError("--from-data takes its items from --config; leave --workload out.")
+    workload = read_workload(request.workload)
+    spec = request.cluster or workload.cluster
+    if not spec:
+        raise ConfigError("give --cluster, for example 2x8 (nodes x GPUs) or a YAML file.")
+    # A file of many steps is a preview of a run: it may look further ahead and think longer than a run's planner can.
+    budget_s = (0.2 if len(workload.steps) == 1 else 1.0) if request.budget_s is None else request.budget_s
+    options = PlanOptions(budget_s=budget_s, lookahead=2)
+    return PlanInputs(
+        steps=workload.steps,
+        profile=load_profile(request.profile),
+        cluster=read_cluster(spec),
+        options=options,
+    )
+
+
+def _from_config(request: PlanRequest) -> PlanInputs:
+    from ops.models.folders import resolve
+
+    assert request.config is not None
+    config = from_here(RunConfig.load(request.config, request.overrides))
+    model, geometry = resolve(config.model)
+    profile = load_profile(request.profile) if request.profile else profile_of(config, model, geometry)
+    if request.from_data:
+        dataset = open_dataset(config, geometry, profile)
+        print_account(account(dataset, request.steps or None), config.data.min_coverage)
+        steps: Steps = items_from_data(dataset, request.steps or 8, config, model)
+    else:
+        batches = batches_of(config, geometry, profile)
+        print_buckets(batches, config, geometry)
+        steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
+    cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
+    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s))
+
+
+def preview_options(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
+    """Those of the run, but every step is planned to be executed."""
+    budget_s = config.planner.budget_s if budget_s is None else budget_s
+    return options_of(config.planner, budget_s=budget_s, replans=False)
+
+
+def _plan(problem: PlanInputs, strategy: str) -> Plan:
+    plan = make_plan(problem.steps, problem.profile, problem.cluster, replace(problem.options, strategy=strategy))
+    check(plan, problem.steps, problem.profile, problem.cluster)
+    return plan
+
+
+HEAD = ("strategy", "step", "bound", "over", "idle", "WIR", "CV step", "CV comp", "peak", "planning")
+
+
+def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
+    """One line per strategy: means over the steps; peak memory and planning time are the largest."""
+    rows = [HEAD]
+    for plan in plans:
+        balance = step_figures(plan, problem.cluster.num_workers)
+        seconds = _mean([step.makespan_s for step in plan.steps])
+        bound = problem.bound(plan)
+        peak = peak_gib(plan, problem)
+        rows.append(
+            (
+                plan.strategy,
+                f"{seconds:.3f} s",
+                f"{bound:.3f} s",
+                f"{100 * (seconds / bound - 1):.1f}%" if bound else "-",
+                f"{100 * _mean([figure.idle_ratio for figure in balance]):.1f}%",
+                _number(_mean([figure.wir for figure in balance])),
+                f"{100 * _mean([figure.cv_step for figure in balance]):.1f}%",
+                f"{100 * _mean([figure.cv_compute for figure in balance]):.1f}%",
+                f"{peak:.1f} GiB" if peak else "-",
+                f"{1000 * max(step.planning_s for step in plan.steps):.0f} ms",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def step_figures(plan: Plan, workers: int) -> list[StepFigures]:
+    """Balance of each step of a plan."""
+    cascades = [cascade for step in plan.steps for cascade in step.cascades]
+    return [figures(cascades, window, workers) for window in windows(cascades, [step.step for step in plan.steps])]
+
+
+def peak_gib(plan: Plan, problem: PlanInputs) -> float:
+    """The largest predicted memory of any cascade; 0 where the profile knows none."""
+    items = problem.items(plan)
+    peaks = [0.0]
+    for cascade in (cascade for step in plan.steps for cascade in step.cascades):
+        for part in cascade.parts:
+            item = items[cascade.step, part.item]
+            peaks.append(
+                problem.profile.memory_gib(
+                    cascade.module, part.count, item.frames, item.height, item.width, cascade.degree, item.text_tokens
+                )
+                or 0.0
+            )
+    return max(peaks)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "inf"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as other programs read it."""
+    steps = [PlanRecord.of(step, step.cascades, step.planning_s).line() for step in plan.steps]
+    return {"strategy": plan.strategy, "steps": steps}

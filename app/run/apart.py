@@ -1,0 +1,93 @@
+"""A run of this machine in a session of its own, so that signals meant for the run do not end the Ray below it.
+
+    code = run_apart(["-m", "app.train", "--config", "demo.yaml"])       # the outer process; returns the exit code
+    join_lifeline()                                                      # first thing in the inner one
+
+Terminals, `timeout`, Slurm and many supervisors signal a whole process group. Ray's processes would be in it and end at
+once, before a checkpoint is written. So the outer process stays in that group and hands signals on to the inner one,
+which leads a session with everything Ray starts. Neither outlives the other: the inner one holds the end of a pipe and
+ends its whole group when the outer one is gone, and what is left of the group when the inner one has ended is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+LIFELINE = "HEDDLE_LIFELINE"  # number of the inner process's end of the pipe
+ROOT = Path(__file__).resolve().parents[2]
+_joined = False
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def is_inner() -> bool:
+    """Whether this process was started by `run_apart`."""
+    return _joined or LIFELINE in os.environ
+
+
+def run_apart(arguments: Sequence[str]) -> int:
+    """Run `python ARGUMENTS` in a session of its own. Returns its exit code, 128 + N where signal N ended it."""
+    inner_end, ours = os.pipe()
+    environment = {
+        **os.environ,
+        LIFELINE: str(inner_end),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    sys.stdout.flush()
+    process = subprocess.Popen(
+        [sys.executable, *arguments], env=environment, pass_fds=[inner_end], start_new_session=True
+    )
+    os.close(inner_end)
+    earlier = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    for number, handler in earlier.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, hand_on)
+    try:
+        code = _wait(process)
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        os.close(ours)
+    if code < 0:
+        print(
+            f"error: the process of the run was ended by signal {-code} ({signal.Signals(-code).name}); "
+            f"--resume continues it from its last checkpoint.",
+            file=sys.stderr,
+        )
+        return 128 - code
+    return code
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Until it has ended and nothing of its group is left. Its number is not given away before we have asked for it."""
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ProcessLookupError, PermissionError):  # nobody left
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def join_lifeline() -> None:
+    """In the inner process: end with everything it has started as soon as the outer one is gone, however it went."""
+    global _joined
+    file, _joined = int(os.environ.pop(LIFELINE)), True  # popped: what Ray starts below is not the inner process
+    os.set_inheritable(file, False)
+
+    def watch() -> None:
+        with suppress(OSError):
+            os.read(file, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    if os.getpgrp() == os.getpid():
+        threading.Thread(target=watch, name="lifeline", daemon=True).start()

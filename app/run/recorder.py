@@ -1,0 +1,92 @@
+"""Writes a run's folder: metrics.jsonl, TensorBoard, timeline.jsonl, events.jsonl and plans/, while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from actors.records.events import RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.plan_record import PlanRecord
+from actors.records.span_record import SpanRecord
+from actors.step import StepAssignment
+from app.records.rundir import OLDER_TIMELINE, TIMELINE
+from app.records.tails import cut_torn_line
+from app.sampling.live import LiveSamples
+
+log = logging.getLogger(__name__)
+
+_TIMELINE_BYTES = 128 * 2**20  # then it becomes OLDER_TIMELINE, in place of the one before
+_PLANS = 1000  # the newest ones that stay
+
+
+class Recorder:
+    """The controller's listener. Plans and timeline are bounded, metrics.jsonl and events.jsonl are whole."""
+
+    def __init__(
+        self, run_dir: Path, samples: LiveSamples | None = None, guard: Callable[[], None] = lambda: None
+    ) -> None:
+        """With `samples` it runs inside Ray Train: checkpoints are reported there, and pictures made from them. `guard`
+        raises when this process must not write here any more."""
+        from app.records.metrics import Metrics
+
+        self._run_dir, self._samples, self._guard = run_dir, samples, guard
+        self._metrics = Metrics(run_dir)
+        self._timeline = _appending(run_dir / TIMELINE)
+        self._events = _appending(run_dir / "events.jsonl")
+        (run_dir / "plans").mkdir(exist_ok=True)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        parts: list[Any] = [self._samples] if self._samples is not None else []
+        for part in (*parts, self._metrics, self._timeline, self._events):
+            try:
+                part.close()
+            except OSError as error:  # a full disk: what it did not take is not committed either
+                log.warning("a file of %s could not be closed: %s", self._run_dir, error)
+
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
+        self._guard()
+        self._metrics.step(metrics)
+        for span in timeline:
+            self._timeline.write(json.dumps(span.line()) + "\n")
+        self._timeline.flush()
+        if self._timeline.tell() > _TIMELINE_BYTES:
+            self._timeline.close()
+            os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
+            self._timeline = _appending(self._run_dir / TIMELINE)
+        self._write_plan(metrics.step, plan)
+
+    def _write_plan(self, step: int, plan: StepAssignment) -> None:
+        """The newest plans stay, and one of every so many older ones: a run takes millions of steps."""
+        folder = self._run_dir / "plans"
+        record = PlanRecord.of(plan.step, plan.cascades, plan.planning_s)
+        (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
+        if (old := step - _PLANS) % _PLANS:
+            (folder / f"step-{old}.json").unlink(missing_ok=True)
+
+    def on_event(self, event: RunEvent) -> None:
+        self._guard()
+        self._events.write(json.dumps(event.line(), default=str) + "\n")
+        self._events.flush()
+
+    def on_checkpoint(self, folder: Path, step: int) -> None:
+        if self._samples is None:
+            return
+        import ray.train
+
+        # Without the checkpoint itself: Ray Train would demand at the next start that all it was told of still exist.
+        ray.train.report({"step": step})
+        self._samples.on_checkpoint(step)
+
+
+def _appending(path: Path) -> IO[str]:
+    """Open a JSON-lines file after its last whole line: a killed writer may have left half of one."""
+    cut_torn_line(path)
+    return path.open("a", encoding="utf-8")

@@ -1,0 +1,211 @@
+"""What a resumed run may change: not what is trained, but how long, how fast, and on which machines.
+
+    changes = check_resume(config, folder)      # raises ConfigError for what would train something else
+
+`KINDS` says of every setting which it is; the longest matching name counts, so a whole section can be one kind.
+Imports neither torch nor Ray: a resume is refused before anything starts and before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from app.settings.config import RunConfig, run_dir
+from ops.typed import ConfigError, as_plain
+
+Kind = Literal["function", "weights", "sources", "schedule", "free"]
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+FUNCTION = _names("""
+    model.dit model.vae model.text
+    data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
+    data.caption_dropout data.engine.decoder
+    train.seed train.loss_weight train.flow
+""")  # another value is another training
+WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, must hold the same
+SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
+SCHEDULE = _names("""
+    model.dit.gradient_checkpointing model.dit.attention
+    model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
+    data.segments data.min_coverage data.limits data.engine data.cache
+    train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps
+    train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
+    train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
+    train.optimizer.lr_min_ratio train.optimizer.ema_decay
+    workers planner snapshot checkpoint
+""")  # a person may want it; told
+FREE = ["run", "sample"]
+_TABLES: tuple[tuple[list[str], Kind], ...] = (
+    (FUNCTION, "function"),
+    (WEIGHTS, "weights"),
+    (SOURCES, "sources"),
+    (SCHEDULE, "schedule"),
+    (FREE, "free"),
+)
+KINDS: dict[str, Kind] = {name: kind for names, kind in _TABLES for name in names}
+
+MOVABLE = ("path", "media", "index", "name", "synthetic")  # of a source
+RUNTIME = (
+    "path",
+    "gradient_checkpointing",
+    "attention",
+    "lora_rank",
+    "lora_alpha",
+)  # of model.dit beside a config.json
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that differs from the run's earlier start."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
+
+
+def kind_of(key: str) -> Kind:
+    """Raises KeyError for a setting that nobody has classified."""
+    name = key
+    while name not in KINDS:
+        if "." not in name:
+            raise KeyError(key)
+        name = name.rpartition(".")[0]
+    return KINDS[name]
+
+
+def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
+    """What changed in schedule and pool since the run's last start. Raises ConfigError for another training."""
+    folder = folder or run_dir(config)
+    saved, where = _trained(folder)
+    if saved is None:
+        return []
+    now = as_plain(config)
+    refused = [change for change in differences(saved, now) if is_refused(change, saved, now)]
+    if refused:
+        raise ConfigError(
+            f"--resume would train something else than {where}: {', '.join(map(str, refused))}. Restore "
+            f"{'it' if len(refused) == 1 else 'them'}, or start anew with another run.name or "
+            f"--overwrite."
+        )
+    last = _yaml(folder / "config.yaml") or saved
+    return [change for change in differences(last, now) if kind_of(change.key) != "free"]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Settings whose values differ. One that the older file does not know yet had its default; one that is gone does
+    not count."""
+    architecture = new["model"]["dit"]["architecture"]  # whose settings `new` has
+    text = f"run: {{name: usual}}\nmodel: {{dit: {{architecture: {architecture}}}}}"
+    usual = dict(leaves(as_plain(RunConfig.from_yaml(text))))
+    before = dict(leaves(old, known=usual))
+    return [
+        Change(key, before.get(key, usual[key]), value)
+        for key, value in leaves(new, known=usual)
+        if before.get(key, usual[key]) != value
+    ]
+
+
+def leaves(
+    tree: Mapping[str, Any], known: Mapping[str, Any] | None = None, path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """(section.key, value). Lists end a path, and so does a mapping that is itself a value of `known`."""
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping) and value and key not in (known or {}):
+            yield from leaves(value, known, key)
+        else:
+            yield key, value
+
+
+def is_refused(change: Change, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether training on with this change would be another training."""
+    if change.key == "train.optimizer.ema_decay":  # there is an average in the state, or there is none
+        return bool(change.old) != bool(change.new)
+    match kind_of(change.key):
+        case "function":
+            return not _ignored(change.key, old, new)
+        case "weights":
+            return not _same_files(change.old, change.new)
+        case "sources":
+            return _without_places(change.old) != _without_places(change.new)
+    return False
+
+
+def _ignored(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """With a folder of weights, before and now, its own config.json counts, and not these settings."""
+    section, _, name = key.rpartition(".")
+    if section not in ("model.dit", "model.vae", "model.text"):
+        return False
+    module = section.removeprefix("model.")
+    if not all((tree.get("model") or {}).get(module, {}).get("path") for tree in (old, new)):
+        return False
+    own = {"dit": RUNTIME, "vae": ("kind",), "text": ("max_length", "pad_to")}[module]
+    return name not in own
+
+
+def _same_files(old: str | None, new: str | None) -> bool:
+    """Whether a moved folder holds the same: names and sizes of its files, and its JSON. One that is gone cannot be
+    compared and counts as moved."""
+    if not old or not new:
+        return old == new
+    return not Path(old).is_dir() or _contents(Path(old)) == _contents(Path(new))
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".json" else path.stat().st_size
+        for path in files
+    }
+
+
+def _without_places(sources: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in source.items() if name not in MOVABLE} for source in sources or []]
+
+
+def _trained(folder: Path) -> tuple[Mapping[str, Any] | None, str]:
+    """The settings behind the state that a resume would continue, and where they stand; None: nothing was trained."""
+    checkpoints = sorted((folder / "checkpoints").glob("step-*/COMPLETE"), key=lambda path: -_step(path.parent))
+    for marker in checkpoints:
+        try:
+            meta = json.loads((marker.parent / "meta.json").read_bytes())
+            saved = yaml.safe_load(meta["config"])
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            continue  # a damaged checkpoint is not what the run will continue from
+        if isinstance(saved, Mapping):
+            return saved, f"the checkpoint after {_step(marker.parent) + 1} steps"
+    metrics = folder / "metrics.jsonl"
+    if not checkpoints and not (metrics.is_file() and metrics.stat().st_size):
+        return None, ""
+    return _yaml(folder / "config.yaml"), f"{folder / 'config.yaml'} says"
+
+
+def _yaml(path: Path) -> Mapping[str, Any] | None:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def _step(folder: Path) -> int:
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value or '""'
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,62 @@
+"""Which errors are answered with a sentence, and the exit code of each (the table of the command line's help)."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from actors.outcome import Exit
+
+PACKAGES = ("app", "actors", "data", "ops")
+ROOT = Path(__file__).resolve().parents[2]
+
+# by class name along the inheritance, so that no layer is imported only to be asked
+CODES = {"ConfigError": Exit.USAGE, "PlanError": Exit.PLAN, "DataError": Exit.DATA}
+
+
+def exit_code(error: BaseException) -> int:
+    """The process's exit code for an error that reached the command line."""
+    error = unwrap(error)
+    for cls in type(error).__mro__:
+        if cls.__module__.split(".")[0] in PACKAGES and cls.__name__ in CODES:
+            return CODES[cls.__name__]
+    if type(error).__module__.split(".")[0] in PACKAGES:
+        return Exit.FAILURE
+    if is_ours(error) and isinstance(error, ValueError | OSError):
+        return Exit.USAGE
+    return Exit.FAILURE
+
+
+def is_ours(error: BaseException) -> bool:
+    """True for errors whose message is written for the person at the terminal.
+
+    These are our own types, and a ValueError or a missing file raised by a line of ours; anything else is a defect and
+    keeps its traceback.
+    """
+    error = unwrap(error)
+    if type(error).__module__.split(".")[0] in PACKAGES:
+        return True
+    if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+        return True
+    return isinstance(error, ValueError) and _raised_by_us(error)
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The error a Ray task died of, when that is what `error` reports."""
+    seen = 0
+    while (cause := getattr(error, "cause", None)) is not None and isinstance(cause, BaseException) and seen < 8:
+        error, seen = cause, seen + 1
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
+    return " ".join(str(unwrap(error)).split()) or type(unwrap(error)).__name__
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    path = Path(frames[-1].filename).resolve()
+    return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES

@@ -1,0 +1,86 @@
+"""The YAML files of a run's settings: one over another, with `--set` over all of them.
+
+    node = read("configs/runs/demo.yaml")          # merges the files under `base:` first
+    node = override(node, ["train.steps=10"])
+    config = build(RunConfig, node)                # ops/typed.py
+
+Knows nothing about any particular section; `app/settings/config.py` holds those. Imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ops.typed import ConfigError, Node, parse, plain
+
+
+def read(path: str | Path) -> Node:
+    """The mapping of a YAML file over those of the files under its `base:` (relative to it, earlier ones first)."""
+    return _read(Path(path), ())
+
+
+def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
+    if not path.is_file():
+        raise ConfigError(f"config {path} does not exist; the shipped ones are under configs/runs/.")
+    if path.resolve() in open_files:
+        raise ConfigError(f"config {path} lists itself under base: ({' -> '.join(p.name for p in open_files)}).")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"config {path} is not UTF-8 text; give a YAML file.") from None
+    node = parse(text, path.name)
+    if not isinstance(node.value, dict):
+        raise ConfigError(f"config {path} must hold a mapping of sections such as model:, data: and train:.")
+    base = node.value.pop("base", Node([]))
+    names = base.value if isinstance(base.value, list) else [base]
+    merged = Node({}, path.name)
+    for name in names:
+        if not isinstance(name.value, str):
+            raise ConfigError(f"base must be a file name or a list of them, not {plain(name)!r}{name.at()}.")
+        merged = merge(merged, _read(path.parent / name.value, (*open_files, path.resolve())))
+    return merge(merged, node)
+
+
+def merge(below: Node, above: Node) -> Node:
+    """Mappings are merged key by key; anything else of `above` replaces what is below."""
+    if not (isinstance(below.value, dict) and isinstance(above.value, dict)):
+        return above
+    result = dict(below.value)
+    for key, node in above.value.items():
+        result[key] = merge(result[key], node) if key in result else node
+    return Node(result, above.where or below.where)
+
+
+def override(node: Node, assignments: Sequence[str]) -> Node:
+    """`a.b=value` assignments over a node, values read as YAML. A list element is written `a.0.b=value`."""
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"--set {assignment!r} is not key=value, for example --set train.steps=100.")
+        value = _mark(parse(text)) if text.strip() else Node(None, "--set")
+        node = _assign(node, name.strip().split("."), value, name.strip())
+    return node
+
+
+def _assign(node: Node, path: list[str], value: Node, full: str) -> Node:
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(node.value, list):
+        if not head.isdigit() or int(head) >= len(node.value):
+            raise ConfigError(f"--set {full}: {head!r} is not a position in a list of {len(node.value)}.")
+        items = list(node.value)
+        items[int(head)] = _assign(items[int(head)], rest, value, full)
+        return Node(items, node.where)
+    children = dict(node.value) if isinstance(node.value, dict) else {}
+    children[head] = _assign(children.get(head, Node(None, "--set")), rest, value, full)
+    return Node(children, node.where)
+
+
+def _mark(node: Node) -> Node:
+    if isinstance(node.value, dict):
+        return Node({key: _mark(child) for key, child in node.value.items()}, "--set")
+    if isinstance(node.value, list):
+        return Node([_mark(child) for child in node.value], "--set")
+    return Node(node.value, "--set")
