@@ -45,12 +45,20 @@ def test_a_file_that_is_no_paper_is_refused(tmp_path: Path) -> None:
         read_paper(path)
 
 
+def test_a_published_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("paper: x\nfigures: [{id: a, title: t, source: s, unit: u, published: {longest, 113 frames: 5}}]\n")
+    with pytest.raises(ConfigError, match="'longest' is published as None, not a number"):
+        read_paper(path)
+
+
 # Arachne
 
 
 def test_the_case_study_is_that_of_the_paper() -> None:
     static, flexsp, ours = (reproductions(papers()["arachne"])[name](True) for name in ("fig1b", "fig3", "fig9"))
     assert static is not None and flexsp is not None and ours is not None
+    assert set(static.ours) == set(papers()["arachne"].figures[0].published)
     longest, shortest, idle = static.ours.values()
     assert longest == pytest.approx(shortest + idle)
     assert ours.ours["step"] <= 1.02 * ours.ours["step, proven optimum"]
@@ -148,7 +156,13 @@ def test_more_machines_expose_more() -> None:
 
 def shown(found: Reproduction | None, **published: float) -> ShownFigure:
     figure = PublishedFigure(
-        id="fig1", title="a <b>", source="Section 1", unit="s", published=published, open="" if found else "no data"
+        id="fig1",
+        title="a <b>",
+        source="Section 1",
+        unit="s",
+        better="less",
+        published=published,
+        open="" if found else "no data",
     )
     return ShownFigure(paper="arachne", figure=figure, found=found)
 
@@ -167,7 +181,7 @@ def test_the_page_says_how_and_with_which_command() -> None:
     assert "heddle bench papers --paper arachne --figure fig1" in text
     assert "simulation" in text and "not run here" in text and "no data" in text
     assert text.count("class=ours") == 2 and text.count("class=theirs") == 2
-    assert "<td>0.50</td>" in text
+    assert text.count("<td>0.50</td>") == 2 and "s, less is better" in text
     plain = markdown([papers()["arachne"]], sections, "2 cores")
     assert "| a | 4 | 2 | 0.50 |" in plain and "| own | - | 1 | - |" in plain and "Not run here. no data" in plain
 

@@ -25,6 +25,7 @@ class PublishedFigure:
     source: str
     unit: str
     published: Mapping[str, float]
+    better: Literal["less", "more", ""] = ""
     open: str = ""  # why there is nothing of ours beside it, and what would make it
 
 
@@ -76,6 +77,9 @@ def read_paper(path: Path) -> PublishedPaper:
     try:
         tree: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         figures = tuple(PublishedFigure(**figure) for figure in tree["figures"])
+        for label, value in (pair for figure in figures for pair in figure.published.items()):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{label!r} is published as {value!r}, not a number; quote labels with commas")
         return PublishedPaper(name=path.stem, paper=tree["paper"], figures=figures)
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(

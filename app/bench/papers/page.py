@@ -31,7 +31,8 @@ def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: 
         f"<p class=soft>{escape(facts)}</p>",
         "<p>Grey is what a paper prints, blue what Heddle gets on the same input. Every section says how: by a "
         "<b>simulation</b> (planned, and timed by published latencies or counted work), or <b>measured</b> on this "
-        "machine. The ratio is ours / published; whether less or more is better, the unit says.</p>",
+        "machine. The ratio is ours / published.</p>",
+        _overview(shown),
     ]
     for paper in papers:
         own = [figure for figure in shown if figure.paper == paper.name]
@@ -41,6 +42,28 @@ def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: 
         parts.append(f"<h1 style='margin-top:32px'>{escape(paper.paper)}</h1><nav>{links}</nav>")
         parts += [_section(figure) for figure in own]
     return "\n".join([*parts, "</main></html>\n"])
+
+
+def _overview(shown: Sequence[ShownFigure]) -> str:
+    """The first number of every figure that has one on both sides."""
+    words = ("", "the first number", "published", "Heddle", "ratio", "")
+    head = f"<tr>{''.join(f'<th>{word}</th>' for word in words)}</tr>"
+    lines = []
+    for one in shown:
+        row = next((row for row in one.rows() if row[1] is not None and row[2] is not None), None)
+        if row is not None:
+            label, published, ours = row
+            link = f"<a href='#{anchor(one)}'>{escape(one.paper)} {escape(one.figure.id)}</a>"
+            numbers = (number_of(published), number_of(ours), ratio_of(published, ours), _wanted(one.figure.better))
+            lines.append(
+                f"<tr><td>{link}</td><td class=words>{escape(one.figure.title)}: {escape(label)}</td>"
+                f"{''.join(f'<td>{number}</td>' for number in numbers)}</tr>"
+            )
+    return f"<section><div class=wide><table>{head}{''.join(lines)}</table></div></section>" if lines else ""
+
+
+def _wanted(better: str) -> str:
+    return f"{better} is better" if better else ""
 
 
 def anchor(shown: ShownFigure) -> str:
@@ -53,11 +76,14 @@ def _section(shown: ShownFigure) -> str:
     parts = [
         f"<section id='{anchor(shown)}'>",
         f"<h2>{escape(figure.id)}: {escape(figure.title)}{way}</h2>",
-        f"<div class=legend><span><i style='background:var(--soft);opacity:.45'></i>{escape(shown.paper)}</span>"
-        f"<span><i style='background:var(--accent)'></i>Heddle</span><span>{escape(figure.unit)}</span></div>",
     ]
     rows = shown.rows()
     if rows:
+        unit = ", ".join(filter(None, (figure.unit, _wanted(figure.better))))
+        parts.append(
+            f"<div class=legend><span><i style='background:var(--soft);opacity:.45'></i>{escape(shown.paper)}</span>"
+            f"<span><i style='background:var(--accent)'></i>Heddle</span><span>{escape(unit)}</span></div>"
+        )
         parts.append(bars(rows))
     if found and found.series:
         parts.append(_curves(shown))
@@ -140,7 +166,7 @@ def markdown(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], fac
 def number_of(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def ratio_of(published: float | None, ours: float | None) -> str:
