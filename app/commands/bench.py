@@ -14,6 +14,7 @@ BENCHMARKS = {
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
     "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
+    "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
     "peers": ("app.bench.peers.contest", "The same training by DDP, by Ray Train with DeepSpeed, and by Heddle."),
     "papers": ("app.bench.papers.contents", "Figures of the four papers beside Heddle's, as a page."),

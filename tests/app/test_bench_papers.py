@@ -8,7 +8,6 @@ import typer
 from app.bench.papers import adaptiveload, arachne, contents, knapformer, scalefusion
 from app.bench.papers.contents import choose, reproductions, show, summary
 from app.bench.papers.figure import PublishedFigure, Reproduction, ShownFigure, papers, read_paper
-from app.bench.papers.overlap import LayerTimes, finished, pairs
 from app.bench.papers.page import html, markdown, ratio_of
 from ops.typed import ConfigError
 
@@ -61,7 +60,7 @@ def test_the_case_study_is_that_of_the_paper() -> None:
     assert set(static.ours) == set(papers()["arachne"].figures[0].published)
     longest, shortest, idle = static.ours.values()
     assert longest == pytest.approx(shortest + idle)
-    assert ours.ours["step"] <= 1.02 * ours.ours["step, proven optimum"]
+    assert ours.ours["step, proven optimum"] - 1e-6 <= ours.ours["step"] < 31.4  # Figure 9
     assert ours.ours["step"] < flexsp.ours["step"] <= longest
 
 
@@ -125,30 +124,16 @@ def test_fused_speeds_have_a_ratio_for_each_length_and_side() -> None:
 # ScaleFusion
 
 
-def test_without_slices_nothing_is_hidden() -> None:
-    assert pairs((2.0, 1.0), 0.5, count=3) == pytest.approx(3 * (2.0 + 1.0) + 6 * 0.5)
+def test_speed_ups_are_those_of_the_simulated_seconds() -> None:
+    found = scalefusion.fig9(True).ours
+    assert found["4 machines"] > 1.0 and found["parts under the layer before"] > 1.0
+    assert scalefusion.scaling(True).ours["4 machines"] > scalefusion.scaling(True).ours["2 machines"] > 1.0
 
 
-@pytest.mark.parametrize("slices", [2, 4, 8])
-def test_slices_leave_the_first_exchange_of_a_layer(slices: int) -> None:
-    """Section 4.3: exposed all-to-all is Comm / N where a slice computes for longer than its exchange takes."""
-    assert pairs((1.0, 1.0), 0.5, slices=slices, count=2) == pytest.approx(4 * (1.0 + 0.5 / slices))
-
-
-@pytest.mark.parametrize("slices", [2, 4])
-def test_a_lead_leaves_one_part_of_it(slices: int) -> None:
-    """Section 4.4: (Comm_T + Comm_S) / (N_T N_S), but for the first layer, which has no layer before it."""
-    layers = [LayerTimes(compute=1.0, exchange=0.5, slices=slices, lead=1) for _ in range(4)]
-    assert finished(layers) == pytest.approx(4 * 1.0 + 0.5 / slices + 3 * 0.5 / slices**2)
-
-
-def test_an_exchange_longer_than_compute_bounds_the_time() -> None:
-    layers = [LayerTimes(compute=1.0, exchange=3.0, slices=4, lead=4) for _ in range(5)]
-    assert finished(layers) >= 5 * 3.0
-
-
-def test_more_machines_expose_more() -> None:
-    assert scalefusion.fig9(True).ours["4 machines"] > scalefusion.fig9(True).ours["2 machines"] > 1.0
+def test_more_slices_leave_less_all_to_all_up_to_the_paper_s_four() -> None:
+    left = scalefusion.fig10(True).ours
+    assert left["1 slice"] == 1.0
+    assert left["1 slice"] > left["2 slices"] > left["4 slices"] >= 0.25
 
 
 # the page

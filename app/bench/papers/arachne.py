@@ -15,7 +15,7 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.figures import figures, windows
-from actors.plan.schedule.problem import PlanOptions
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
 from app.bench.papers.figure import Reproduce, Reproduction
@@ -79,7 +79,7 @@ def fig3(quick: bool) -> Reproduction:
 
 def fig9(quick: bool) -> Reproduction:
     steps, cluster = workload("case-study")
-    ours = mean_s(planned(steps, cluster, cascade(quick)))
+    ours = mean_s(planned(steps, cluster, PlanOptions(budget_s=0.5)))
     exact = mean_s(planned(steps, cluster, PlanOptions(strategy="exact", budget_s=0.5)))
     return Reproduction(way="simulation", ours={"step": ours, "step, proven optimum": exact})
 
@@ -189,7 +189,7 @@ def table3(quick: bool) -> Reproduction:
         moved = [
             replace(c, workers=tuple(sorted(numbers[worker] for worker in c.workers))) for c in plan.steps[0].cascades
         ]
-        timed = simulate(moved, [step], h100(), cluster)
+        timed = simulate(Problem([step], h100(), cluster, PlanOptions()), moved)
         slower.append(max(c.end_s for c in timed) / plan.steps[0].makespan_s)
     note = (
         "The plan's cascades on shuffled workers, re-timed with the published cross-node factor. What each half of the "

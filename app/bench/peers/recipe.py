@@ -13,6 +13,7 @@ A loop differs from another in what it does with several processes, which is the
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,9 +102,10 @@ class Recipe:
         over which each sequence is cut."""
         group = group or Group.solo()
         flow, patch = self.train.flow, self.geometry.patch
-        draws = [draw(flow, self.train.seed, micro.step, key, tuple(latents.shape[1:])) for key in micro.keys]
-        pairs = [interpolate(clean, one.noise, one.sigma) for clean, one in zip(latents, draws, strict=True)]
         grid = tuple(size // part for size, part in zip(latents.shape[2:], patch, strict=True))
+        shape, tokens = tuple(latents.shape[1:]), math.prod(grid)
+        draws = [draw(flow, self.train.seed, micro.step, key, shape, tokens) for key in micro.keys]
+        pairs = [interpolate(clean, one.noise, one.sigma) for clean, one in zip(latents, draws, strict=True)]
         sequences = [PackedSequence(grid=grid, text_tokens=len(text)) for text in words]  # type: ignore[arg-type]
         layout = Layout(sequences, group.size, group.rank)
         noisy = layout.local([patchify(noisy, patch) for noisy, _ in pairs])
