@@ -1,5 +1,6 @@
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,14 @@ def test_the_page_says_how_and_with_which_command() -> None:
     assert text.count("<td>0.50</td>") == 2 and "s, less is better" in text
     plain = markdown([papers()["arachne"]], sections, "2 cores")
     assert "| a | 4 | 2 | 0.50 |" in plain and "| own | - | 1 | - |" in plain and "Not run here. no data" in plain
+
+
+def test_the_overview_shows_the_headline_of_a_figure() -> None:
+    found = Reproduction(way="simulation", ours={"a": 2.0, "b": 3.0})
+    plain = shown(found, a=4.0, b=4.0, c=1.0)
+    named = replace(plain, figure=replace(plain.figure, headline="b"))
+    assert plain.headline() == ("a", 4.0, 2.0) and named.headline() == ("b", 4.0, 3.0)
+    assert shown(found, c=1.0).headline() is None and shown(None, a=1.0).headline() is None
 
 
 def test_bars_are_as_long_as_their_values() -> None:

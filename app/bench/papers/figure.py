@@ -25,7 +25,8 @@ class PublishedFigure:
     source: str
     unit: str
     published: Mapping[str, float]
-    better: Literal["less", "more", ""] = ""
+    better: Literal["less", "more", ""] = ""  # empty: not to be judged, as input or measure differ
+    headline: str = ""  # the label that the overview shows; the first that both sides have, unless given
     open: str = ""  # why there is nothing of ours beside it, and what would make it
 
 
@@ -71,6 +72,11 @@ class ShownFigure:
         labels = [*published, *(label for label in ours if label not in published)]
         return [(label, published.get(label), ours.get(label)) for label in labels]
 
+    def headline(self) -> tuple[str, float, float] | None:
+        """(label, published, ours) of the row that stands for the figure; None where no row has both."""
+        both = [(label, theirs, ours) for label, theirs, ours in self.rows() if theirs is not None and ours is not None]
+        return next((row for row in both if row[0] == self.figure.headline), both[0] if both else None)
+
 
 def read_paper(path: Path) -> PublishedPaper:
     """Raises ConfigError for a file that is not a data file of a paper."""
@@ -80,6 +86,10 @@ def read_paper(path: Path) -> PublishedPaper:
         for label, value in (pair for figure in figures for pair in figure.published.items()):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{label!r} is published as {value!r}, not a number; quote labels with commas")
+        if lost := [
+            figure.headline for figure in figures if figure.headline and figure.headline not in figure.published
+        ]:
+            raise TypeError(f"the headline {lost[0]!r} is not among the published values")
         return PublishedPaper(name=path.stem, paper=tree["paper"], figures=figures)
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -45,13 +45,12 @@ def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: 
 
 
 def _overview(shown: Sequence[ShownFigure]) -> str:
-    """The first number of every figure that has one on both sides."""
-    words = ("", "the first number", "published", "Heddle", "ratio", "")
-    head = f"<tr>{''.join(f'<th>{word}</th>' for word in words)}</tr>"
+    """One number of every figure that has one on both sides."""
+    words = ("published", "Heddle", "ratio", "")
+    head = f"<tr><th></th><th class=words>one number of each</th>{''.join(f'<th>{word}</th>' for word in words)}</tr>"
     lines = []
     for one in shown:
-        row = next((row for row in one.rows() if row[1] is not None and row[2] is not None), None)
-        if row is not None:
+        if (row := one.headline()) is not None:
             label, published, ours = row
             link = f"<a href='#{anchor(one)}'>{escape(one.paper)} {escape(one.figure.id)}</a>"
             numbers = (number_of(published), number_of(ours), ratio_of(published, ours), _wanted(one.figure.better))
