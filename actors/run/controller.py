@@ -411,6 +411,7 @@ class Controller:
                 why=decision.reason,
                 from_step=self._next_step,
                 seconds=round(time.time() - started, 3),
+                gradients=self.pool.info(runner.world[0].name).gradients,
             )
         )
 

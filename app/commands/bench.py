@@ -17,6 +17,7 @@ BENCHMARKS = {
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
+    "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
