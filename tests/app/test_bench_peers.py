@@ -140,9 +140,17 @@ def test_no_step_to_count_is_refused() -> None:
 
 def figures(cpu: float, losses: tuple[float, ...] = (1.0, 0.5)) -> PeerFigures:
     return PeerFigures(
-        start_s=5.0, step_s=2.0, samples_per_s=8.0, cpu_s=cpu, samples_per_cpu_s=16 / cpu, trained_s=0.5 * cpu, services_s=0.1, idle=0.1,
-        memory_mib=1024.0, losses=losses,
-    )  # fmt: skip
+        start_s=5.0,
+        step_s=2.0,
+        samples_per_s=8.0,
+        cpu_s=cpu,
+        samples_per_cpu_s=16 / cpu,
+        trained_s=0.5 * cpu,
+        services_s=0.1,
+        idle=0.1,
+        memory_mib=1024.0,
+        losses=losses,
+    )
 
 
 def test_ratios_are_taken_within_a_round() -> None:
