@@ -190,7 +190,7 @@ def from_here(config: RunConfig) -> RunConfig:
         run=replace(config.run, dir=_absolute(config.run.dir)),
         model=replace(
             model,
-            dit=replace(model.dit, path=_absolute(model.dit.path)),
+            dit=replace(model.dit, path=_absolute(model.dit.path), lora_from=_absolute(model.dit.lora_from)),
             vae=replace(model.vae, path=_absolute(model.vae.path)),
             text=replace(model.text, path=_absolute(model.text.path)),
             image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
