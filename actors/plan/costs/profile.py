@@ -15,7 +15,7 @@ from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError, refuse_below
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
-from ops.models.config import TextConfig, VAEConfig
+from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Profile:
         vae: VAEConfig | None = None,
         text: TextConfig | None = None,
         geometry: Geometry | None = None,
+        image: ImageConfig | None = None,
         *,
         tflops: float = 0.03,
         gpu_memory_gib: float | None = None,
@@ -125,6 +126,8 @@ class Profile:
             vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
         if text_flops_per_token is None:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
+        if dit.in_channels > dit.out_channels:
+            vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
         refuse_degrees(degrees, dit.num_heads)
         fits = flop_coefficients(
@@ -132,6 +135,7 @@ class Profile:
             tflops,
             vae_flops_per_pixel=vae_flops_per_pixel,
             text_flops_per_token=text_flops_per_token,
+            image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
             launch_s=launch_s,
             exchange_gbps=exchange_gbps,
         )
