@@ -235,9 +235,11 @@ class GenerationFormed(RunEvent):
     why: str
     from_step: int
     seconds: float
+    gradients: str = ""  # "own" or "node"; older runs do not say
 
     def describe(self) -> str:
-        return f"generation {self.generation}: {len(self.workers)} workers{_because(self.why)}"
+        shared = ", one gradient per node" if self.gradients == "node" else ""
+        return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
 
 
 @dataclass(frozen=True, kw_only=True)

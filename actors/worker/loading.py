@@ -69,7 +69,9 @@ def build_sync(dit: nn.Module, train: TrainConfig) -> Sync:
         return DeepSpeedSync(dit, train.optimizer, train.steps)
     from ops.sync import FlatSync
 
-    return FlatSync(dit, train.optimizer, train.steps)
+    weights = [parameter for _, parameter in trainable(dit)]
+    gradients = train.gradients_of(sum(one.numel() for one in weights), weights[0].device.type)
+    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients)
 
 
 def device_of(workers: WorkersConfig) -> torch.device:

@@ -95,6 +95,7 @@ class Worker:
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
+            gradients=self.settings.train.gradients_of(self.executor.sync.layout[-1].hi, self.device.type),
         )
 
     def form(self, task: FormTask) -> Snapshot | None:
@@ -119,6 +120,7 @@ class Worker:
             timeout,
             cancel,
             address=node_address(),
+            nodes=task.nodes or None,
         )
         self._snapshot_to = task.snapshot_to
         origin = task.origin
