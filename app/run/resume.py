@@ -44,7 +44,7 @@ SCHEDULE = _names("""
     train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
 """)  # a person may want it; told
-FREE = ["run", "sample"]
+FREE = ["run", "sample", "track"]
 _TABLES: tuple[tuple[list[str], Kind], ...] = (
     (FUNCTION, "function"),
     (WEIGHTS, "weights"),

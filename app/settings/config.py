@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -78,7 +78,12 @@ ELSEWHERE = {
     "ulysses_degree": "planner.degrees",
     "num_workers": "workers.max",
     "world_size": "workers.max",
+    "report_to": "track",
+    "log_with": "track",
 }
+
+
+TrackerName = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +155,7 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    track: tuple[TrackerName, ...] = ("tensorboard",)  # where curves go besides metrics.jsonl
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
