@@ -18,8 +18,10 @@ BENCHMARKS = {
     "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
     "peers": ("app.bench.peers.contest", "The same training by DDP, by Ray Train with DeepSpeed, and by Heddle."),
+    "papers": ("app.bench.papers.contents", "Figures of the four papers beside Heddle's, as a page."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
+    "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
