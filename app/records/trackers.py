@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,7 +96,10 @@ class WandbTracker:
         self._run.finish()
 
 
-TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 
-from actors.plan.costs.forms import Load, flop_coefficients
+from actors.plan.costs.flops import flop_coefficients
+from actors.plan.costs.forms import Load
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
@@ -160,7 +161,10 @@ class SampleFlops:
         pieces = [(piece.bucket, piece.batch) for piece in span.pieces]
         if not pieces and span.bucket is not None:
             pieces = [(span.bucket, span.batch)]
-        return sum(batch * self._of_one(tuple(bucket)) for bucket, batch in pieces)  # type: ignore[arg-type]
+        total = 0.0
+        for (frames, height, width), batch in pieces:
+            total += batch * self._of_one((frames, height, width))
+        return total
 
     def _of_one(self, bucket: tuple[int, int, int]) -> float:
         if bucket not in self.known:

@@ -217,6 +217,7 @@ def names() -> Names:
 
 def check(config: RunConfig) -> None:
     """The rules between two sections. Raises ConfigError for the first that does not hold."""
+    _check_frame_rate(config)
     _check_degrees(config)
     _check_schedule(config)
     _check_buckets(config)
@@ -254,6 +255,15 @@ def _unused_numbers(config: RunConfig) -> list[str]:
     return [
         f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused
     ]
+
+
+def _check_frame_rate(config: RunConfig) -> None:
+    rate, fps = config.model.dit.clip_rate, config.data.fps
+    if rate is not None and fps != rate:
+        raise ConfigError(
+            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
+            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+        )
 
 
 def _check_degrees(config: RunConfig) -> None:
