@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -73,10 +74,16 @@ class Cluster:
     nodes: tuple[int, ...]  # workers on each node
     rails: str = ""  # one letter per worker of a node; empty: all the same rail
     speed: tuple[float, ...] = ()
+    room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known
 
     @property
     def num_workers(self) -> int:
         return sum(self.nodes)
+
+    @property
+    def least_room_gib(self) -> float:
+        """A cascade that fits here fits on every worker."""
+        return min(self.room_gib, default=math.inf)
 
     def node_of(self, worker: int) -> int:
         for node, count in enumerate(self.nodes):

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 
 from actors.config import PlannerConfig
-from actors.messages import Span
+from actors.messages import MemoryExceeded, Span
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, EarlyEncode
-from actors.planning.actor import Planner
+from actors.planning.actor import Planner, learn_limit
 from actors.ray_calls import GONE, get, unwrap
 from actors.refs import Ref
 from actors.step import StepAssignment
@@ -59,6 +59,13 @@ class PlannerClient:
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Tell measured seconds; nobody waits for the answer."""
         self._actor.observe.remote(spans, text_tokens)
+
+    def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
+        """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.
+        Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
+        self._asked = None
+        self._actor.exceeded.remote(found, text_tokens)
+        return learn_limit(self._profile, found, text_tokens)
 
     def close(self) -> None:
         ray.kill(self._actor, no_restart=True)

@@ -33,6 +33,8 @@ from actors.state.commit_log import CommitLog
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
 from ops.models.folders import resolve
+from ops.models.load import num_trained
+from ops.shards import bytes_per_weight
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -84,6 +86,7 @@ def start_controller(
         state=state,
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of),
+        state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
     )
 

@@ -21,6 +21,7 @@ from typing import Protocol
 from actors.clock import PatientClock
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
+from actors.messages import MemoryExceeded
 from actors.outcome import Events, Exit, Listener, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout, worker_name, worker_number
@@ -50,6 +51,7 @@ from actors.records.events import (
     FeederLost,
     GenerationEnded,
     GenerationFormed,
+    MemoryRanOut,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -107,6 +109,7 @@ class Controller:
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     account: StepAccount
     skips: Skips
+    state_gib: float = 0.0  # of the training state that the workers of a generation share
     clock: PatientClock = field(default_factory=PatientClock)
 
     left: str = ""  # after `train`: what is not on disk, and how to go on
@@ -225,6 +228,7 @@ class Controller:
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
         self.planner.observe([s for r in done.reports for s in r.spans], tokens)
         self._learn_speeds(runner, done)
+        runner.count_on_room(done.reports)
 
     def _settle(self, runner: StepRunner | None, quiet: bool, timeout_s: float = 0.0) -> None:
         """Commit what has become safe; where keepers are gone or silent, have others hold it."""
@@ -305,7 +309,24 @@ class Controller:
         if lost.pixels_lost:
             self._reopen_data("decoded batches were lost")
         if lost.failed:
-            self._observe(Broken(generation=generation, reason=f"{lost}{self.lookout.late()}"))
+            learned = [self._avoid(found) for found in lost.exceeded]
+            reason = f"{lost}{self.lookout.late()}"
+            self._observe(Broken(generation=generation, reason=reason, learned=any(learned)))
+
+    def _avoid(self, found: MemoryExceeded) -> bool:
+        """The next plans do without what ran out of memory. Whether that is news to the planner."""
+        self.events.tell(
+            MemoryRanOut(
+                worker=found.worker,
+                step=found.step,
+                cascade=found.name,
+                degree=found.degree,
+                peak_gib=round(found.peak_gib, 3),
+                room_gib=round(found.room_gib, 3),
+            )
+        )
+        items = self.source.items(found.step)
+        return self.planner.exceeded(found, {item.id: item.text_tokens for item in items.items} if items else {})
 
     def _reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
@@ -377,7 +398,7 @@ class Controller:
         self.state.begin(recovery)
         if self.commits.committed < before:
             self.source.open(self.commits.committed + 1, self.state.data_token())
-        world = seats_of(infos, self.pool.handle)
+        world = seats_of(infos, self.pool.handle, self.state_gib)
         self.state.place_keepers([seat.node for seat in world])
         self._stores.append(self.new_store())
         address = (self._stores[-1].host, self._stores[-1].port)

@@ -15,18 +15,20 @@ from typing import cast
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.messages import IO, PublishedResult, Snapshot, StepReport
+from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
+from actors.run.forming import room_of
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
 log = logging.getLogger(__name__)
 
 _ENDED_S = 60.0  # a call whose worker has finished the step after it has ended; its answer may come a little later
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
+_ROOM_CHANGE = 0.02  # share of the memory for cascades
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
 # Ray raises the cause of a lost argument; only these words tell that the call itself never ran.
 _LOST_ARGUMENT = "input arguments for this task could not be computed"
@@ -57,6 +59,13 @@ class StepRunner:
     def count_on(self, speed: tuple[float, ...]) -> None:
         """Plan from now on with these speeds of the workers, in order of ranks."""
         self.cluster = replace(self.cluster, speed=speed)
+
+    def count_on_room(self, reports: Sequence[StepReport]) -> None:
+        """Plan from now on with the memory that workers had left for cascades, once it is another than was counted on:
+        plans that were asked for ahead count on what was known then."""
+        found = room_of([report.room_gib for report in reports])
+        if changed(self.cluster.room_gib, found):
+            self.cluster = replace(self.cluster, room_gib=found)
 
     def dispatch(self, step: int) -> RunningStep:
         """Plan and submit one step. Raises PlanError, DataError, DataLost."""
@@ -212,6 +221,7 @@ class StepRunner:
         workers have finished the oldest step, its DiT calls have ended, too."""
         dead: list[str] = []
         failed: dict[str, str] = {}
+        exceeded: list[MemoryExceeded] = []
         for seat, reference in zip(self.world, self.running[0].finishes):
             if reference not in references:
                 continue
@@ -222,14 +232,16 @@ class StepRunner:
                 dead.append(seat.name)
             except ray.exceptions.RayTaskError as error:
                 failed[seat.name] = str(error.cause)
+                exceeded += exceeded_of(error)
         if not dead:
-            failed = {**self._failed_calls(ended and not failed), **failed}
+            failed = {**self._failed_calls(ended and not failed, exceeded), **failed}
         if dead or failed:
-            raise GenerationLost(dead, failed, self._pixels_lost())
+            raise GenerationLost(dead, failed, self._pixels_lost(), exceeded)
 
-    def _failed_calls(self, ended: bool) -> dict[str, str]:
-        """Workers whose DiT calls failed, and why. A call whose argument is gone never reaches its worker; only its
-        reference knows. An encode call says so to the DiT call that waits for its result."""
+    def _failed_calls(self, ended: bool, exceeded: list[MemoryExceeded]) -> dict[str, str]:
+        """Workers whose DiT calls failed, and why; adds to what is known to have `exceeded` the memory. A call whose
+        argument is gone never reaches its worker; only its reference knows. An encode call says so to the DiT call that
+        waits for its result."""
         failed: dict[str, str] = {}
         for running in self.running:
             patience = _ENDED_S if ended and running is self.running[0] else 0.0
@@ -239,7 +251,7 @@ class StepRunner:
                 call = dits[waiting[0]]
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
             for reference in done:
-                if why := failure_of(reference):
+                if why := failure_of(reference, exceeded):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
         return failed
 
@@ -250,16 +262,31 @@ class StepRunner:
         return any(has_lost_argument(reference) for reference in done)
 
 
+def changed(before: tuple[float, ...], now: tuple[float, ...]) -> bool:
+    """Whether the room of the workers is another, by more than comes and goes with kept results."""
+    if len(before) != len(now):
+        return True
+    return any(abs(a - b) > _ROOM_CHANGE * max(a, 1e-9) for a, b in zip(before, now, strict=True))
+
+
 def shape_of(name: str) -> str:
     """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`actors.bars`)."""
     return name.rpartition(" s")[0]
 
 
-def failure_of(call: Ref[object]) -> str:
-    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead."""
+def exceeded_of(error: ray.exceptions.RayTaskError) -> list[MemoryExceeded]:
+    """What ran out of memory, if that is why a call failed: itself, or an encode that it needs the result of."""
+    return [error.cause.found] if isinstance(error.cause, OutOfMemory) else []
+
+
+def failure_of(call: Ref[object], exceeded: list[MemoryExceeded] | None = None) -> str:
+    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead. What ran out
+    of memory is added to `exceeded`."""
     try:
         get(call)
     except ray.exceptions.RayTaskError as error:
+        if exceeded is not None:
+            exceeded += exceeded_of(error)
         return "" if isinstance(error.cause, GONE) else _last_line(str(error.cause) or str(error))
     except GONE as error:
         log.debug("a call failed: %s", error)

@@ -246,6 +246,16 @@ def _normalisation(fields: Json, channels: int, device: torch.device) -> tuple[T
     return torch.tensor(mean, device=device).view(view), torch.tensor(std, device=device).view(view)
 
 
+def vae_without_weights(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
+    """The autoencoder that a folder's config.json describes, with whatever values its class begins with."""
+    import diffusers
+
+    assert config.path is not None
+    fields = read_json(component(config.path, "vae") / "config.json")
+    vae_numbers(fields, config.path)
+    return DiffusersVAE(getattr(diffusers, fields["_class_name"]).from_config(fields), config, device)
+
+
 def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
     """The autoencoder of a local folder, by the class its config.json names, in fp32."""
     import diffusers  # heavy: seconds to import
