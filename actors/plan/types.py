@@ -74,6 +74,7 @@ class Cluster:
     nodes: tuple[int, ...]  # workers on each node
     rails: str = ""  # one letter per worker of a node; empty: all the same rail
     speed: tuple[float, ...] = ()
+    memory_gib: float = 0.0  # of each worker's device; 0: unknown
     room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known
 
     @property

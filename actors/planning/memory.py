@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
 from actors.plan.costs.forms import token_count
-from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, line_through
+from actors.plan.costs.needs import BAG, SOLO, USABLE, NeedLine, Needs, Samples, clip_kind, footprint, line_through
 from actors.plan.types import PlanError
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from ops.models.forecast import Precision
 
 GIB = 2**30
-USABLE = 0.96  # of a device: the rest is lost to fragments of the allocator and workspaces of libraries
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
+PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
+BAGS_GIB = 5.0  # that the communicators of bags may take on a GPU
 Shape = tuple[int, int, int]  # frames, height, width
 
 
@@ -77,9 +78,9 @@ class Forecast:
             text=self.text_gib,
         )
 
-    def room_gib(self, memory_gib: float, workers: int, communicators_gib: float, cuda: bool = True) -> float:
+    def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
         """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
-        other = CONTEXT_GIB + communicators_gib if cuda else 0.0
+        other = CONTEXT_GIB + bags_gib if cuda else 0.0
         return USABLE * (memory_gib - other) - self.states(workers).total
 
 
@@ -174,6 +175,12 @@ def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[
     return found
 
 
+def communicators_gib(degrees: Sequence[int], workers: int) -> float:
+    """GiB of a GPU that the communicators of its bags take at most."""
+    peers = sum(degree - 1 for degree in degrees if degree <= workers)
+    return min(BAGS_GIB, PEER_GIB * peers)
+
+
 def least_workers(
     found: Forecast,
     geometry: Geometry,
@@ -181,13 +188,12 @@ def least_workers(
     text_tokens: int,
     degrees: Sequence[int],
     memory_gib: float,
-    communicators_gib: float,
     most: int,
     cuda: bool = True,
 ) -> int | None:
     """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
     for workers in range(1, most + 1):
-        room = found.room_gib(memory_gib, workers, communicators_gib if workers > 1 else 0.0, cuda)
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers), cuda)
         legal = [degree for degree in degrees if degree <= workers]
         if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
             return workers
@@ -195,8 +201,6 @@ def least_workers(
 
 
 def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int], room: float) -> bool:
-    from actors.plan.costs.needs import footprint
-
     one = [replace(_clip(clip), text_tokens=text_tokens)]
     sizes = [footprint("vae", one, 1, geometry), footprint("text", one, 1, geometry)]
     return all(needs.fits(size, room) for size in sizes) and any(

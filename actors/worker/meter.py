@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.plan.costs.needs import USABLE
 from ops.storages import StorageCount, storage_bytes
 
 GIB = 2**30
-USABLE = 0.96  # of a device: the rest is lost to fragments of the allocator and workspaces of libraries
 _TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "CUBLAS_STATUS_ALLOC_FAILED")
 
 

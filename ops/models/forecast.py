@@ -26,7 +26,7 @@ from ops.models.config import TextConfig, VAEConfig
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.vae import DiffusersVAE, vae_without_weights
-from ops.packing import Layout
+from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
@@ -151,12 +151,18 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
     with FakeTensorMode(allow_non_fake_inputs=True):
         vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, "cpu")
         video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
-        patch_free: list[Tensor] = []
+        tiles = vae.plan_tiles(frames, height, width)
         with StorageCount() as count, torch.no_grad():
-            latents = vae.encode(video.to("cpu", copy=True))
-            patch_free.extend(latent.float().contiguous() for latent in latents)
+            clips = video.to("cpu", copy=True)  # to the device
+            if len(tiles) == 1:
+                rows = [patchify(latent.float(), (1, 1, 1)) for latent in vae.encode(clips)]
+                del rows
+                peak = count.peak_bytes
+            else:  # one after the other: the first is the largest, and what the others left stays beside it
+                latents = vae.encode_tile(clips, tiles[0])
+                peak = count.peak_bytes + (len(tiles) - 1) * latents.untyped_storage().nbytes()
         weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE) else []
-        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=count.peak_bytes / GIB)
+        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB)
 
 
 def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.folders import check_safetensors, component, read_json, tokenizer_of
+from ops.models.place import on_device
 
 if TYPE_CHECKING:
     from transformers import T5Config, T5EncoderModel, UMT5EncoderModel
@@ -61,7 +62,7 @@ class T5Text:
         self, encoder: torch.nn.Module, tokenizer: Tokenizer, config: TextConfig, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
-        self.encoder = encoder.to(self.device).eval().requires_grad_(False)
+        self.encoder = on_device(encoder, self.device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_length, self.pad_to = config.max_length, config.pad_to
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]

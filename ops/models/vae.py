@@ -22,6 +22,7 @@ from ops.models.base.family import Json
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.folders import check_safetensors, component, read_json, vae_numbers
+from ops.models.place import on_device
 from ops.models.tiles import Tile, whole
 
 
@@ -61,7 +62,7 @@ class DiffusersVAE:
     def __init__(self, model: torch.nn.Module, config: VAEConfig, device: torch.device | str) -> None:
         self.device = torch.device(device)
         # Any: three classes of Diffusers, which is untyped, with different switches and tiles.
-        self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        self.model: Any = on_device(model, self.device).eval().requires_grad_(False)
         self.config = config
         fields = {"_class_name": type(model).__name__, **model.config}  # type: ignore[dict-item]
         self.channels, self.vae_stride = vae_numbers(fields, type(model).__name__)

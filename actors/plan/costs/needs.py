@@ -18,6 +18,7 @@ from ops.geometry import Geometry
 from ops.models.config import TEXT_BATCH_TOKENS
 
 Kind = tuple[Module, str]
+USABLE = 0.96  # of a device: the rest is lost to fragments of the allocator and workspaces of libraries
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
 SOLO, BAG = "solo", "bag"
 
