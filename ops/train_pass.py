@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
 from ops.flow import flow_loss
 from ops.packing import Layout, patchify
 
@@ -20,7 +21,7 @@ from ops.packing import Layout, patchify
 class NoisyClip:
     """One sequence of the pass: what this rank holds of it, and its random draw."""
 
-    rows: Tensor  # [n, P], this rank's rows of the clean latent
+    rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
     text: Tensor  # [text tokens, E], whole
     noise: Tensor  # fp32 [C, t, h, w], whole, in host memory
     sigma: float
@@ -48,6 +49,7 @@ def train_pass(
     dtype: torch.dtype,
     autocast: bool,
     phase: Callable[[str], None] = lambda name: None,
+    conditions: Conditions = NOTHING,
     before_backward: Callable[[], None] = lambda: None,
 ) -> PassResult:
     """Adds this rank's part of the gradient to the parameters. Collective over the group.
@@ -58,15 +60,20 @@ def train_pass(
     noisy, target = [], []
     for i, clip in enumerate(clips):
         noise = patchify(clip.noise, patch)[layout.chunk(i)].to(device, dtype)
-        noisy.append((1 - clip.sigma) * clip.rows + clip.sigma * noise)
-        target.append(noise - clip.rows)
+        clean, told = clip.rows.split((noise.shape[1], clip.rows.shape[1] - noise.shape[1]), dim=1)
+        mixed = (1 - clip.sigma) * clean + clip.sigma * noise
+        given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
+        mixed[:given] = clean[:given]
+        noisy.append(torch.cat([mixed, told], dim=1) if told.shape[1] else mixed)
+        target.append(noise - clean)
     tokens, wanted = torch.cat(noisy), torch.cat(target)
     sigmas = torch.tensor([clip.sigma for clip in clips], dtype=dtype, device=device)
     weights = torch.tensor([clip.weight for clip in clips], dtype=dtype, device=device)
     del noisy, target
     phase("forward")
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        predicted = dit(tokens, sigmas * num_train_timesteps, torch.cat([clip.text for clip in clips]), layout, group)
+        text = torch.cat([clip.text for clip in clips])
+        predicted = dit(tokens, sigmas * num_train_timesteps, text, layout, group, conditions)
     predicted = predicted.to(dtype)
     loss = flow_loss(predicted, wanted, layout, weights)
     phase("backward")

@@ -8,11 +8,26 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Module = Literal["text", "vae", "dit"]
+USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
 MODULES: tuple[Module, ...] = ("text", "vae", "dit")
 
 
 class PlanError(ValueError):
     """No legal plan exists, or a plan breaks a rule. The message names the item and the smallest remedy."""
+
+
+def refuse_below(least: int, record: object, *names: str) -> None:
+    """Raises ValueError for the first of these fields of a record that is below `least`."""
+    for name in names:
+        if (value := getattr(record, name)) < least:
+            raise ValueError(f"{name} is {value!r}; it must be at least {least}.")
+
+
+def refuse_unless_positive(record: object, *names: str) -> None:
+    """Raises ValueError for the first of these fields of a record that is 0 or below; None says nothing."""
+    for name in names:
+        if (value := getattr(record, name)) is not None and value <= 0:
+            raise ValueError(f"{name} is {value!r}; it must be a positive number.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
-from actors.plan.costs.forms import token_count
-from actors.plan.costs.needs import BAG, SOLO, USABLE, NeedLine, Needs, Samples, clip_kind, footprint, line_through
-from actors.plan.types import PlanError
+from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.types import USABLE, PlanError
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.shards import bytes_per_weight
@@ -51,7 +50,7 @@ class StateSizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
+class MemoryForecast:
     """What a model's workers need: all counted in weights, so that any number of workers is only arithmetic."""
 
     parameters: int
@@ -91,7 +90,7 @@ def forecast(
     clips: Sequence[Shape],
     degrees: Sequence[int],
     cuda: bool,
-) -> Forecast:
+) -> MemoryForecast:
     """Of a resolved model. `clips` are the shapes that will come, `degrees` those that the DiT may have.
 
     Takes seconds of one core and no memory to speak of, whatever the size of the model.
@@ -116,7 +115,7 @@ def forecast(
     encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
     needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
-    return Forecast(
+    return MemoryForecast(
         parameters=sum(count for count, _ in weights),
         trained=sum(count for count, wanted in weights if wanted),
         parameter_bytes=dtype.itemsize,
@@ -140,10 +139,9 @@ def _dit_lines(
     from ops.packing import Sequence as PackedSequence
 
     text = max(model.text.max_length, model.text.pad_to)
-    t, h, w = geometry.token_grid(*max(clips, key=lambda clip: token_count(geometry, *clip)))
-    large, small = PackedSequence((t, h, w), text), PackedSequence((t, h, max(1, w // 2)), text)
-    if large == small:
-        large = PackedSequence((t, h, 2 * w), text)
+    t, h, w = geometry.token_grid(*max(clips, key=lambda clip: geometry.tokens(*clip)))
+    images = model.image.tokens if model.image is not None else 0
+    large, small = (PackedSequence((t, h, size), text, images) for size in (max(w, 2), max(w, 2) // 2))
     units = [float(s.tokens + s.text_tokens) for s in (small, large)]
     peaks = [dit_need_gib(model.dit, [s], 1, precision) for s in (small, large)]
     lines = {SOLO: line_through((units[0], units[1]), (peaks[0], peaks[1]))}
@@ -182,7 +180,7 @@ def communicators_gib(degrees: Sequence[int], workers: int) -> float:
 
 
 def least_workers(
-    found: Forecast,
+    found: MemoryForecast,
     geometry: Geometry,
     clips: Sequence[Shape],
     text_tokens: int,
@@ -202,13 +200,15 @@ def least_workers(
 
 def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int], room: float) -> bool:
     one = [replace(_clip(clip), text_tokens=text_tokens)]
-    sizes = [footprint("vae", one, 1, geometry), footprint("text", one, 1, geometry)]
+    sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
     return all(needs.fits(size, room) for size in sizes) and any(
-        needs.fits(footprint("dit", one, degree, geometry), room) for degree in degrees
+        needs.fits(footprint("dit", one, degree, geometry.tokens), room) for degree in degrees
     )
 
 
-def too_little(found: Forecast, memory_gib: float, workers: int, room_gib: float, remedies: Sequence[str]) -> PlanError:
+def too_little(
+    found: MemoryForecast, memory_gib: float, workers: int, room_gib: float, remedies: Sequence[str]
+) -> PlanError:
     """What a run that cannot fit is told before it starts, with the changes that would help."""
     states = found.states(workers)
     advice = f"It fits with {' or with '.join(remedies)}." if remedies else "No setting of this run makes it fit."

@@ -7,6 +7,7 @@ waits for the controller between steps.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,6 @@ from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
-from actors.run.forming import room_of
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class StepRunner:
     budget_s: float  # to find a plan
     lookahead: int
     exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
-    last_step: int
+    next_step: int  # to be dispatched
+    last_step: int  # exclusive
     forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
     first_budget_s: float | None = None  # the same for the first plan of the generation
     running: list[RunningStep] = field(default_factory=list)
@@ -67,13 +68,18 @@ class StepRunner:
         if changed(self.cluster.room_gib, found):
             self.cluster = replace(self.cluster, room_gib=found)
 
-    def dispatch(self, step: int) -> RunningStep:
-        """Plan and submit one step. Raises PlanError, DataError, DataLost."""
-        started = time.perf_counter()
+    @property
+    def at_end(self) -> bool:
+        """Every step of the run has been dispatched."""
+        return self.next_step >= self.last_step
+
+    def dispatch(self) -> RunningStep:
+        """Plan and submit the next step. Raises PlanError, DataError, DataLost."""
+        started, step = time.perf_counter(), self.next_step
         budget_s = self.budget_s if self._planned or self.first_budget_s is None else self.first_budget_s
         window, done = self._question(step)
         assignment = self.planner.plan(step, window, self.cluster, done, budget_s)
-        plan_s = time.perf_counter() - started
+        planning_s = time.perf_counter() - started
         steps = sorted({c.step for c in assignment.cascades} | {step})
         data = {s: self.source.data(s) for s in steps}
         self._use_cache(data[step])
@@ -99,7 +105,7 @@ class StepRunner:
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
-            plan_s=plan_s,
+            planning_s=planning_s,
         )
         self.running.append(running)
         self._remember_early(assignment, step)
@@ -107,6 +113,7 @@ class StepRunner:
             window, done = self._question(step + 1)
             self.planner.request(step + 1, window, self.cluster, done, budget_s)
         self._planned = True
+        self.next_step += 1
         return running
 
     def collect(self, timeout_s: float) -> CollectedStep | None:
@@ -260,6 +267,12 @@ class StepRunner:
         references = [call.reference for running in self.running for call in running.calls if call.reads_data]
         done, _ = wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         return any(has_lost_argument(reference) for reference in done)
+
+
+def room_of(rooms: Sequence[float | None]) -> tuple[float, ...]:
+    """Memory for cascades of each worker, or nothing where one of them has no limit. Rounded down to MiB."""
+    known = [room for room in rooms if room is not None]
+    return tuple(math.floor(room * 1024) / 1024 for room in known) if len(known) == len(rooms) else ()
 
 
 def changed(before: tuple[float, ...], now: tuple[float, ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.plan.costs.needs import USABLE
+from actors.plan.types import USABLE
 from ops.storages import StorageCount, storage_bytes
 
 GIB = 2**30

@@ -177,7 +177,7 @@ class LabRun:
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline:
             if self.controller is not None:  # again and again: a monitor that is started anew has forgotten it
-                self.controller.monitor.stop.remote("stopped by the laboratory")
+                self.controller.generations.monitor.stop.remote("stopped by the laboratory")
             self._thread.join(2)
         self.join(0)
 
@@ -256,7 +256,7 @@ class LabRun:
         """SHA-256 of the parameters of every worker of the running generation, all after the same step."""
         import ray
 
-        handles = [self.controller.pool.handle(name) for name, _ in self.active()]
+        handles = [self.controller.generations.pool.handle(name) for name, _ in self.active()]
         return ray.get([handle.parameters_digest.remote() for handle in handles], timeout=120)
 
     def signal_worker(self, index: int = 0, number: int = signal.SIGKILL) -> str:
@@ -269,7 +269,7 @@ class LabRun:
         import ray
 
         self.wait_for(lambda: self.controller is not None, "the controller")
-        ray.get(self.controller.monitor.scale.remote(target))
+        ray.get(self.controller.generations.monitor.scale.remote(target))
 
     def kill_actor(self, kind: str) -> None:
         """End the process of the "planner", "feeder", "monitor", of one "keeper" or of all "keepers" without a word."""
@@ -280,7 +280,7 @@ class LabRun:
         handles: list[Any] = {
             "planner": lambda: [controller.planner._actor],
             "feeder": lambda: [controller.source._feeder],
-            "monitor": lambda: [controller.monitor],
+            "monitor": lambda: [controller.generations.monitor],
             "keeper": lambda: list(keepers().values())[:1],
             "keepers": lambda: list(keepers().values()),
         }[kind]()

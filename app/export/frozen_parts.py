@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from app.settings.config import RunConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.folders import component, read_json, tokenizer_of
+from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.typed import ConfigError
 
@@ -22,11 +24,15 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index: dict[str, Any] = {"_class_name": family.pipeline_class}
+    index: dict[str, Any] = {
+        "_class_name": family.pipeline_class(config.model.dit),
+        **family.index(config.train.flow),
+    }
     origins: dict[str, str] = {}
     notes: list[str] = []
     _vae(work, config, index, origins, notes)
     _text(work, config, index, origins, notes)
+    _image(work, config, index, origins)
     _scheduler(work, config, index, origins)
     for name in family.missing_parts:
         index[name] = [None, None]
@@ -109,16 +115,57 @@ def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[st
     origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
 
 
+def _image(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
+    """The image encoder of image-to-video pipelines; some have none."""
+    if not config.model.dit.starts_from_image:
+        return
+    image, names = config.model.image, ("image_encoder", "image_processor")
+    if image is None:
+        index |= {name: [None, None] for name in names}
+        return
+    index |= {"image_encoder": ["transformers", "CLIPVisionModel"], names[1]: ["transformers", "CLIPImageProcessor"]}
+    if not image.path:
+        random = random_clip(image, "cpu")
+        random.encoder.save_pretrained(work / names[0])
+        random.save_processor(work / names[1])
+        origins[names[0]] = origins[names[1]] = f"random CLIP vision tower of seed {image.seed}"
+        return
+    encoder = component(image.path, "image_encoder")
+    for name, folder in zip(names, (encoder, processor_of(encoder)), strict=True):
+        origins[name] = f"{link_tree(folder, work / name)} from {folder}"
+
+
 def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
     """Euler with the shift of the training and the sigmas of `heddle sample`."""
     import diffusers
 
     flow = config.train.flow
-    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow.flow_shift)
+    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow)
     scheduler: Any = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
     index["scheduler"] = ["diffusers", chosen.name]
     origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+
+
+def other_expert(
+    work: Path, trained: DiTConfig, source: Path | None, index: dict[str, Any], origins: dict[str, str]
+) -> list[str]:
+    """The transformer for the other noise levels, from `source` where there is one; returns notes."""
+    part = trained.other_expert().part
+    low, high = trained.sigmas
+    index["boundary_ratio"] = low if high == 1.0 else high
+    notes = []
+    if trained.part == "transformer_2":
+        notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
+    if source is None:
+        index[part] = [None, None]
+        notes.append(
+            f"this run trained {trained.part}/ of two experts; {part}/ is not there, copy it from its own export."
+        )
+        return notes
+    index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]
+    origins[part] = f"{link_tree(source, work / part)} from {source}"
+    return notes
 
 
 def link_tree(source: Path, target: Path) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
-from actors.plan.costs.profile_json import at_least_one, read_profile
-from actors.plan.types import Cluster, Item, Module, PlanError
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.types import Cluster, Item, Module, PlanError, refuse_below
 from actors.planning.options import profile_of as run_profile_of
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket, DataItem
@@ -37,9 +37,8 @@ class WorkloadItem:
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "batch", "frames", "height", "width")
-        if self.text_tokens < 0:
-            raise ValueError(f"text_tokens is {self.text_tokens}; it must be a whole number of at least 0.")
+        refuse_below(1, self, "batch", "frames", "height", "width")
+        refuse_below(0, self, "text_tokens")
 
     def item(self) -> Item:
         return Item(**as_plain(self))

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.config import TrainConfig
-from actors.plan.costs.needs import USABLE, Samples
+from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
-from actors.plan.types import MODULES, Cascade, Cluster, Item, Plan, PlanError
+from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan, PlanError
 from actors.planning.memory import (
     CONTEXT_GIB,
-    Forecast,
+    MemoryForecast,
     Shape,
     communicators_gib,
     forecast,
@@ -34,7 +34,7 @@ _MOST_WORKERS = 64  # that are suggested where fewer are too few
 class MemoryView:
     """What is known of a device of this run. `cuda`: it is a GPU, with a context and communicators."""
 
-    found: Forecast
+    found: MemoryForecast
     memory_gib: float | None
     workers: int
     bags_gib: float
@@ -111,7 +111,7 @@ def _check_workers(
     assert memory is not None and room is not None
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
 
-    def least(found: Forecast, most: int) -> int | None:
+    def least(found: MemoryForecast, most: int) -> int | None:
         return least_workers(found, geometry, clips, tokens, degrees, memory, most, view.cuda)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))

@@ -27,7 +27,7 @@ def _names(text: str) -> list[str]:
 
 
 FUNCTION = _names("""
-    model.dit model.vae model.text
+    model.dit model.vae model.text model.image
     data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow
@@ -59,6 +59,7 @@ RUNTIME = (
     "path",
     "gradient_checkpointing",
     "attention",
+    "expert",
     "lora_rank",
     "lora_alpha",
 )  # of model.dit beside a config.json
@@ -134,6 +135,8 @@ def is_refused(change: Change, old: Mapping[str, Any], new: Mapping[str, Any]) -
     """Whether training on with this change would be another training."""
     if change.key == "train.optimizer.ema_decay":  # there is an average in the state, or there is none
         return bool(change.old) != bool(change.new)
+    if change.key == "model.image":  # a section that may be absent is one value
+        return not _same_encoder(change.old, change.new)
     match kind_of(change.key):
         case "function":
             return not _ignored(change.key, old, new)
@@ -154,6 +157,13 @@ def _ignored(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         return False
     own = {"dit": RUNTIME, "vae": ("kind",), "text": ("max_length", "pad_to")}[module]
     return name not in own
+
+
+def _same_encoder(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> bool:
+    """Of a folder, before and now, its files count, and not the numbers beside its path."""
+    if old and new and old.get("path") and new.get("path"):
+        return _same_files(old["path"], new["path"])
+    return old == new
 
 
 def _same_files(old: str | None, new: str | None) -> bool:

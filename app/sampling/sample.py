@@ -24,19 +24,24 @@ from torch import Tensor, nn
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.device.profile import pick_device
 from app.drawing.video import contact_sheet, write_mp4
+from app.sampling.pictures import read_pictures
 from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
+from ops.models.first_frame import FirstFrame
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae
+from ops.models.image import ImageEncoder
+from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.models.weights import check_state
+from ops.packing import patchify
 from ops.ranges import SEED, above, between
-from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.sampling import LowNoiseExpert, SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError, build, parse
 
 log = logging.getLogger(__name__)
@@ -47,11 +52,13 @@ _BATCH_TOKENS = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The three modules of a checkpoint, on one device, and the run they come from."""
+    """A checkpoint's modules, on one device, and the run they come from. With `low`, `dit` is for high noise."""
 
     dit: nn.Module
+    low: LowNoiseExpert | None
     vae: VAE
     text: TextEncoder
+    image: ImageEncoder | None
     geometry: Geometry
     config: RunConfig
     step: int
@@ -77,6 +84,7 @@ class ClipSettings:
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
             flow_shift=flow.flow_shift,
+            token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
             wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
@@ -96,6 +104,8 @@ def run(
     prompts: Sequence[str],
     out: Path,
     *,
+    images: Sequence[Path] = (),
+    other: Path | None = None,
     ema: bool = True,
     frames: int | None = None,
     height: int | None = None,
@@ -121,19 +131,22 @@ def run(
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
-    model = load_model(checkpoint, ema=ema, device=device)
+    model = load_model(checkpoint, ema=ema, device=device, other=other)
     prompts = prompts or model.config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     base = ClipSettings.of(model.config)
     sampler = replace(base.sampler, **_given(steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift))
+    if flow_shift is not None:
+        sampler = replace(sampler, token_shift=None)
     settings = replace(
         base,
         sampler=sampler,
         negative_prompt=negative_prompt,
         **_given(frames=frames, height=height, width=width, seed=seed, fps=fps),
     )
-    videos = make_clips(model, prompts, settings)
+    first = first_frames(model, prompts, settings, images, "--image")
+    videos = make_clips(model, prompts, settings, first)
     files = write_clips(out, videos, prompts, settings.fps)
     for file in files:
         print(file)
@@ -185,8 +198,11 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
     return Path("samples") / name
 
 
-def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
-    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them."""
+def load_model(path: Path, *, ema: bool = True, device: str = "auto", other: Path | None = None) -> Model:
+    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them.
+
+    `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with.
+    """
     if is_export(path):
         return _load_export(path, device)
     folder = checkpoint_folder(path)
@@ -196,15 +212,56 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     resolved, geometry = _for_device(config, config.model, target)
     dit = build_dit(resolved.dit, config.train.seed)
     put_weights(dit, model_state(folder, ema), str(folder))
+    high, low = _experts(resolved.dit, dit.eval().to(target), _other_expert(resolved.dit, other, ema), target)
     return Model(
-        dit=dit.eval().to(target),
+        dit=high,
+        low=low,
         vae=build_vae(resolved.vae, target),
         text=build_text(resolved.text, target),
+        image=build_image(resolved.image, target),
         geometry=geometry,
         config=replace(config, model=resolved),
         step=int(meta["step"]),
         device=target,
     )
+
+
+def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Module | None:
+    """The transformer for the noise levels that the trained one is not for. Raises ConfigError where it is nowhere."""
+    if not trained.two_experts:
+        if other is not None:
+            raise ConfigError(f"--other {other} is given, but this run trained one transformer for all noise levels.")
+        return None
+    if other is None:
+        wanted = trained.other_expert()
+        if not trained.path or not (Path(trained.path).expanduser() / wanted.part).is_dir():
+            raise ConfigError(
+                f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
+                f"--other, a run of the other one."
+            )
+        return build_dit(replace(wanted, lora_rank=0), 0)
+    folder = checkpoint_folder(other)
+    config = run_config(load(folder)[0], folder)
+    dit = resolve(config.model)[0].dit
+    if dit.sigmas != trained.other_expert().sigmas:
+        raise ConfigError(
+            f"--other {other} trained noise levels {dit.sigmas[0]:g} to {dit.sigmas[1]:g}, and this run "
+            f"{trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give a run of the other expert."
+        )
+    module = build_dit(dit, config.train.seed)
+    put_weights(module, model_state(folder, ema), str(folder))
+    return module
+
+
+def _experts(
+    trained: DiTConfig, dit: nn.Module, other: nn.Module | None, device: torch.device
+) -> tuple[nn.Module, LowNoiseExpert | None]:
+    """(for high noise, for low), or the one transformer and nothing."""
+    if other is None:
+        return dit, None
+    other = other.eval().to(device)
+    low, high = trained.sigmas
+    return (dit, LowNoiseExpert(other, low)) if high == 1.0 else (other, LowNoiseExpert(dit, high))
 
 
 def _for_device(config: RunConfig, model: ModelConfig, device: torch.device) -> tuple[ModelConfig, Geometry]:
@@ -233,13 +290,18 @@ def _load_export(folder: Path, device: str) -> Model:
         dit=replace(model.dit, path=here, lora_rank=0),
         vae=replace(model.vae, path=here) if model.vae.path else model.vae,
         text=replace(model.text, path=here) if model.text.path else model.text,
+        image=replace(model.image, path=here) if model.image and model.image.path else model.image,
     )
     target = pick_device(device)
     resolved, geometry = _for_device(config, model, target)
+    dit = build_dit(resolved.dit, config.train.seed).eval().to(target)
+    high, low = _experts(resolved.dit, dit, _other_expert(resolved.dit, None, True), target)
     return Model(
-        dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
+        dit=high,
+        low=low,
         vae=build_vae(resolved.vae, target),
         text=build_text(resolved.text, target),
+        image=build_image(resolved.image, target),
         geometry=geometry,
         config=replace(config, model=resolved),
         step=0,
@@ -264,27 +326,71 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None
             parameter.copy_(state[name])
 
 
+def first_frames(
+    model: Model, prompts: Sequence[str], settings: ClipSettings, images: Sequence[str | Path] = (), option: str = ""
+) -> list[np.ndarray]:
+    """The first frame of each clip, [height, width, 3], for a transformer that starts from one; else nothing.
+
+    `images` were given by `option`; without them those of the run's config are used. Raises ConfigError where there are
+    none, where the transformer takes none, and for broken ones.
+    """
+    sample = model.config.sample
+    dit = model.config.model.dit
+    may = dit.frame_times and model.config.train.flow.first_frame > 0
+    if not dit.starts_from_image and not (may and (images or sample.images)):
+        if images:
+            raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
+        return []
+    of_run = not images and list(prompts) == list(sample.prompts)
+    given, where = (sample.images, "sample.images") if of_run else (images, option)
+    if not given:
+        if may:
+            return []
+        raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
+    return read_pictures(given, len(prompts), settings.height, settings.width, where)
+
+
 def make_clips(
     model: Model,
     prompts: Sequence[str],
     settings: ClipSettings,
+    first: Sequence[np.ndarray] = (),
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
+    group every rank calls it and gets all clips."""
     requests = [
         SampleRequest(
-            text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
+            text=text,
+            frames=settings.frames,
+            height=settings.height,
+            width=settings.width,
+            seed=settings.seed + index,
+            **(_told(model, first[index], settings.frames) if first else {}),
         )
         for index, text in enumerate(model.text.encode(list(prompts)))
     ]
     (negative,) = model.text.encode([settings.negative_prompt])
     clips = []
     for batch in _batches(requests, model.geometry.tokens(settings.frames, settings.height, settings.width)):
-        latents = sample_latents(model.dit, batch, negative, model.geometry, settings.sampler, group, progress)
+        latents = sample_latents(
+            model.dit, batch, negative, model.geometry, settings.sampler, group, progress, model.low
+        )
         with torch.no_grad():
             clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
     return clips
+
+
+@torch.no_grad()
+def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
+    """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
+    frame, pixels = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None]
+    if not frame.channels:
+        return {"first": patchify(model.vae.encode(pixels[:, None])[0], model.geometry.patch)}
+    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
+    told = {"condition": patchify(frame.joined(still[:0], still), model.geometry.patch)}
+    return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})
 
 
 def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
@@ -315,7 +421,8 @@ def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
         return []
     settings = ClipSettings.of(model.config)
     out = run_folder / "samples" / f"step-{model.step}.mp4"
-    return write_clips(out, make_clips(model, prompts, settings), prompts, settings.fps)
+    first = first_frames(model, prompts, settings)
+    return write_clips(out, make_clips(model, prompts, settings, first), prompts, settings.fps)
 
 
 def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:

@@ -100,6 +100,7 @@ class SampleConfig:
     """Pictures made during and after training, with the EMA weights where there are any."""
 
     prompts: tuple[str, ...] = ()  # or a text file with one on each line
+    images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
     steps: int = 20  # Euler steps of the sampler
     guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
@@ -116,6 +117,11 @@ class SampleConfig:
             raise ValueError(
                 f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
                 f"must be positive."
+            )
+        if len(self.images) not in (0, 1, len(self.prompts)):
+            raise ValueError(
+                f"sample.images names {len(self.images)} pictures for {len(self.prompts)} prompts; give one for each, "
+                f"or one for all."
             )
         check_numbers(
             "sample",
@@ -181,9 +187,11 @@ def from_here(config: RunConfig) -> RunConfig:
             dit=replace(model.dit, path=_absolute(model.dit.path)),
             vae=replace(model.vae, path=_absolute(model.vae.path)),
             text=replace(model.text, path=_absolute(model.text.path)),
+            image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
         ),
         data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
         planner=replace(planner, profile=_absolute(planner.profile)),
+        sample=replace(config.sample, images=tuple(_absolute(image) for image in config.sample.images)),
     )
 
 
@@ -231,7 +239,7 @@ def _unused_numbers(config: RunConfig) -> list[str]:
         true = resolve(config.model)[0].dit
     except (OSError, ValueError):  # the start refuses such a folder with the reason
         return []
-    usual, own = ModelConfig().dit, type(dit)()
+    usual, own = ModelConfig().dit, FAMILIES[dit.architecture].settings()
     unused = []
     for name in (setting.name for setting in fields(dit) if setting.name != "path"):
         value = getattr(dit, name)
@@ -270,7 +278,20 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_sample(config: RunConfig) -> None:
-    sample = config.sample
+    sample, dit = config.sample, config.model.dit
+    if dit.path is None and sample.prompts and dit.starts_from_image and not sample.images:
+        raise ConfigError(
+            "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
+            "sample.prompts, or one for all."
+        )
+    flow = config.train.flow
+    if dit.path is None and flow.first_frame and not dit.frame_times:
+        raise ConfigError(
+            f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
+            f"of a clip; set it to 0."
+        )
+    if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
+        raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
     if not sample.prompts:
         if sample.every:
             raise ConfigError(

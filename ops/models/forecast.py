@@ -20,6 +20,7 @@ from ops.attention.lengths import Lengths, Pair
 from ops.attention.names import BackendName
 from ops.attention.varlen import standing_in
 from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
 from ops.config import OptimizerConfig
 from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig, VAEConfig
@@ -98,6 +99,7 @@ def pass_bytes(
         getattr(layout, part)  # they read their own values, which tensors without data have not
     config = replace(config, attention="auto", path=None)
     patch = config.patch
+    images = sum(sequence.image_tokens for sequence in sequences)
     width = config.in_channels * patch[0] * patch[1] * patch[2]
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
@@ -108,7 +110,7 @@ def pass_bytes(
             NoisyClip(
                 rows=torch.empty(layout.chunk(i).stop - layout.chunk(i).start, width, dtype=dtype),
                 text=torch.empty(sequence.text_tokens, config.text_dim, dtype=dtype),
-                noise=torch.empty(config.in_channels, *(g * p for g, p in zip(sequence.grid, patch, strict=True))),
+                noise=torch.empty(config.out_channels, *(g * p for g, p in zip(sequence.grid, patch, strict=True))),
                 sigma=_SIGMA,
                 weight=1 / len(sequences),
             )
@@ -124,6 +126,7 @@ def pass_bytes(
                 num_train_timesteps=_TIMESTEPS,
                 dtype=dtype,
                 autocast=precision.autocast,
+                conditions=Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
             )
         held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
     return count.peak_bytes, held

@@ -113,7 +113,7 @@ def test_a_text_encoder_needs_what_it_takes_on_tensors_with_data() -> None:
         rows = [row.float() for row in text.encode(captions)]
     assert all(len(row) == 40 for row in rows)
     need = text_need(config, 3, 40, torch.float32)
-    assert need.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.02)
+    assert need.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.05)
     assert need.weights_gib * GIB == sum(4 * p.numel() for p in text.encoder.parameters())
     most, more = (text_need(config, count * TEXT_BATCH_TOKENS // 64, 64, torch.float32) for count in (1, 2))
     assert more.peak_gib < 1.5 * most.peak_gib, "beyond the tokens of one batch only the results grow"

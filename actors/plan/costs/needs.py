@@ -9,16 +9,13 @@ replaced by the peaks that workers measure. Where memory ran out is a limit unti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.plan.costs.forms import token_count
 from actors.plan.types import Module
-from ops.geometry import Geometry
 from ops.models.config import TEXT_BATCH_TOKENS
 
 Kind = tuple[Module, str]
-USABLE = 0.96  # of a device: the rest is lost to fragments of the allocator and workspaces of libraries
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
 SOLO, BAG = "solo", "bag"
 
@@ -48,16 +45,18 @@ class Footprint:
         return self.module, self.kind
 
 
-def footprint(module: Module, samples: Sequence[Samples], degree: int, geometry: Geometry) -> Footprint:
-    """Of a cascade of these samples on `degree` workers."""
+def footprint(
+    module: Module, samples: Sequence[Samples], degree: int, tokens: Callable[[int, int, int], int]
+) -> Footprint:
+    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width)."""
     if module == "dit":
-        rows = sum(s.count * (token_count(geometry, s.frames, s.height, s.width) + s.text_tokens) for s in samples)
+        rows = sum(s.count * (tokens(s.frames, s.height, s.width) + s.text_tokens) for s in samples)
         return Footprint(module=module, kind=SOLO if degree == 1 else BAG, units=rows / degree)
     if module == "text":
         count = sum(s.count for s in samples)
         longest = max(s.text_tokens for s in samples)
-        tokens = min(-(-count // degree) * max(longest, 1), TEXT_BATCH_TOKENS)
-        return Footprint(module=module, kind=SOLO, units=tokens)
+        captions = -(-count // degree)
+        return Footprint(module=module, kind=SOLO, units=min(captions * max(longest, 1), TEXT_BATCH_TOKENS))
     return Footprint(module=module, kind=clip_kind(samples[0], degree), units=sum(s.count for s in samples))
 
 

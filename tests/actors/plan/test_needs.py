@@ -39,7 +39,7 @@ def rows(batch: int, frames: int, height: int, width: int) -> float:
         "dit",
         [Samples(count=batch, frames=frames, height=height, width=width, text_tokens=8)],
         1,
-        Geometry(),
+        Geometry().tokens,
     ).units
 
 
@@ -74,8 +74,8 @@ def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers()
         Samples(count=2, frames=17, height=64, width=96, text_tokens=8),
         Samples(count=1, frames=1, height=64, width=64, text_tokens=30),
     ]
-    assert footprint("dit", parts, 1, Geometry()) == found(2 * (5 * 4 * 6 + 8) + 16 + 30)
-    assert footprint("dit", parts, 4, Geometry()) == found((2 * (5 * 4 * 6 + 8) + 16 + 30) / 4, "bag")
+    assert footprint("dit", parts, 1, Geometry().tokens) == found(2 * (5 * 4 * 6 + 8) + 16 + 30)
+    assert footprint("dit", parts, 4, Geometry().tokens) == found((2 * (5 * 4 * 6 + 8) + 16 + 30) / 4, "bag")
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "static", "flexsp_greedy", "knapsack", "longest_first"])
