@@ -123,7 +123,7 @@ def _fill(
     if resolved.dit.lora_rank:
         origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
     notes += family.export_notes(resolved.dit, config.model.text.pad_to)
-    if (growing := config.train.flow.token_shift) is not None and base is None:
+    if (growing := config.train.flow.token_shift) is not None and base is None and not family.shifts_by_tokens:
         notes.append(
             f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
             f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -78,7 +78,12 @@ ELSEWHERE = {
     "ulysses_degree": "planner.degrees",
     "num_workers": "workers.max",
     "world_size": "workers.max",
+    "report_to": "track",
+    "log_with": "track",
 }
+
+
+TrackerName = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +155,7 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    track: tuple[TrackerName, ...] = ("tensorboard",)  # where curves go besides metrics.jsonl
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -211,6 +217,7 @@ def names() -> Names:
 
 def check(config: RunConfig) -> None:
     """The rules between two sections. Raises ConfigError for the first that does not hold."""
+    _check_frame_rate(config)
     _check_degrees(config)
     _check_schedule(config)
     _check_buckets(config)
@@ -248,6 +255,15 @@ def _unused_numbers(config: RunConfig) -> list[str]:
     return [
         f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused
     ]
+
+
+def _check_frame_rate(config: RunConfig) -> None:
+    rate, fps = config.model.dit.clip_rate, config.data.fps
+    if rate is not None and fps != rate:
+        raise ConfigError(
+            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
+            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+        )
 
 
 def _check_degrees(config: RunConfig) -> None:

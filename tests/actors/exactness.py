@@ -24,6 +24,7 @@ from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
+from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
 
@@ -36,6 +37,7 @@ I2V = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=Image
 MODELS = {  # one of each family and variant
     "wan": MODEL,
     "wan i2v": I2V,
+    "ltx": replace(MODEL, dit=LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
     "hunyuan": replace(
         MODEL,
         dit=HunyuanConfig(

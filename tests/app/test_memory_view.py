@@ -56,7 +56,7 @@ def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The optimizer's state is shared by all workers: one of them alone cannot hold it."""
-    wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]"]
+    wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
     plan(tmp_path, 64.0, *wide, "workers.min=2")
     shown = capsys.readouterr().out
     ((free,), (optimizer,)) = re.findall(r"free ([\d.]+) of", shown), re.findall(r"optimizer ([\d.]+)", shown)

@@ -86,6 +86,11 @@ class DiTConfig:
         return False
 
     @property
+    def clip_rate(self) -> float | None:
+        """Frames per second that all clips must have, where positions are counted in seconds."""
+        return None
+
+    @property
     def part(self) -> str:
         """The folder of its weights in a pipeline of Diffusers."""
         return "transformer"
@@ -113,10 +118,10 @@ class DiTConfig:
         """Whether frames of a clip may have times of their own, and so a first frame be given clean."""
         return False
 
-    def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
-        """The same for a VAE of these latent channels and stride over time, and encoders of these widths (0: no image
-        encoder). Raises ValueError for an image encoder that this transformer does not listen to."""
-        del stride_t
+    def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
+        """The same for a VAE of these latent channels and strides over t, h, w, and for encoders of these widths (0: no
+        image encoder). Raises ValueError for an image encoder that this transformer does not listen to."""
+        del stride
         if image_dim:
             raise ValueError(
                 f"model.image makes embeddings, and a transformer of architecture {self.architecture} takes none. "
