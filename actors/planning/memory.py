@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
-BAGS_GIB = 5.0  # that the communicators of bags may take on a GPU
+# Set aside on a GPU for the communicators of bags. It is no bound: a run makes one for every set of workers that it
+# uses, measures what they take, and plans with the room that they leave.
+BAGS_GIB = 5.0
 Shape = tuple[int, int, int]  # frames, height, width
 
 
@@ -174,7 +176,7 @@ def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[
 
 
 def communicators_gib(degrees: Sequence[int], workers: int) -> float:
-    """GiB of a GPU that the communicators of its bags take at most."""
+    """GiB of a GPU that are set aside for the communicators of its bags: one for each degree, `BAGS_GIB` at most."""
     peers = sum(degree - 1 for degree in degrees if degree <= workers)
     return min(BAGS_GIB, PEER_GIB * peers)
 

@@ -173,7 +173,8 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             lines.append(f"          worst {module} cascade {need:.2f} ({shape}, degree {cascade.degree})")
     if view.cuda:
         lines.append(
-            f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, those of bags {view.bags_gib:.2f}"
+            f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "
+            f"set aside for those of bags {view.bags_gib:.2f}"
         )
     if view.room_gib is not None:
         lines.append(
