@@ -29,6 +29,9 @@ class WorkersConfig:
     placement: Literal["fill", "spread"] = "fill"
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1
+    # GiB of each worker's device that the run may use. 0: all of a GPU, and no limit on the CPU, where a number has the
+    # tensors of every worker counted.
+    memory_gib: float = 0.0
     wait_s: float = 300.0  # below `min` for longer than this: checkpoint and stop with exit code 75
     heartbeat_s: float = 0.5
     # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, and the time in which all
@@ -51,6 +54,7 @@ class WorkersConfig:
             max=between(1, 1 << 16),
             cpus_per_worker=above(0, 1 << 16),
             torch_threads=between(1, 1024),
+            memory_gib=between(0, 1 << 20),
             wait_s=between(0, SECONDS),
             heartbeat_s=above(0, SECONDS),
             start_s=between(0, SECONDS),

@@ -73,6 +73,41 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryExceeded:
+    """A cascade that ran out of memory on a worker, with what the planner needs to avoid it."""
+
+    worker: str
+    step: int  # of its samples
+    name: str
+    module: Module
+    degree: int
+    pieces: tuple[Piece, ...]
+    peak_gib: float  # that it had taken when more was refused
+    room_gib: float  # that the worker had for it; 0: unknown
+
+    @property
+    def missing_gib(self) -> float:
+        """At least so much was missing."""
+        return max(0.0, self.peak_gib - self.room_gib) if self.room_gib else 0.0
+
+    def describe(self) -> str:
+        """One line for a person."""
+        room = f", {self.room_gib:.2f} GiB were free for it" if self.room_gib else ""
+        return f"{self.name} ran out of memory on {self.worker} with {self.peak_gib:.2f} GiB taken{room}"
+
+
+class OutOfMemory(RuntimeError):
+    """A cascade ran out of memory: its generation ends, and the step is planned again without it."""
+
+    def __init__(self, found: MemoryExceeded) -> None:
+        super().__init__(found)  # its only argument, so that it is pickled
+        self.found = found
+
+    def __str__(self) -> str:
+        return self.found.describe()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeTask:
     """One cascade as one worker of its bag sees it.
 
@@ -131,6 +166,7 @@ class WorkerInfo:
     born: str = ""  # with the pid the process itself: see actors.process
     device: str
     gpu_memory_gib: float
+    room_gib: float | None = None  # memory for cascades when all modules are loaded; None: without a limit
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
@@ -157,6 +193,8 @@ class Span:
     handoff_s: float = 0.0  # gathering them inside the cascade, and waiting idle for the object store before it
     fetched_bytes: int = 0  # of it by the object store
     fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
+    need_gib: float | None = None  # memory that it took beside what was there before; None where nobody counts
+    exceeded_gib: float | None = None  # taken when memory ran out, after which it was done in smaller parts
 
     @property
     def item(self) -> str:
@@ -183,6 +221,7 @@ class StepReport:
     spans: tuple[Span, ...]
     peak_memory_gib: float
     rss_gib: float
+    room_gib: float | None = None  # memory that a cascade of the next step may take; None: without a limit
     bad_weight: float = 0.0  # share of the step's samples that did not decode: with `weight` it is the whole step
     snapshot_s: float = 0.0  # copying the shard and handing it to the keepers
     bad_samples: tuple[str, ...] = ()

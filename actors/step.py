@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.messages import PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
+from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import Cascade, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
@@ -111,11 +111,19 @@ class StepData:
 class GenerationLost(RuntimeError):
     """The generation cannot go on. `dead` workers are gone, `failed` ones said why they could not do their part.
 
-    `pixels_lost`: batches are gone with the process or node that held them and must be decoded again.
+    `pixels_lost`: batches are gone with the process or node that held them and must be decoded again. `exceeded`:
+    cascades that ran out of memory, each once.
     """
 
-    def __init__(self, dead: Sequence[str], failed: dict[str, str], pixels_lost: bool = False) -> None:
+    def __init__(
+        self,
+        dead: Sequence[str],
+        failed: dict[str, str],
+        pixels_lost: bool = False,
+        exceeded: Sequence[MemoryExceeded] = (),
+    ) -> None:
         self.dead, self.failed, self.pixels_lost = tuple(dead), failed, pixels_lost
+        self.exceeded = tuple(dict.fromkeys(exceeded))
         super().__init__("; ".join([f"{name} died" for name in dead] + [f"{n}: {why}" for n, why in failed.items()]))
 
 
@@ -127,6 +135,7 @@ class Seat:
     node: str
     handle: WorkerHandle
     publishes_later: bool = False
+    room_gib: float | None = None  # memory that a cascade may take there when the state is in place; None: no limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

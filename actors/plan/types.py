@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 Module = Literal["text", "vae", "dit"]
+USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
 MODULES: tuple[Module, ...] = ("text", "vae", "dit")
 
 
@@ -87,10 +89,17 @@ class Cluster:
     nodes: tuple[int, ...]  # workers on each node
     rails: str = ""  # one letter per worker of a node; empty: all the same rail
     speed: tuple[float, ...] = ()
+    memory_gib: float = 0.0  # of each worker's device; 0: unknown
+    room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known
 
     @property
     def num_workers(self) -> int:
         return sum(self.nodes)
+
+    @property
+    def least_room_gib(self) -> float:
+        """A cascade that fits here fits on every worker."""
+        return min(self.room_gib, default=math.inf)
 
     def node_of(self, worker: int) -> int:
         for node, count in enumerate(self.nodes):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from actors.config import PlannerConfig
-from actors.messages import Span
+from actors.messages import MemoryExceeded, Piece, Span
+from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
@@ -50,6 +51,7 @@ class Planner:
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed
         cascade of several says nothing about any of them."""
+        learn_needs(self._profile, spans, text_tokens)
         for span in spans:
             if span.bucket is None or span.module == "finish":
                 continue
@@ -67,6 +69,48 @@ class Planner:
             )
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
+
+    def exceeded(self, found: MemoryExceeded, text_tokens: Mapping[str, int]) -> None:
+        """A cascade ran out of memory: no plan has one like it any more."""
+        learn_limit(self._profile, found, text_tokens)
+
+
+def learn_limit(profile: Profile, found: MemoryExceeded, text_tokens: Mapping[str, int]) -> bool:
+    """Whether it is news to the profile that this cascade does not fit."""
+    samples = samples_of(found.pieces, text_tokens)
+    return profile.exceed(profile.footprint(found.module, samples, found.degree), found.missing_gib)
+
+
+def learn_needs(profile: Profile, spans: Sequence[Span], text_tokens: Mapping[str, int]) -> None:
+    """Peaks of the cascades of a step; of a bag the rank that needed most."""
+    peaks: dict[tuple[int, str], tuple[float, Span]] = {}
+    for span in spans:
+        counted = span.module != "text" or all(piece.item in text_tokens for piece in span.pieces)
+        if span.need_gib is not None and span.module != "finish" and counted:
+            key = span.step, span.cascade
+            if key not in peaks or peaks[key][0] < span.need_gib:
+                peaks[key] = span.need_gib, span
+    for need, span in peaks.values():
+        module = cast(Module, span.module)
+        found = profile.footprint(module, samples_of(span.pieces, text_tokens), span.degree)
+        if span.exceeded_gib is None:
+            profile.observe_need(found, need)
+        else:
+            profile.exceed(found)
+
+
+def samples_of(pieces: Sequence[Piece], text_tokens: Mapping[str, int]) -> list[Samples]:
+    """The samples of a cascade, as its footprint counts them."""
+    return [
+        Samples(
+            count=piece.batch,
+            frames=piece.bucket[0],
+            height=piece.bucket[1],
+            width=piece.bucket[2],
+            text_tokens=text_tokens.get(piece.item, 0),
+        )
+        for piece in pieces
+    ]
 
 
 def fetches(spans: Sequence[Span]) -> list[tuple[int, float]]:

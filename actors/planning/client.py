@@ -10,10 +10,10 @@ from typing import Protocol
 import ray
 
 from actors.config import PlannerConfig
-from actors.messages import Span
+from actors.messages import MemoryExceeded, Span
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, EarlyEncode, Item
-from actors.planning.actor import Planner
+from actors.planning.actor import Planner, learn_limit
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap
 from actors.refs import Method, Ref
 from actors.step import StepAssignment
@@ -34,6 +34,8 @@ class PlannerHandle(Protocol):
     def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
     @property
     def observe(self) -> Method[[Sequence[Span], dict[str, int]], None]: ...
+    @property
+    def exceeded(self) -> Method[[MemoryExceeded, dict[str, int]], None]: ...
 
 
 class PlannerClient:
@@ -73,6 +75,13 @@ class PlannerClient:
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Tell measured seconds; nobody waits for the answer."""
         self._actor.observe.remote(spans, text_tokens)
+
+    def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
+        """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.
+        Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
+        self._asked = None
+        self._actor.exceeded.remote(found, text_tokens)
+        return learn_limit(self._profile, found, text_tokens)
 
     def close(self) -> None:
         kill(self._actor)

@@ -159,7 +159,7 @@ class Membership:
     def _broken(self, event: Broken, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
             return  # a late report of what was already answered
-        self._breaks += 1
+        self._breaks += not event.learned
         if self._breaks > self._limits.max_breaks:
             self._fail(
                 Exit.FAILURE, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}"

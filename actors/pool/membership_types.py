@@ -135,10 +135,14 @@ class Boundary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Broken:
-    """A collective or a formation of this generation failed, with or without a known death."""
+    """A collective or a formation of this generation failed, with or without a known death.
+
+    `learned`: the next plan avoids what broke it, so it does not count among the breaks that end a run.
+    """
 
     generation: int
     reason: str
+    learned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

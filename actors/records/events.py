@@ -180,6 +180,24 @@ class WorkerReplaced(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryRanOut(RunEvent):
+    """A cascade ran out of memory. Its step is planned again without it, as are those that come."""
+
+    event: ClassVar[str] = "memory"
+    disturbs: ClassVar[bool] = True
+    worker: str
+    step: int
+    cascade: str
+    degree: int
+    peak_gib: float  # that it had taken
+    room_gib: float  # that the worker had for it; 0: unknown
+
+    def describe(self) -> str:
+        room = f" of {self.room_gib:.2f}" if self.room_gib else ""
+        return f"{self.cascade} ran out of memory on {self.worker} ({self.peak_gib:.2f}{room} GiB); it is avoided"
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerLeaving(RunEvent):
     """A worker asks to leave: its node is about to be taken away, or an operator wants it."""
 

@@ -47,6 +47,7 @@ class StepMetrics:
     applied: bool  # False: the gradient was not finite and nothing was changed
     good_weight: float  # share of the step's samples that could be decoded
     loss_by_bucket: Mapping[str, float]  # "17x64x96" -> mean loss of its samples
+    room_gib: float | None = None  # memory for cascades, of the worker that has the least; None: no limit is known
     recomputed: bool = False  # an earlier execution of this step had been written before
 
     def line(self) -> dict[str, object]:
@@ -54,6 +55,8 @@ class StepMetrics:
         line = {name: _finite(value) for name, value in line_of(self).items()}
         if not self.recomputed:
             del line["recomputed"]
+        if self.room_gib is None:
+            del line["room_gib"]
         return line
 
 

@@ -41,6 +41,7 @@ class SpanRecord:
     phases: Mapping[str, float]  # seconds inside: handoff, forward, backward, reduce, ...
     handoff_bytes: int
     handoff_s: float
+    need_gib: float | None = None  # memory that it took beside the states; None: nobody counted
 
     @property
     def seconds(self) -> float:
@@ -55,7 +56,10 @@ class SpanRecord:
 
     def line(self) -> dict[str, object]:
         """Its object in timeline.jsonl."""
-        return line_of(self)
+        line = line_of(self)
+        if self.need_gib is None:
+            del line["need_gib"]
+        return line
 
 
 def span_of(line: Mapping[str, object]) -> SpanRecord:

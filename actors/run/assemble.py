@@ -5,7 +5,7 @@ Workers come when the membership asks for them, the feeder when the run begins. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,14 +16,16 @@ from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
+from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
 from actors.planning.client import PlannerClient
+from actors.planning.memory import forecast
 from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, start_monitor, weights_bytes
+from actors.pool.workers import Pool, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, node_address
 from actors.run.committer import Committer
 from actors.run.controller import Controller
@@ -37,7 +39,12 @@ from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
+from data.buckets import BucketTable
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.models.folders import resolve
+from ops.models.load import num_trained
+from ops.shards import bytes_per_weight
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -67,7 +74,11 @@ def start_controller(
         config.data.engine.stall_s,
         config.data.engine.silent_s,
     )
-    planner = PlannerClient(profile or profile_of(config.planner, model, geometry), config.planner)
+    if profile is None:
+        profile = profile_of(config.planner, model, geometry)
+        if uses_gpu(config.workers) or config.workers.memory_gib:
+            profile.needs = _needs(config, model, geometry, profile.degrees.get("dit", (1,)))
+    planner = PlannerClient(profile, config.planner)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
     state = assemble_state(run, config, model, commits, source, survivors, events)
@@ -89,6 +100,7 @@ def start_controller(
         state=state,
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of),
+        state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
     )
 
@@ -110,6 +122,7 @@ def put_together(
     new_store: Callable[[], Rendezvous],
     account: StepAccount,
     skips: Skips,
+    state_gib: float = 0.0,
 ) -> Controller:
     """A controller of these parts. Starts nothing."""
     committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
@@ -121,6 +134,7 @@ def put_together(
         planner=planner,
         committer=committer,
         new_store=new_store,
+        state_gib=state_gib,
     )
     generations = GenerationManager(
         config=config,
@@ -146,6 +160,15 @@ def put_together(
         skips=skips,
         ending=ending,
     )
+
+
+def _needs(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]) -> Needs:
+    """What cascades will need, until workers have measured it."""
+    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
+    buckets = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
+    clips = list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in buckets))
+    degrees = config.planner.degrees or degrees
+    return forecast(model, geometry, config.train, clips, degrees, uses_gpu(config.workers)).needs
 
 
 def _new_store() -> torch.distributed.TCPStore:

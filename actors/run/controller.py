@@ -185,6 +185,7 @@ class Controller:
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
         self.planner.observe([s for r in done.reports for s in r.spans], tokens)
         self._learn_speeds(runner, done)
+        runner.count_on_room(done.reports)
 
     def _learn_speeds(self, runner: StepRunner, done: CollectedStep) -> None:
         """The next plan counts on the workers' measured speeds."""

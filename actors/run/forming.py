@@ -19,7 +19,7 @@ from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
-from actors.run.steps import StepRunner
+from actors.run.steps import StepRunner, room_of
 from actors.step import Seat
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
@@ -45,6 +45,7 @@ class Forming:
     planner: PlannerClient
     committer: Committer
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
+    state_gib: float = 0.0  # of the training state that the workers of a generation share
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
     def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
@@ -62,7 +63,7 @@ class Forming:
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery)
-        world = seats_of(infos, self.pool.handle)
+        world = seats_of(infos, self.pool.handle, self.state_gib)
         self.committer.state.place_keepers([seat.node for seat in world])
         return self._runner(decision.generation, world, recovery.origin)
 
@@ -94,14 +95,17 @@ class Forming:
             raise StopRun(self.committer.outcome(Exit.FAILURE, why))
 
 
-def seats_of(infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle]) -> tuple[Seat, ...]:
-    """The world of a generation, in order of ranks."""
+def seats_of(
+    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], state_gib: float = 0.0
+) -> tuple[Seat, ...]:
+    """The world of a generation, in order of ranks. Each worker will hold its part of a state of `state_gib`."""
     return tuple(
         Seat(
             name=info.worker,
             node=info.node,
             handle=handle_of(info.worker),
             publishes_later=info.publishes_later,
+            room_gib=None if info.room_gib is None else info.room_gib - state_gib / len(infos),
         )
         for info in infos
     )
@@ -110,7 +114,8 @@ def seats_of(infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandl
 def cluster_of(world: Sequence[Seat]) -> Cluster:
     """The workers by node, as the planner sees them."""
     nodes = [seat.node for seat in world]
-    return Cluster(nodes=tuple(nodes.count(node) for node in dict.fromkeys(nodes)))
+    counts = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
+    return Cluster(nodes=counts, room_gib=room_of([seat.room_gib for seat in world]))
 
 
 def form_tasks(

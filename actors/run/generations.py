@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from actors.clock import PatientClock
 from actors.config import RuntimeConfig
+from actors.messages import MemoryExceeded
 from actors.outcome import Events, StopRun
 from actors.pool.lookout import Lookout, worker_name, worker_number
 from actors.pool.membership import Membership
@@ -37,6 +38,7 @@ from actors.ray_calls import wait
 from actors.records.events import (
     GenerationEnded,
     GenerationFormed,
+    MemoryRanOut,
     RunFailed,
     StepsRecovered,
     WorkerDied,
@@ -111,7 +113,25 @@ class GenerationManager:
         if lost.pixels_lost:
             self.committer.reopen_data("decoded batches were lost")
         if lost.failed:
-            self.observe(Broken(generation=generation, reason=f"{lost}{self.lookout.late()}"))
+            learned = [self._avoid(found) for found in lost.exceeded]
+            reason = f"{lost}{self.lookout.late()}"
+            self.observe(Broken(generation=generation, reason=reason, learned=any(learned)))
+
+    def _avoid(self, found: MemoryExceeded) -> bool:
+        """The next plans do without what ran out of memory. Whether that is news to the planner."""
+        self.events.tell(
+            MemoryRanOut(
+                worker=found.worker,
+                step=found.step,
+                cascade=found.name,
+                degree=found.degree,
+                peak_gib=round(found.peak_gib, 3),
+                room_gib=round(found.room_gib, 3),
+            )
+        )
+        items = self.forming.source.items(found.step)
+        tokens = {item.id: item.text_tokens for item in items.items} if items is not None else {}
+        return self.forming.planner.exceeded(found, tokens)
 
     def finished(self, done: CollectedStep) -> None:
         """All workers have finished a step: the run has recovered, and the generation has proven itself."""

@@ -126,6 +126,7 @@ def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geom
         applied=first.applied,
         good_weight=round(first.weight, 6),
         loss_by_bucket=loss_by_bucket(reports),
+        room_gib=min((round(r.room_gib, 6) for r in reports if r.room_gib is not None), default=None),
     )
 
 
@@ -179,6 +180,7 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             phases={k: round(v, 6) for k, v in s.phases.items()},
             handoff_bytes=s.handoff_bytes,
             handoff_s=round(s.handoff_s, 6),
+            need_gib=None if s.need_gib is None else round(s.need_gib, 6),
         )
         for s in report.spans
     ]

@@ -7,6 +7,7 @@ waits for the controller between steps.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import cast
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.messages import IO, PublishedResult, Snapshot, StepReport
+from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _ENDED_S = 60.0  # a worker that has finished a step has ended its calls; an answer may arrive so much later
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
+_ROOM_CHANGE = 0.02  # share of the memory for cascades
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
 # Ray raises the error of the lost argument itself; only these words say that the call never ran.
 _LOST_ARGUMENT = "input arguments for this task could not be computed"
@@ -58,6 +60,13 @@ class StepRunner:
     def count_on(self, speed: tuple[float, ...]) -> None:
         """Plan from now on with these speeds of the workers, in order of ranks."""
         self.cluster = replace(self.cluster, speed=speed)
+
+    def count_on_room(self, reports: Sequence[StepReport]) -> None:
+        """Plan from now on with the memory that workers had left for cascades, once it is another than was counted on:
+        plans that were asked for ahead count on what was known then."""
+        found = room_of([report.room_gib for report in reports])
+        if changed(self.cluster.room_gib, found):
+            self.cluster = replace(self.cluster, room_gib=found)
 
     @property
     def at_end(self) -> bool:
@@ -219,6 +228,7 @@ class StepRunner:
         workers have finished the oldest step, its DiT calls have ended, too."""
         dead: list[str] = []
         failed: dict[str, str] = {}
+        exceeded: list[MemoryExceeded] = []
         for seat, reference in zip(self.world, self.running[0].finishes):
             if reference not in references:
                 continue
@@ -229,14 +239,16 @@ class StepRunner:
                 dead.append(seat.name)
             except ray.exceptions.RayTaskError as error:
                 failed[seat.name] = str(error.cause)
+                exceeded += exceeded_of(error)
         if not dead:
-            failed = {**self._failed_calls(ended and not failed), **failed}
+            failed = {**self._failed_calls(ended and not failed, exceeded), **failed}
         if dead or failed:
-            raise GenerationLost(dead, failed, self._pixels_lost())
+            raise GenerationLost(dead, failed, self._pixels_lost(), exceeded)
 
-    def _failed_calls(self, ended: bool) -> dict[str, str]:
-        """Workers whose DiT calls failed, and why. A call whose argument is gone never reaches its worker; only its
-        reference knows. An encode call says so to the DiT call that waits for its result."""
+    def _failed_calls(self, ended: bool, exceeded: list[MemoryExceeded]) -> dict[str, str]:
+        """Workers whose DiT calls failed, and why; adds to what is known to have `exceeded` the memory. A call whose
+        argument is gone never reaches its worker; only its reference knows. An encode call says so to the DiT call that
+        waits for its result."""
         failed: dict[str, str] = {}
         for running in self.running:
             patience = _ENDED_S if ended and running is self.running[0] else 0.0
@@ -246,7 +258,7 @@ class StepRunner:
                 call = dits[waiting[0]]
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
             for reference in done:
-                if why := failure_of(reference):
+                if why := failure_of(reference, exceeded):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
         return failed
 
@@ -257,16 +269,37 @@ class StepRunner:
         return any(has_lost_argument(reference) for reference in done)
 
 
+def room_of(rooms: Sequence[float | None]) -> tuple[float, ...]:
+    """Memory for cascades of each worker, or nothing where one of them has no limit. Rounded down to MiB."""
+    known = [room for room in rooms if room is not None]
+    return tuple(math.floor(room * 1024) / 1024 for room in known) if len(known) == len(rooms) else ()
+
+
+def changed(before: tuple[float, ...], now: tuple[float, ...]) -> bool:
+    """Whether the room of the workers is another, by more than comes and goes with kept results."""
+    if len(before) != len(now):
+        return True
+    return any(abs(a - b) > _ROOM_CHANGE * max(a, 1e-9) for a, b in zip(before, now, strict=True))
+
+
 def shape_of(name: str) -> str:
     """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`ray_calls.bar`)."""
     return name.rpartition(" s")[0]
 
 
-def failure_of(call: Ref[object]) -> str:
-    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead."""
+def exceeded_of(error: ray.exceptions.RayTaskError) -> list[MemoryExceeded]:
+    """What ran out of memory, if that is why a call failed: itself, or an encode that it needs the result of."""
+    return [error.cause.found] if isinstance(error.cause, OutOfMemory) else []
+
+
+def failure_of(call: Ref[object], exceeded: list[MemoryExceeded] | None = None) -> str:
+    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead. What ran out
+    of memory is added to `exceeded`."""
     try:
         get(call)
     except ray.exceptions.RayTaskError as error:
+        if exceeded is not None:
+            exceeded += exceeded_of(error)
         return "" if isinstance(error.cause, GONE) else _last_line(str(error.cause) or str(error))
     except GONE as error:
         log.debug("a call failed: %s", error)

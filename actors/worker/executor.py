@@ -20,8 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGeneration, StepSample, SumStart
+from actors.messages import (
+    CascadeTask,
+    FinishTask,
+    MemoryExceeded,
+    OutOfMemory,
+    SampleId,
+    Span,
+    StaleGeneration,
+    StepSample,
+    SumStart,
+)
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
+from actors.worker.meter import Meter, Unmetered, ran_out, release
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
 from ops.flow import draw, is_first_frame_given, sequence_losses
@@ -88,17 +99,22 @@ class Executor:
         on_phase: Phase = lambda phase: None,
         on_encoded: Encoded = nobody,
         copies: HostCopies | None = None,
+        meter: Meter | None = None,
+        name: str = "",
     ) -> None:
         """`on_phase` is told what the worker does now, `on_encoded` the results of each encode cascade that it leads.
-        With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there."""
+        With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there. `name`
+        is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
+        self.meter, self.name = meter or Unmetered(), name
         self.frame = FirstFrame.of(modules.config)
         self.store = EncodeStore()
         self.generation = -1
         self.groups: Groups | None = None
         self.world: tuple[int, ...] = ()
         self.broken: str | None = None
+        self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
         self._spans: list[Span] = []
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, float] = {}
@@ -116,7 +132,7 @@ class Executor:
         self.leave()
         self.groups, self.world = groups, world
         self.sync.form(groups.get(world), shards)
-        self.broken = None
+        self.broken = self._exceeded = None
         self.sync.begin_step()
         self.generation = generation  # last: after a failure to get here no task of it is admitted
 
@@ -141,6 +157,8 @@ class Executor:
         """Raise StaleGeneration unless a task of this generation may run."""
         if generation != self.generation:
             raise StaleGeneration(f"task of generation {generation}; this worker is in {self.generation}.")
+        if self._exceeded is not None:
+            raise OutOfMemory(self._exceeded)
         if self.broken is not None:
             raise StaleGeneration(f"an earlier task of generation {generation} failed here: {self.broken}")
 
@@ -157,7 +175,7 @@ class Executor:
             mine = range(group.rank, len(task.samples), group.size)
             self.on_phase("encode")
             with torch.no_grad():
-                rows = self.modules.text.encode([captions[i] for i in mine]) if len(mine) else []
+                rows = measure.in_parts(lambda part: self.modules.text.encode([captions[i] for i in part]), mine)
             # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
             found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
             if group.size > 1:
@@ -302,7 +320,10 @@ class Executor:
         measure.phase("encode")
         with torch.no_grad():
             if group.size == 1:
-                return vae.encode(pixels.to(self.device))
+                parts = measure.in_parts(
+                    lambda part: [vae.encode(pixels[part.start : part.stop].to(self.device))], range(len(pixels))
+                )
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
             tiles = vae.plan_tiles(frames, height, width)
             units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
             found = {
@@ -418,6 +439,7 @@ class _Measure:
         self._marks: dict[str, float] = {}
         self._inputs: Inputs | None = None
         self._fetch_s: float | None = None
+        self._exceeded_gib: float | None = None
 
     def __enter__(self) -> _Measure:
         self._executor.admit(self._task.generation)
@@ -425,7 +447,28 @@ class _Measure:
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase)
+        self._room_gib = self._executor.meter.room_gib() or 0.0
+        self._executor.meter.start()
         return self
+
+    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
+        """`encode` of all samples; of halves of them, one after the other, where memory does not allow that. Encoders
+        keep nothing of a call that failed, and a sample's result does not depend on its batch."""
+        if not len(samples):
+            return []
+        try:
+            return encode(samples)
+        except RuntimeError as error:
+            if not ran_out(error) or len(samples) == 1:
+                raise
+            failed = error
+        release(failed)
+        meter = self._executor.meter
+        taken = meter.stop() or 0.0
+        self._exceeded_gib = min(taken, self._exceeded_gib or taken)
+        meter.start()
+        middle = len(samples) // 2
+        return [*self.in_parts(encode, samples[:middle]), *self.in_parts(encode, samples[middle:])]
 
     def phase(self, name: str) -> None:
         self._clock(name)
@@ -437,8 +480,12 @@ class _Measure:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, executor = self._task, self._executor
+        need_gib = executor.meter.stop()
         if error is not None:
             executor.broken = f"{task.name}: {error!r}"
+            if ran_out(error):
+                executor._exceeded = self._exceeded(need_gib or 0.0)
+                raise OutOfMemory(executor._exceeded)
             return
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
@@ -460,6 +507,8 @@ class _Measure:
                     planned_start_s=task.planned_start_s,
                     planned_end_s=task.planned_end_s,
                     phases=self._marks,
+                    need_gib=need_gib,
+                    exceeded_gib=self._exceeded_gib,
                 )
             )
         )
@@ -475,6 +524,19 @@ class _Measure:
             handoff_s=inputs.seconds + (self._fetch_s or 0.0),
             fetched_bytes=inputs.bytes_fetched,
             fetch_s=self._fetch_s if inputs.bytes_fetched else None,
+        )
+
+    def _exceeded(self, peak_gib: float) -> MemoryExceeded:
+        task = self._task
+        return MemoryExceeded(
+            worker=self._executor.name,
+            step=task.step,
+            name=task.name,
+            module=task.module,
+            degree=len(task.bag),
+            pieces=task.pieces,
+            peak_gib=peak_gib,
+            room_gib=self._room_gib,
         )
 
 

@@ -14,7 +14,8 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -26,6 +27,7 @@ from actors.messages import (
     FinishTask,
     FormTask,
     Handover,
+    OutOfMemory,
     PublishedResult,
     ShardKeeper,
     Snapshot,
@@ -43,6 +45,7 @@ from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
 from actors.worker.meeting import meet, own_shards
+from actors.worker.meter import meter_of, release
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
@@ -92,6 +95,7 @@ class Worker:
             born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=memory,
+            room_gib=self.executor.meter.room_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
@@ -131,6 +135,8 @@ class Worker:
         self.heartbeat.activity(f"form g{task.generation}", "gather", -1, 0.0)
         self.heartbeat.groups = groups
         self.executor.form(task.generation, groups, world, shards)
+        del shards
+        self.executor.meter.settled()
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
         snapshot = self._send_snapshot(self._holds) if fresh else None
@@ -163,7 +169,7 @@ class Worker:
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
-        with bar(task.name):
+        with bar(task.name), _freed():
             return self._done(task, self.executor.text(task, captions))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
@@ -172,7 +178,7 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        with bar(task.name):
+        with bar(task.name), _freed():
             return self._done(task, self.executor.vae(task, video, ok))
 
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
@@ -198,7 +204,7 @@ class Worker:
         fetch_s = self._seconds_since(max((one.at for one in found), default=0.0))
         self._activity_of(task)
         fetched = {(p.module, p.id): EncodeResult(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
-        with bar(task.name):
+        with bar(task.name), _freed():
             self.executor.dit(task, fetched, fetch_s)
         self.heartbeat.idle()
 
@@ -244,7 +250,15 @@ class Worker:
         sync, cache = build_sync(modules.dit, self.settings.train), self.settings.cache
         on_encoded = ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody
         return Executor(
-            modules, sync, self.settings.train, self.device, self._phase, on_encoded, copies=self._host_copies()
+            modules,
+            sync,
+            self.settings.train,
+            self.device,
+            self._phase,
+            on_encoded,
+            copies=self._host_copies(),
+            meter=meter_of(self.device, self.settings.workers.memory_gib),
+            name=self.name,
         )
 
     def _host_copies(self) -> HostCopies | None:
@@ -287,6 +301,7 @@ class Worker:
             spans=done.spans,
             peak_memory_gib=peak,
             rss_gib=peak_rss_gib(),
+            room_gib=self.executor.meter.room_gib(),
             snapshot_s=snapshot_s,
             bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
@@ -325,6 +340,18 @@ class Worker:
                     self.heartbeat.leaving = True
 
         threading.Thread(target=watch, name="sigterm", daemon=True).start()
+
+
+@contextmanager
+def _freed() -> Iterator[None]:
+    """A cascade that ran out of memory leaves nothing of it behind."""
+    try:
+        yield
+        return
+    except OutOfMemory as error:
+        failed = error
+    release(failed)
+    raise failed
 
 
 def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedResult]:

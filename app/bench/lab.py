@@ -145,6 +145,7 @@ class LabRun:
         self.run_dir = Path(config.run.dir) / config.run.name
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics: list[StepMetrics] = []
+        self.spans: list[SpanRecord] = []  # of the committed steps
         self.events: list[RunEvent] = []
         self.outcome: Any = None
         self.error: BaseException | None = None
@@ -304,6 +305,7 @@ class LabRun:
             self.error = error
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
+        self.spans.extend(timeline)
         self.metrics.append(metrics)
         if (since := self._waiting_since) is not None:
             now = time.monotonic()

@@ -94,12 +94,14 @@ class ClusterFile:
     nodes: [8, 8, 4]        # GPUs of each node; or `nodes: 2` with `gpus: 8`
     nics: AABBCCDD          # NIC rail of each GPU of a node
     speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
+    memory_gib: 80          # of each GPU; without it plans know no limit of memory
     """
 
     nodes: int | tuple[int, ...] | None = None
     gpus: int | None = None
     nics: str = ""
     speed: Mapping[str, float] | tuple[float, ...] = ()
+    memory_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.nodes is None:
@@ -113,6 +115,10 @@ class ClusterFile:
         if self.nics and len(self.nics) != max(self.counts):
             raise ValueError(
                 f"nics {self.nics!r} names {len(self.nics)} GPUs; the largest node has {max(self.counts)}."
+            )
+        if not 0 <= self.memory_gib < 1 << 20:
+            raise ValueError(
+                f"memory_gib {self.memory_gib:g} is not the GiB of a GPU; write for example 80, or nothing."
             )
         for worker, factor in self._factors():
             if not factor > 0 or not worker.isdecimal() or int(worker) >= sum(self.counts):
@@ -135,7 +141,9 @@ class ClusterFile:
         speeds = [1.0] * sum(self.counts)
         for worker, factor in self._factors():
             speeds[int(worker)] = factor
-        return Cluster(nodes=self.counts, rails=self.nics, speed=tuple(speeds) if self.speed else ())
+        return Cluster(
+            nodes=self.counts, rails=self.nics, speed=tuple(speeds) if self.speed else (), memory_gib=self.memory_gib
+        )
 
 
 def read_cluster(spec: str) -> Cluster:

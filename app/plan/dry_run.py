@@ -18,8 +18,9 @@ from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Plan
 from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
-from app.inputs.items import items_from_data, open_dataset, profile_of
+from app.inputs.items import items_from_data, open_dataset, profile_of, read_cluster
 from app.inputs.synthetic import make_missing
+from app.plan.memory import memory_lines, view_memory, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures
 from app.settings.config import RunConfig, check_place, from_here, notes, run_dir
 from data.dataset.coverage import account
@@ -31,8 +32,9 @@ from ops.shards import bytes_per_weight
 STEPS = 8  # planned as one rolling sequence
 
 
-def dry_run(path: Path, overrides: Sequence[str]) -> None:
-    """Print the preview. Raises what a run would: ConfigError, DataError, PlanError."""
+def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
+    """Print the preview, on the cluster of `spec` where one is given. Raises what a run would: ConfigError, DataError,
+    PlanError."""
     config = from_here(RunConfig.load(path, overrides))
     check_place(run_dir(config))
     for note in notes(config):
@@ -42,17 +44,21 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     model, geometry = resolve(config.model)
     print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
     _print_model(config, model)
-    make_missing(config.data.sources)
+    cluster = read_cluster(spec) if spec else Cluster(nodes=(config.workers.max,))
     profile = profile_of(config, model, geometry)
+    view = view_memory(config, model, geometry, profile, cluster)
+    cluster = with_room(cluster, view)
+    make_missing(config.data.sources)
     dataset = open_dataset(config, geometry, profile)
     print_account(account(dataset), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
-    cluster = Cluster(nodes=(config.workers.max,))
     plan = make_plan(steps, profile, cluster, preview_options(config))
     check(plan, steps, profile, cluster)
-    bound = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config)).bound(plan)
-    _print_plan(config, plan, profile, bound)
+    inputs = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config))
+    _print_plan(config, plan, profile, inputs.bound(plan), cluster.num_workers)
+    if view is not None:
+        print("\n".join(memory_lines(view, plan, inputs.items(plan), profile)))
 
 
 def _print_model(config: RunConfig, model: ModelConfig) -> None:
@@ -93,12 +99,12 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(os.fspath(existing)).free
 
 
-def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float) -> None:
-    balance = step_figures(plan, config.workers.max)
+def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float, workers: int) -> None:
+    balance = step_figures(plan, workers)
     seconds = statistics.fmean(step.makespan_s for step in plan.steps)
     idle = statistics.fmean(figure.idle_ratio for figure in balance)
     print(
-        f"plan      {plan.strategy} on {config.workers.max} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
+        f"plan      {plan.strategy} on {workers} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
         f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
         f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )

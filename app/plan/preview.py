@@ -37,6 +37,7 @@ from app.inputs.items import (
     read_cluster,
     read_workload,
 )
+from app.plan.memory import MemoryView, cascade_gib, memory_lines, view_memory, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
 from ops.ranges import SECONDS
@@ -71,6 +72,7 @@ class PlanInputs:
     profile: Profile
     cluster: Cluster
     options: PlanOptions
+    memory: MemoryView | None = None  # of a run whose devices are known
 
     def items(self, plan: Plan) -> dict[tuple[int, str], Item]:
         """Items by step and id."""
@@ -110,6 +112,8 @@ def run_plan(
         f"{problem.profile.device})"
     )
     print(table(plans, problem))
+    if problem.memory is not None:
+        print("\n".join(memory_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)))
     for note in problem.profile.notes:
         print(f"note: {note}")
     if out:
@@ -157,6 +161,8 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     model, geometry = resolve(config.model)
     profile = load_profile(request.profile) if request.profile else profile_of(config, model, geometry)
     cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
+    view = view_memory(config, model, geometry, profile, cluster)
+    cluster = with_room(cluster, view)
     steps: Steps
     if request.codes:
         steps = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
@@ -168,7 +174,9 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         batches = batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)
         steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
-    return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s))
+    return PlanInputs(
+        steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s), memory=view
+    )
 
 
 def preview_options(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
@@ -229,6 +237,7 @@ def peak_gib(plan: Plan, problem: PlanInputs) -> float:
     items = problem.items(plan)
     peaks = [0.0]
     for cascade in (cascade for step in plan.steps for cascade in step.cascades):
+        peaks.append(cascade_gib(cascade, items, problem.profile) or 0.0)
         for part in cascade.parts:
             item = items[cascade.step, part.item]
             peaks.append(

@@ -21,7 +21,19 @@ from app.records.rundir import Record, RunDir
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
 MEASURED, PLANNED = 0, 1
-DETAILS = ("step", "cascade", "item", "bucket", "batch", "degree", "generation", "phases", "handoff_bytes", "handoff_s")
+DETAILS = (
+    "step",
+    "cascade",
+    "item",
+    "bucket",
+    "batch",
+    "degree",
+    "generation",
+    "phases",
+    "handoff_bytes",
+    "handoff_s",
+    "need_gib",
+)
 COLOURS = {
     "text": "rail_response",
     "vae": "thread_state_runnable",
@@ -112,7 +124,7 @@ def _meta(pid: int, name: str, value: Any, tid: int = 0, key: str = "name") -> R
 def _span_entries(span: SpanRecord, origin: float) -> list[Record]:
     pid = lane(span.worker)
     line = span.line()
-    details = {key: value for key in DETAILS if (value := line[key]) is not None and value == value}  # no NaN
+    details = {key: value for key in DETAILS if (value := line.get(key)) is not None and value == value}  # no NaN
     measured = _slice(pid, MEASURED, span.name, span.start - origin, span.seconds, details)
     measured["cat"] = span.module
     if span.module in COLOURS:

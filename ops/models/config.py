@@ -47,6 +47,9 @@ class VAEConfig:
             )
 
 
+TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most so many tokens at a time, padding included
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
     """The frozen text encoder (T5 and UMT5 family). Without a path: a small random T5 over bytes, from `seed`."""

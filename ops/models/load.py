@@ -70,7 +70,7 @@ def dit_skeleton(config: DiTConfig) -> nn.Module:
     import torch
 
     with torch.device("meta"):
-        return _bare_dit(config)
+        return bare_dit(config)
 
 
 def _random_dit(config: DiTConfig, seed: int) -> nn.Module:
@@ -78,7 +78,7 @@ def _random_dit(config: DiTConfig, seed: int) -> nn.Module:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _bare_dit(config)
+        return bare_dit(config)
 
 
 def num_trained(config: DiTConfig) -> int:
@@ -86,7 +86,8 @@ def num_trained(config: DiTConfig) -> int:
     return sum(weight.numel() for weight in dit_skeleton(config).parameters() if weight.requires_grad)
 
 
-def _bare_dit(config: DiTConfig) -> nn.Module:
+def bare_dit(config: DiTConfig) -> nn.Module:
+    """The module of a config as its class makes it, in the default dtype, with LoRA's factors if it asks for them."""
     module = FAMILIES[config.architecture].model()(config)
     if config.lora_rank:
         from ops.models.lora import add_lora

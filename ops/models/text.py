@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ops.models.config import TextConfig
+from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.folders import check_safetensors, component, read_json, tokenizer_of
+from ops.models.place import on_device
 
 if TYPE_CHECKING:
-    from transformers import T5EncoderModel, UMT5EncoderModel
+    from transformers import T5Config, T5EncoderModel, UMT5EncoderModel
 
 # Captions of one batch differ in length by at most this share, which bounds the padding that is computed and dropped.
 _MAX_PADDING = 0.25
-_BATCH_TOKENS = 8192
 # Of the random encoder's position biases, in logits: how much heads differ, and what each byte of distance costs.
 _BIAS_STD, _BIAS_SLOPE = 3.0, 0.75
 
@@ -62,7 +62,7 @@ class T5Text:
         self, encoder: torch.nn.Module, tokenizer: Tokenizer, config: TextConfig, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
-        self.encoder = encoder.to(self.device).eval().requires_grad_(False)
+        self.encoder = on_device(encoder, self.device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_length, self.pad_to, self.unmasked = config.max_length, config.pad_to, config.unmasked
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
@@ -98,7 +98,7 @@ def length_groups(lengths: list[int]) -> Iterator[list[int]]:
     group: list[int] = []
     for i in order:
         longest = lengths[group[0]] if group else 0
-        if group and (lengths[i] < (1 - _MAX_PADDING) * longest or (len(group) + 1) * longest > _BATCH_TOKENS):
+        if group and (lengths[i] < (1 - _MAX_PADDING) * longest or (len(group) + 1) * longest > TEXT_BATCH_TOKENS):
             yield group
             group = []
         group.append(i)
@@ -108,11 +108,22 @@ def length_groups(lengths: list[int]) -> Iterator[list[int]]:
 
 def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     """A small T5 encoder over bytes with weights drawn from `config.seed`: the same on every worker."""
-    from transformers import ByT5Tokenizer, T5Config, T5EncoderModel  # heavy: seconds to import
+    from transformers import ByT5Tokenizer, T5EncoderModel  # heavy: seconds to import
+
+    shape = _random_shape(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = T5EncoderModel(shape)
+        _look_at_neighbours(encoder)
+    return T5Text(encoder, ByT5Tokenizer(), config, device)
+
+
+def _random_shape(config: TextConfig) -> T5Config:
+    from transformers import T5Config
 
     if config.d_model % config.num_heads:
         raise ValueError(f"model.text.d_model {config.d_model} is not a multiple of num_heads {config.num_heads}.")
-    shape = T5Config(
+    return T5Config(
         vocab_size=384,
         d_model=config.d_model,
         d_kv=config.d_model // config.num_heads,
@@ -121,11 +132,16 @@ def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
         num_heads=config.num_heads,
         dropout_rate=0.0,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        encoder = T5EncoderModel(shape)
-        _look_at_neighbours(encoder)
-    return T5Text(encoder, ByT5Tokenizer(), config, device)
+
+
+def t5_skeleton(config: TextConfig) -> torch.nn.Module:
+    """The encoder of a config as its class makes it: what a folder's config.json describes, or the random one."""
+    from transformers import AutoConfig, T5EncoderModel, UMT5EncoderModel
+
+    if not config.path:
+        return T5EncoderModel(_random_shape(config))
+    shape = AutoConfig.from_pretrained(component(config.path, "text_encoder"), local_files_only=True)
+    return UMT5EncoderModel(shape) if shape.model_type == "umt5" else T5EncoderModel(shape)
 
 
 def token_counter(config: TextConfig) -> Callable[[str], int]:

@@ -22,6 +22,7 @@ from ops.models.base.family import Json
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.folders import check_safetensors, component, read_json, vae_numbers
+from ops.models.place import on_device
 from ops.models.tiles import Tile, whole
 
 
@@ -62,7 +63,7 @@ class DiffusersVAE:
     def __init__(self, model: torch.nn.Module, config: VAEConfig, device: torch.device | str) -> None:
         self.device = torch.device(device)
         # Any: three classes of Diffusers, which is untyped, with different switches and tiles.
-        self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        self.model: Any = on_device(model, self.device).eval().requires_grad_(False)
         self.config = config
         fields = {"_class_name": type(model).__name__, **model.config}  # type: ignore[dict-item]
         self.channels, self.vae_stride = vae_numbers(fields, type(model).__name__)
@@ -244,6 +245,16 @@ def _overlap(length: int, stride: int, ratio: int) -> float:
         f"CogVideoX cannot express tiles of {length} pixels every {stride}: its overlap factor is "
         f"rounded. Use a stride of {length * 3 // 4} or {length // 2} in model.vae.tile_sample_stride."
     )
+
+
+def vae_without_weights(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
+    """The autoencoder that a folder's config.json describes, with whatever values its class begins with."""
+    import diffusers
+
+    assert config.path is not None
+    fields = read_json(component(config.path, "vae") / "config.json")
+    vae_numbers(fields, config.path)
+    return DiffusersVAE(getattr(diffusers, fields["_class_name"]).from_config(fields), config, device)
 
 
 def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:

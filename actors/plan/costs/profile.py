@@ -11,8 +11,9 @@ from actors.plan.costs.fit import Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
+from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.topology import CrossNode
-from actors.plan.types import MODULES, Module, PlanError, refuse_below
+from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
@@ -92,11 +93,14 @@ class Profile:
     num_heads: int | None = None
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
+    needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
-    _cache: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def from_flops(
@@ -213,25 +217,53 @@ class Profile:
         return seconds
 
     def modes(
-        self, module: Module, batch: int, frames: int, height: int, width: int, text_tokens: int = 0
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        text_tokens: int = 0,
+        room_gib: float = math.inf,
     ) -> tuple[tuple[int, float], ...]:
-        """(degree, seconds) of every legal degree, ascending."""
-        cache_key = (module, batch, frames, height, width, text_tokens)
+        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending."""
+        cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
         found = self._cache.get(cache_key)
         if found is None:
             found = tuple(
                 (k, s)
-                for k in self._candidate_degrees(module)
+                for k in self.candidate_degrees(module)
                 if (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
-                and self.fits(module, batch, frames, height, width, k, text_tokens)
+                and self.fits(module, batch, frames, height, width, k, text_tokens, room_gib)
             )
             self._cache[cache_key] = found
         return found
 
     def legal_degrees(
-        self, module: Module, batch: int, frames: int, height: int, width: int, text_tokens: int = 0
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        text_tokens: int = 0,
+        room_gib: float = math.inf,
     ) -> tuple[int, ...]:
-        return tuple(k for k, _ in self.modes(module, batch, frames, height, width, text_tokens))
+        return tuple(k for k, _ in self.modes(module, batch, frames, height, width, text_tokens, room_gib))
+
+    def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
+        """The size of a cascade of these samples, as `needs` knows it."""
+        return footprint(module, samples, degree, self.tokens)
+
+    def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
+        """Whether one sample may run at this degree although one ran out of memory there."""
+        clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
+        priced = (
+            degree in self.candidate_degrees(module)
+            and self.price(module, 1, item.frames, item.height, item.width, degree, item.text_tokens) is not None
+        )
+        found = self.footprint(module, [clip], degree)
+        return priced and found.line in self.needs.limits and self.needs.may_try(found, room_gib)
 
     def memory_gib(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
@@ -244,9 +276,20 @@ class Profile:
         return peak
 
     def fits(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        degree: int,
+        text_tokens: int = 0,
+        room_gib: float = math.inf,
     ) -> bool:
-        """Whether the cascade stays within the device's memory and the measured frame limits."""
+        """Whether the cascade stays within the device's memory and what was measured and learned of it."""
+        clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
+        if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
+            return False
         for limit in self.max_frames:
             if (
                 limit.module == module
@@ -309,6 +352,16 @@ class Profile:
         self._fits.pop(module, None)
         self._cache.clear()
 
+    def observe_need(self, found: Footprint, peak_gib: float) -> None:
+        """Learn what a cascade needed beside the states."""
+        self.needs.observe(found, peak_gib)
+        self._cache.clear()
+
+    def exceed(self, found: Footprint, missing_gib: float = 0.0) -> bool:
+        """Learn that a cascade ran out of memory. Whether the next plan avoids it, or may try it once more."""
+        self._cache.clear()
+        return self.needs.exceed(found, missing_gib)
+
     def observe_handoff(self, num_bytes: int, seconds: float) -> None:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
         self._handoffs.add(num_bytes, seconds)
@@ -322,7 +375,7 @@ class Profile:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _candidate_degrees(self, module: Module) -> tuple[int, ...]:
+    def candidate_degrees(self, module: Module) -> tuple[int, ...]:
         """The profile's degrees of the module; without such a list, those that were measured."""
         return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
 

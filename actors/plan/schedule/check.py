@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.evaluator import cascade_seconds, handoff_seconds
@@ -23,6 +24,7 @@ def check(
     cascades = [cascade for step in plan.steps for cascade in step.cascades]
     for cascade in cascades:
         _check_cascade(cascade, items, profile, topology)
+        _check_memory(cascade, items, profile, cluster.least_room_gib)
     _check_coverage(cascades, items, profile, done)
     _check_exclusive(cascades)
     _check_predecessors(cascades, items, profile, done)
@@ -77,12 +79,12 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
                 f"{name} runs samples {part.first}..{part.first + part.count - 1} of item {part.item!r}, "
                 f"which do not exist."
             )
-        if (
-            cascade.degree
-            not in profile.legal_degrees(
-                cascade.module, part.count, item.frames, item.height, item.width, item.text_tokens
-            )
-            and len(cascade.parts) == 1
+        if len(cascade.parts) > 1 or (
+            part.count == 1 and profile.may_try(cascade.module, item, cascade.degree, topology.cluster.least_room_gib)
+        ):
+            continue
+        if cascade.degree not in profile.legal_degrees(
+            cascade.module, part.count, item.frames, item.height, item.width, item.text_tokens
         ):
             raise PlanError(
                 f"{name}: degree {cascade.degree} is not legal for {cascade.module} of batch {part.count}, "
@@ -91,6 +93,31 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
     expected = cascade_seconds(cascade, items, profile, topology)
     if abs(cascade.seconds - expected) > TOLERANCE_S * max(1.0, expected):
         raise PlanError(f"{name} lasts {cascade.seconds:.6f} s, the profile says {expected:.6f} s.")
+
+
+def _check_memory(cascade: Cascade, items: dict[ItemKey, Item], profile: Profile, room_gib: float) -> None:
+    """All parts of a cascade share the memory of its workers."""
+    samples = [
+        Samples(
+            count=part.count,
+            frames=items[cascade.step, part.item].frames,
+            height=items[cascade.step, part.item].height,
+            width=items[cascade.step, part.item].width,
+            text_tokens=items[cascade.step, part.item].text_tokens,
+        )
+        for part in cascade.parts
+    ]
+    found = profile.footprint(cascade.module, samples, cascade.degree)
+    single = cascade.batch == 1 and profile.needs.may_try(found, room_gib)
+    if single or profile.needs.fits(found, room_gib):
+        return
+    need, limit = profile.needs.gib(found), profile.needs.limits.get(found.line)
+    if need is not None and need > room_gib:
+        why = f"needs {need:.2f} GiB, and a worker has {room_gib:.2f} GiB for it"
+    else:
+        why = f"is not below the {limit or 0:,.0f} units at which memory ran out"
+    size = f"{cascade.module} of {found.units:,.0f} units at degree {cascade.degree}"
+    raise PlanError(f"cascade {cascade.id} ({size}) {why}.")
 
 
 def _check_coverage(

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from actors.plan.costs.needs import TRIES, Samples
 from actors.plan.costs.profile import Profile, refuse_degrees
 from actors.plan.costs.topology import Topology
 from actors.plan.types import MODULES, Cluster, EarlyEncode, Item, Module, PlanError
@@ -143,6 +144,7 @@ class Problem:
         self.first_step = first_step
         self.done = done
         self.topology = Topology(cluster, profile.cross_node)
+        self.room_gib = cluster.least_room_gib
         self.items = index_items(steps, first_step)
         self.finished = {(key, result.module): result for key, result in done_results(done, self.items)}
         self.numbers = range(first_step, first_step + len(steps))
@@ -156,11 +158,28 @@ class Problem:
         key = (module, count, item.frames, item.height, item.width, item.text_tokens)
         known = self._modes.get(key)
         if known is None:
-            limit = self.cluster.num_workers
-            allowed = self.options.degrees if module == "dit" else ()
-            known = tuple((k, s) for k, s in self.profile.modes(*key) if k <= limit and (not allowed or k in allowed))
+            found = self.profile.modes(*key, self.room_gib)
+            known = tuple((k, s) for k, s in found if self._allows(module, k))
+            if not known and count == 1:
+                known = self._last_try(module, item)
             self._modes[key] = known
         return known
+
+    def _allows(self, module: Module, degree: int) -> bool:
+        allowed = self.options.degrees if module == "dit" else ()
+        return degree <= self.cluster.num_workers and (not allowed or degree in allowed)
+
+    def _last_try(self, module: Module, item: Item) -> tuple[tuple[int, float], ...]:
+        """One sample at the highest degree, where only out-of-memory errors that may not come again speak against."""
+        degrees = [
+            k
+            for k in self.profile.candidate_degrees(module)
+            if self._allows(module, k) and self.profile.may_try(module, item, k, self.room_gib)
+        ]
+        if not degrees:
+            return ()
+        shape = (1, item.frames, item.height, item.width)
+        return ((degrees[-1], self.profile.seconds(module, *shape, degrees[-1], item.text_tokens)),)
 
     def needs(self, key: ItemKey, module: Module) -> bool:
         """Whether a cascade of this module must run for the item."""
@@ -270,18 +289,20 @@ class Problem:
             f"step {key[0]}, item {key[1]!r} ({item.frames}f {item.height}x{item.width}, batch {count}): no legal "
             f"degree for {module}"
         )
-        priced = self.profile.modes(module, count, item.frames, item.height, item.width, item.text_tokens)
+        shape = (item.frames, item.height, item.width, item.text_tokens)
+        priced = self.profile.modes(module, count, *shape, self.room_gib)
         if priced:
             smallest = priced[0][0]
             if self.cluster.num_workers < smallest:
+                short = self._short_of_memory(module, item) if count == 1 else ""
                 return (
                     f"{what} on {self.cluster.num_workers} workers: the smallest is {smallest}. "
-                    f"Add {smallest - self.cluster.num_workers} workers."
+                    f"{short and short + ' '}Add {smallest - self.cluster.num_workers} workers."
                 )
             legal = [k for k, _ in priced if k <= self.cluster.num_workers]
             return f"{what} among the allowed {list(self.options.degrees)}. Allow degree {legal[0]} in planner.degrees."
         for smaller in range(count - 1, 0, -1):
-            if self.profile.modes(module, smaller, item.frames, item.height, item.width, item.text_tokens):
+            if self.profile.modes(module, smaller, *shape, self.room_gib):
                 return f"{what}. Use batch {smaller} for this bucket."
         return f"{what}. {self._memory_remedy(module, item)}"
 
@@ -296,7 +317,7 @@ class Problem:
             ):
                 continue
             if profile.price(module, *shape, degree, item.text_tokens) is not None and profile.fits(
-                module, *shape, degree, item.text_tokens
+                module, *shape, degree, item.text_tokens, self.room_gib
             ):
                 return f"It fits at degree {degree}: allow it in the profile's degrees."
         known = sorted(
@@ -306,6 +327,8 @@ class Problem:
                 if key[0] == module and key[3:5] == (item.height, item.width) and key[1] == item.batch
             }
         )
+        if why := self._short_of_memory(module, item):
+            return f"{why} Use fewer frames or a smaller size for this bucket, or GPUs with more memory."
         if profile.extrapolate:
             peak = profile.memory_gib(module, *shape, max(profile.degrees.get(module, (1,))), item.text_tokens)
             need = f" (it needs {peak:.0f} GiB)" if peak else ""
@@ -314,6 +337,25 @@ class Problem:
             nearest = min(known, key=lambda frames: abs(frames - item.frames))
             return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'
         return 'The profile lists no such shape: measure it, or set "extrapolate": true.'
+
+    def _short_of_memory(self, module: Module, item: Item) -> str:
+        """What one sample lacks at the highest degree of this cluster; "" where memory is not what forbids it."""
+        degree = max((k for k in self.profile.candidate_degrees(module) if self._allows(module, k)), default=0)
+        if not degree:
+            return ""
+        clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
+        found = self.profile.footprint(module, [clip], degree)
+        need, room = self.profile.needs.gib(found), self.room_gib
+        where = f"at degree {degree}, the highest that {self.cluster.num_workers} workers can run,"
+        if need is not None and need > room:
+            return (
+                f"One sample needs {need:.2f} GiB {where} and a worker has {room:.2f} GiB beside the states: "
+                f"{need - room:.2f} GiB are missing."
+            )
+        lacking = self.profile.needs.lacking_gib(found)
+        if lacking is None:
+            return ""
+        return f"One sample ran out of memory {TRIES} times {where} when at least {lacking:.2f} GiB were missing."
 
 
 def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:

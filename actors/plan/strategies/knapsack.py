@@ -126,8 +126,10 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
             if seconds is not None:
                 costs[row, column] = seconds
     memory, limit = problem.profile.memory, problem.profile.gpu_memory_gib
-    cap = (limit - memory[0]) / memory[1] if memory is not None and limit is not None else None
-    return rule(costs, sizes, tokens, cap)
+    caps = [(limit - memory[0]) / memory[1]] if memory is not None and limit is not None else []
+    rows = problem.profile.needs.most_rows(problem.room_gib)
+    caps += [rows] if rows < np.inf else []
+    return rule(costs, sizes, tokens, min(caps, default=None))
 
 
 def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:

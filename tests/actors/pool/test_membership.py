@@ -220,6 +220,19 @@ def test_broken_without_a_death_recovers_with_the_same_workers_and_not_for_ever(
     assert of(Fail, pool.see(Broken(generation=pool.view.generation, reason="timed out")))[0].code == 1
 
 
+def test_a_break_that_the_next_plan_avoids_is_not_counted() -> None:
+    """Running out of memory may take several limits until a plan fits."""
+    pool = Pool().run(0, 1)
+    for _ in range(3 * LIMITS.max_breaks):
+        ends = of(End, pool.see(Broken(generation=pool.view.generation, reason="out of memory", learned=True)))
+        assert len(ends) == 1 and not ends[0].clean
+        pool.see(HandedOver(worker=0), HandedOver(worker=1))
+    for _ in range(LIMITS.max_breaks):
+        assert of(End, pool.see(Broken(generation=pool.view.generation, reason="timed out")))
+        pool.see(HandedOver(worker=0), HandedOver(worker=1))
+    assert of(Fail, pool.see(Broken(generation=pool.view.generation, reason="timed out")))
+
+
 def test_a_finished_step_forgives_earlier_breaks() -> None:
     pool = Pool().run(0, 1)
     for _ in range(3 * LIMITS.max_breaks):

@@ -60,6 +60,10 @@ WORDS = {  # a value for every field that an event has
     "repairs": 3,
     "mib_needed": 9,
     "mib_room": 1,
+    "cascade": "dit 17f 64x96 b2 sp1 s4",
+    "degree": 1,
+    "peak_gib": 3.5,
+    "room_gib": 3.0,
     "folder": "step-9",
     "speed": {"w0": 1.0},
 }
@@ -97,7 +101,8 @@ def test_a_misspelt_or_missing_detail_is_an_error_where_the_event_is_made() -> N
 
 def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
     assert {name for name, kind in KINDS.items() if kind.disturbs} == {
-        "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost"
+        "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost",
+        "memory",
     }  # fmt: skip
 
 

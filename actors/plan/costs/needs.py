@@ -1,0 +1,192 @@
+"""What a cascade needs of a worker's memory beside the states: predicted, measured, and what was too much.
+
+A need is a line, GiB = fixed + slope x units, for cascades of one kind (`Footprint.kind`). The DiT's units are rows of
+a rank over all its samples (video and text, divided by the degree): its need is exactly linear in them. Those of a VAE
+are clips of one shape, those of a text encoder tokens. A line is predicted from the model, before anything has run, and
+replaced by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from actors.plan.types import Module
+from ops.models.config import TEXT_BATCH_TOKENS
+
+Kind = tuple[Module, str]
+TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
+SOLO, BAG = "solo", "bag"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Some samples of one item, as a cascade holds them."""
+
+    count: int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int = 0  # mean per sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """The size of a cascade as its need of memory sees it, on its busiest rank."""
+
+    module: Module
+    kind: str
+    units: float
+
+    @property
+    def line(self) -> Kind:
+        """The line that says what it needs."""
+        return self.module, self.kind
+
+
+def footprint(
+    module: Module, samples: Sequence[Samples], degree: int, tokens: Callable[[int, int, int], int]
+) -> Footprint:
+    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width)."""
+    if module == "dit":
+        rows = sum(s.count * (tokens(s.frames, s.height, s.width) + s.text_tokens) for s in samples)
+        return Footprint(module=module, kind=SOLO if degree == 1 else BAG, units=rows / degree)
+    if module == "text":
+        count = sum(s.count for s in samples)
+        longest = max(s.text_tokens for s in samples)
+        captions = -(-count // degree)
+        return Footprint(module=module, kind=SOLO, units=min(captions * max(longest, 1), TEXT_BATCH_TOKENS))
+    return Footprint(module=module, kind=clip_kind(samples[0], degree), units=sum(s.count for s in samples))
+
+
+def clip_kind(clip: Samples, degree: int = 1) -> str:
+    """Kind of the VAE cascades of clips of this shape; a bag encodes them tile by tile."""
+    return f"{clip.frames}f {clip.height}x{clip.width}{'' if degree == 1 else ' tiles'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedLine:
+    """GiB of a cascade of `units`."""
+
+    fixed_gib: float
+    gib_per_unit: float
+
+    def at(self, units: float) -> float:
+        return self.fixed_gib + self.gib_per_unit * units
+
+    def most(self, room_gib: float) -> float:
+        """The most units that fit; infinite where more of them need no more memory."""
+        if self.gib_per_unit <= 0:
+            return math.inf if self.fixed_gib <= room_gib else 0.0
+        return max(0.0, (room_gib - self.fixed_gib) / self.gib_per_unit)
+
+
+def line_through(units: tuple[float, float], gib: tuple[float, float]) -> NeedLine:
+    """The line of two predictions. Raises ValueError unless their units differ."""
+    if units[0] == units[1]:
+        raise ValueError(f"two predictions at {units[0]:g} units make no line; take two sizes.")
+    slope = (gib[1] - gib[0]) / (units[1] - units[0])
+    return NeedLine(fixed_gib=gib[0] - slope * units[0], gib_per_unit=slope)
+
+
+@dataclass(kw_only=True, slots=True)
+class Needs:
+    """Lines, peaks and limits of one model on one device. `observe` and `exceed` change it."""
+
+    predicted: dict[Kind, NeedLine] = field(default_factory=dict)
+    measured: dict[Kind, dict[float, float]] = field(default_factory=dict)  # units -> the highest peak, GiB
+    limits: dict[Kind, float] = field(default_factory=dict)  # units at which memory ran out
+    tries: dict[tuple[Kind, float], int] = field(default_factory=dict)  # times it did, by kind and units
+    missing: dict[tuple[Kind, float], float] = field(default_factory=dict)  # GiB that it lacked at least
+    _learned: dict[Kind, NeedLine] = field(default_factory=dict)
+
+    def gib(self, found: Footprint) -> float | None:
+        """GiB that it needs, or None where nothing is known of its kind."""
+        points = self.measured.get(found.line)
+        if not points:
+            line = self.predicted.get(found.line)
+            return None if line is None else line.at(found.units)
+        known = points.get(_rounded(found.units))
+        return self._line(found.line, points).at(found.units) if known is None else known
+
+    def fits(self, found: Footprint, room_gib: float) -> bool:
+        """Whether it is within the memory that a worker has for cascades, as far as is known, and below the limits."""
+        limit = min((self.limits.get(kind, math.inf) for kind in _bounding(found)), default=math.inf)
+        if found.units >= limit * (1 - 1e-9):
+            return False
+        need = self.gib(found)
+        return need is None or need <= room_gib
+
+    def may_try(self, found: Footprint, room_gib: float) -> bool:
+        """Whether the smallest cascade of its shape, which no limit can make smaller, may run once more: memory may
+        have run out by chance. Not what is known to be too large."""
+        need = self.gib(found)
+        tried = self.tries.get((found.line, _rounded(found.units)), 0)
+        return tried < TRIES and (need is None or need <= room_gib)
+
+    def most_rows(self, room_gib: float) -> float:
+        """DiT rows of a worker that fit, in a bag or alone."""
+        most = [self.limits.get(("dit", kind), math.inf) for kind in (SOLO, BAG)]
+        for kind in (SOLO, BAG):
+            points = self.measured.get(("dit", kind))
+            line = self._line(("dit", kind), points) if points else self.predicted.get(("dit", kind))
+            if line is not None:
+                most.append(line.most(room_gib))
+        return min(most)
+
+    def observe(self, found: Footprint, peak_gib: float) -> None:
+        """A cascade has run and needed so much. A limit that it reached is none."""
+        points = self.measured.setdefault(found.line, {})
+        units = _rounded(found.units)
+        points[units] = max(points.get(units, 0.0), peak_gib)
+        self._learned.pop(found.line, None)
+        if self.limits.get(found.line, math.inf) <= found.units:
+            del self.limits[found.line]
+
+    def lacking_gib(self, found: Footprint) -> float | None:
+        """What a cascade lacked that has run out of memory as often as it may; None for others."""
+        key = found.line, _rounded(found.units)
+        return self.missing[key] if self.tries.get(key, 0) >= TRIES else None
+
+    def exceed(self, found: Footprint, missing_gib: float = 0.0) -> bool:
+        """A cascade ran out of memory. Whether that teaches anything: a stricter limit, or one try less."""
+        key = found.line, _rounded(found.units)
+        before = self.tries.get(key, 0)
+        stricter = found.units < self.limits.get(found.line, math.inf) * (1 - 1e-9)
+        self.tries[key] = before + 1
+        self.missing[key] = max(missing_gib, self.missing.get(key, 0.0))
+        self.limits[found.line] = min(found.units, self.limits.get(found.line, math.inf))
+        return stricter or before < TRIES
+
+    def _line(self, kind: Kind, points: dict[float, float]) -> NeedLine:
+        """Through the measured points and below none of them; with one point, the prediction scaled to it."""
+        if kind not in self._learned:
+            self._learned[kind] = _above(points, self.predicted.get(kind))
+        return self._learned[kind]
+
+
+def _above(points: dict[float, float], predicted: NeedLine | None) -> NeedLine:
+    if len(points) == 1:
+        ((units, gib),) = points.items()
+        expected = predicted.at(units) if predicted is not None else 0.0
+        if predicted is None or expected <= 0:
+            return NeedLine(fixed_gib=0.0, gib_per_unit=gib / max(units, 1e-9))
+        scale = gib / expected
+        return NeedLine(fixed_gib=predicted.fixed_gib * scale, gib_per_unit=predicted.gib_per_unit * scale)
+    mean_units = sum(points) / len(points)
+    mean_gib = sum(points.values()) / len(points)
+    spread = sum((units - mean_units) ** 2 for units in points)
+    slope = sum((units - mean_units) * (gib - mean_gib) for units, gib in points.items()) / spread
+    slope = max(slope, 0.0)
+    return NeedLine(fixed_gib=max(gib - slope * units for units, gib in points.items()), gib_per_unit=slope)
+
+
+def _bounding(found: Footprint) -> tuple[Kind, ...]:
+    """Kinds whose limits hold for it: a rank of a bag needs at least what the same rows need alone."""
+    return (("dit", SOLO), ("dit", BAG)) if found.line == ("dit", BAG) else (found.line,)
+
+
+def _rounded(units: float) -> float:
+    """Three digits: enough for a line, and few points however many sizes come."""
+    return float(f"{units:.3g}")

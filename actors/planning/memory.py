@@ -1,0 +1,220 @@
+"""A worker's memory before a worker exists: what its states take, what is left for cascades, what would fit better.
+
+Predicted from the config alone (`ops.models.forecast`), for `heddle plan`, `--dry-run` and the first plans of a run,
+until its workers have measured more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from actors.config import TrainConfig
+from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.types import USABLE, PlanError
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.shards import bytes_per_weight
+
+if TYPE_CHECKING:
+    from ops.models.forecast import Precision
+
+GIB = 2**30
+CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
+PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
+# Set aside on a GPU for the communicators of bags. It is no bound: a run makes one for every set of workers that it
+# uses, measures what they take, and plans with the room that they leave.
+BAGS_GIB = 5.0
+Shape = tuple[int, int, int]  # frames, height, width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSizes:
+    """GiB that a worker holds when nothing runs."""
+
+    weights: float
+    gradient: float
+    optimizer: float  # its part of master, moments and average
+    vae: float
+    text: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradient + self.optimizer + self.vae + self.text
+
+    def describe(self) -> str:
+        """Its parts, for a person."""
+        return (
+            f"weights {self.weights:.2f}, gradient {self.gradient:.2f}, optimizer {self.optimizer:.2f}, "
+            f"VAE {self.vae:.2f}, text encoder {self.text:.2f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryForecast:
+    """What a model's workers need: all counted in weights, so that any number of workers is only arithmetic."""
+
+    parameters: int
+    trained: int
+    parameter_bytes: int  # of one parameter
+    state_bytes: int  # of one trained weight, over all workers
+    deepspeed: bool
+    vae_gib: float
+    text_gib: float
+    needs: Needs
+
+    def states(self, workers: int) -> StateSizes:
+        """Of one of so many workers. The flat engine: parameters, an fp32 gradient, a shard of the state (ZeRO-1)."""
+        # DeepSpeed keeps fp32 parameters and reduces them in one bucket of their size: 12 bytes each, and its shard.
+        gradient = 8 if self.deepspeed else 4
+        weights = 4 if self.deepspeed else self.parameter_bytes
+        # In fp32 the own range of the parameters is the master copy.
+        shard = self.state_bytes - (4 if self.parameter_bytes >= 4 and not self.deepspeed else 0)
+        return StateSizes(
+            weights=(self.parameters - self.trained) * self.parameter_bytes / GIB + self.trained * weights / GIB,
+            gradient=self.trained * gradient / GIB,
+            optimizer=self.trained * shard / workers / GIB,
+            vae=self.vae_gib,
+            text=self.text_gib,
+        )
+
+    def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
+        """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
+        other = CONTEXT_GIB + bags_gib if cuda else 0.0
+        return USABLE * (memory_gib - other) - self.states(workers).total
+
+
+def forecast(
+    model: ModelConfig,
+    geometry: Geometry,
+    train: TrainConfig,
+    clips: Sequence[Shape],
+    degrees: Sequence[int],
+    cuda: bool,
+) -> MemoryForecast:
+    """Of a resolved model. `clips` are the shapes that will come, `degrees` those that the DiT may have.
+
+    Takes seconds of one core and no memory to speak of, whatever the size of the model.
+    """
+    import torch
+
+    from ops.models.forecast import Precision, text_need
+    from ops.models.load import dit_skeleton
+    from ops.models.text import text_dtype
+
+    dtype = getattr(torch, train.parameter_dtype)
+    precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
+    weights = [(p.numel(), p.requires_grad) for p in dit_skeleton(model.dit).parameters()]
+    needs = Needs()
+    for kind, line in _dit_lines(model, geometry, clips, degrees, precision).items():
+        needs.predicted["dit", kind] = line
+    vae_gib = 0.0
+    for shape, (held, line) in _vae_lines(model, clips).items():
+        vae_gib = held
+        needs.predicted["vae", clip_kind(_clip(shape))] = line
+    longest = max(model.text.max_length, model.text.pad_to)
+    encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
+    few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
+    needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
+    return MemoryForecast(
+        parameters=sum(count for count, _ in weights),
+        trained=sum(count for count, wanted in weights if wanted),
+        parameter_bytes=dtype.itemsize,
+        state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
+        deepspeed=train.sync == "deepspeed",
+        vae_gib=vae_gib,
+        text_gib=few.weights_gib,
+        needs=needs,
+    )
+
+
+def _clip(shape: Shape) -> Samples:
+    return Samples(count=1, frames=shape[0], height=shape[1], width=shape[2])
+
+
+def _dit_lines(
+    model: ModelConfig, geometry: Geometry, clips: Sequence[Shape], degrees: Sequence[int], precision: Precision
+) -> dict[str, NeedLine]:
+    """Two sizes alone; in a bag one, as what does not grow with the rows is the same there."""
+    from ops.models.forecast import dit_need_gib
+    from ops.packing import Sequence as PackedSequence
+
+    text = max(model.text.max_length, model.text.pad_to)
+    t, h, w = geometry.token_grid(*max(clips, key=lambda clip: geometry.tokens(*clip)))
+    images = model.image.tokens if model.image is not None else 0
+    large, small = (PackedSequence((t, h, size), text, images) for size in (max(w, 2), max(w, 2) // 2))
+    units = [float(s.tokens + s.text_tokens) for s in (small, large)]
+    peaks = [dit_need_gib(model.dit, [s], 1, precision) for s in (small, large)]
+    lines = {SOLO: line_through((units[0], units[1]), (peaks[0], peaks[1]))}
+    bags = [degree for degree in degrees if degree > 1]
+    if bags:
+        rows = units[1] / bags[0]
+        peak = dit_need_gib(model.dit, [large], bags[0], precision)
+        fixed = max(0.0, min(lines[SOLO].fixed_gib, peak))
+        lines[BAG] = NeedLine(fixed_gib=fixed, gib_per_unit=(peak - fixed) / rows)
+    return lines
+
+
+def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:
+    """GiB of the weights and the line over clips of each shape. Without tiles all of it grows with the area."""
+    from ops.models.forecast import vae_need
+
+    found: dict[Shape, tuple[float, NeedLine]] = {}
+    whole: dict[int, tuple[float, float]] = {}  # frames -> GiB of the weights, GiB of a pixel
+    for frames, height, width in dict.fromkeys(clips):
+        if model.vae.tiling:
+            need = vae_need(model.vae, 1, frames, height, width)
+            found[frames, height, width] = need.weights_gib, NeedLine(fixed_gib=0.0, gib_per_unit=need.peak_gib)
+            continue
+        if frames not in whole:
+            need = vae_need(model.vae, 1, frames, height, width)
+            whole[frames] = need.weights_gib, need.peak_gib / (height * width)
+        held, per_pixel = whole[frames]
+        found[frames, height, width] = held, NeedLine(fixed_gib=0.0, gib_per_unit=per_pixel * height * width)
+    return found
+
+
+def communicators_gib(degrees: Sequence[int], workers: int) -> float:
+    """GiB of a GPU that are set aside for the communicators of its bags: one for each degree, `BAGS_GIB` at most."""
+    peers = sum(degree - 1 for degree in degrees if degree <= workers)
+    return min(BAGS_GIB, PEER_GIB * peers)
+
+
+def least_workers(
+    found: MemoryForecast,
+    geometry: Geometry,
+    clips: Sequence[Shape],
+    text_tokens: int,
+    degrees: Sequence[int],
+    memory_gib: float,
+    most: int,
+    cuda: bool = True,
+) -> int | None:
+    """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
+    for workers in range(1, most + 1):
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers), cuda)
+        legal = [degree for degree in degrees if degree <= workers]
+        if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
+            return workers
+    return None
+
+
+def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int], room: float) -> bool:
+    one = [replace(_clip(clip), text_tokens=text_tokens)]
+    sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
+    return all(needs.fits(size, room) for size in sizes) and any(
+        needs.fits(footprint("dit", one, degree, geometry.tokens), room) for degree in degrees
+    )
+
+
+def too_little(
+    found: MemoryForecast, memory_gib: float, workers: int, room_gib: float, remedies: Sequence[str]
+) -> PlanError:
+    """What a run that cannot fit is told before it starts, with the changes that would help."""
+    states = found.states(workers)
+    advice = f"It fits with {' or with '.join(remedies)}." if remedies else "No setting of this run makes it fit."
+    return PlanError(
+        f"a GPU of {memory_gib:g} GiB has {room_gib:.1f} GiB for cascades on {workers} workers, which is too little: "
+        f"{states.total:.1f} GiB are states ({states.describe()}). {advice}"
+    )

@@ -1,0 +1,144 @@
+"""How much memory cascades take, and how much a worker has for them: of a CUDA device, of counted tensors, or unknown.
+
+A cascade is bracketed by `start` and `stop`. Between two cascades `room_gib` says what the next one may take.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.plan.types import USABLE
+from ops.storages import StorageCount, storage_bytes
+
+GIB = 2**30
+_TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class Meter(Protocol):
+    """What a worker knows of its memory."""
+
+    def start(self) -> None:
+        """A cascade begins."""
+        ...
+
+    def stop(self) -> float | None:
+        """It has ended: GiB that it took beside what was there before; None where nobody counts."""
+        ...
+
+    def room_gib(self) -> float | None:
+        """GiB that a cascade may take; None without a limit."""
+        ...
+
+    def settled(self) -> None:
+        """The states have another size now, which stays until the next call."""
+        ...
+
+
+class Unmetered:
+    """Host memory has no limit that belongs to one worker."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> float | None:
+        return None
+
+    def room_gib(self) -> float | None:
+        return None
+
+    def settled(self) -> None: ...
+
+
+class DeviceMeter:
+    """A CUDA device, by the counters of PyTorch's allocator, which count at launch and need no synchronisation."""
+
+    def __init__(self, device: torch.device, limit_gib: float = 0.0) -> None:
+        """`limit_gib` of the device may be used; 0: all of it."""
+        self._device, self._limit = device, limit_gib
+        self._base = self._retries = 0
+        if limit_gib:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), device)
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._base = torch.cuda.memory_allocated(self._device)
+        self._retries = self._retries_so_far()
+
+    def stop(self) -> float | None:
+        peak = (torch.cuda.max_memory_allocated(self._device) - self._base) / GIB
+        if self._retries_so_far() == self._retries:
+            return peak
+        # The allocator had to give cached blocks back first: that is as much as fits, whatever the tensors add up to.
+        return max(peak, self.room_gib() or 0.0)
+
+    def room_gib(self) -> float | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        usable = min(total, self._limit * GIB) if self._limit else total
+        other = total - free - torch.cuda.memory_reserved(self._device)  # contexts, communicators, other processes
+        return (USABLE * (usable - other) - torch.cuda.memory_allocated(self._device)) / GIB
+
+    def settled(self) -> None: ...
+
+    def _retries_so_far(self) -> int:
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+class TensorMeter:
+    """A CPU worker with a limit of its own: the tensors that its operators make are counted, and may not exceed it."""
+
+    def __init__(self, limit_gib: float) -> None:
+        self._limit = limit_gib
+        self._room: float | None = None
+        self._count: StorageCount | None = None
+
+    def start(self) -> None:
+        room = self.room_gib()
+        assert room is not None
+        self._count = StorageCount(limit_bytes=int(max(room, 0.0) * GIB))
+        self._count.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> float | None:
+        count, self._count = self._count, None
+        if count is None:
+            return None
+        count.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return count.peak_bytes / GIB
+
+    def room_gib(self) -> float | None:
+        """Counted once, when the modules and the state are there: walking all tensors takes a tenth of a second."""
+        if self._room is None:
+            alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.device.type == "cpu"]
+            self._room = self._limit - storage_bytes(alive) / GIB
+        return self._room
+
+    def settled(self) -> None:
+        self._room = None
+
+
+def meter_of(device: torch.device, limit_gib: float) -> Meter:
+    """The meter of a worker; `limit_gib` is `workers.memory_gib`, 0 without one."""
+    if device.type == "cuda":
+        return DeviceMeter(device, limit_gib)
+    return TensorMeter(limit_gib) if limit_gib else Unmetered()
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, by PyTorch's allocator or by a library beside it."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    )
+
+
+def release(error: BaseException | None) -> None:
+    """Let go of the tensors in the frames of an error that has been caught, and of the blocks that they leave."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        error.__traceback__, error = None, error.__context__
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,194 @@
+"""The memory of a GPU before one is touched: states, what is left, and what the planned cascades need of it.
+
+Shown by `heddle plan` and `--dry-run` where the size of a device is known: from a cluster file, from
+`workers.memory_gib`, or of this machine. A run that cannot fit is refused with the changes that would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from actors.config import TrainConfig
+from actors.plan.costs.needs import Samples
+from actors.plan.costs.profile import Profile
+from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan, PlanError
+from actors.planning.memory import (
+    CONTEXT_GIB,
+    MemoryForecast,
+    Shape,
+    communicators_gib,
+    forecast,
+    least_workers,
+    too_little,
+)
+from app.settings.config import RunConfig
+from data.buckets import BucketTable
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+
+_MOST_WORKERS = 64  # that are suggested where fewer are too few
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryView:
+    """What is known of a device of this run. `cuda`: it is a GPU, with a context and communicators."""
+
+    found: MemoryForecast
+    memory_gib: float | None
+    workers: int
+    bags_gib: float
+    cuda: bool
+
+    @property
+    def room_gib(self) -> float | None:
+        """GiB for cascades; None where the size of the device is unknown."""
+        if self.memory_gib is None:
+            return None
+        return self.found.room_gib(self.memory_gib, self.workers, self.bags_gib, self.cuda)
+
+
+def clips_of(config: RunConfig, geometry: Geometry) -> list[Shape]:
+    """The shapes of all buckets, of every segment of the run."""
+    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
+    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
+    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
+
+
+def view_memory(
+    config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster
+) -> MemoryView | None:
+    """Predicts what cascades need, for the profile too; None where no device has a known size and none is a GPU.
+
+    Raises PlanError when a clip of some bucket fits on no worker, or not on `workers.min` of them.
+    """
+    memory, cuda = device_gib(config, cluster)
+    if memory is None and not cuda:
+        return None
+    clips, degrees = clips_of(config, geometry), profile.degrees.get("dit", (1,))
+    degrees = config.planner.degrees or degrees
+    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    profile.needs = found.needs
+    view = MemoryView(
+        found=found,
+        memory_gib=memory,
+        workers=cluster.num_workers,
+        bags_gib=communicators_gib(degrees, cluster.num_workers) if cuda else 0.0,
+        cuda=cuda,
+    )
+    if memory is not None:
+        _check_workers(config, model, geometry, view, clips, degrees)
+    return view
+
+
+def device_gib(config: RunConfig, cluster: Cluster) -> tuple[float | None, bool]:
+    """(GiB of a device, None if unknown; whether it is a GPU)."""
+    import torch
+
+    here = config.workers.device != "cpu" and torch.cuda.is_available()
+    cuda = config.workers.device == "cuda" or here or cluster.memory_gib > 0
+    found = cluster.memory_gib or (torch.cuda.get_device_properties(0).total_memory / 2**30 if here else 0.0)
+    limits = [gib for gib in (found, config.workers.memory_gib) if gib]
+    return min(limits, default=None), cuda
+
+
+def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:
+    """The cluster with what its workers have for cascades."""
+    if view is None or view.room_gib is None:
+        return cluster
+    return replace(cluster, room_gib=(view.room_gib,) * cluster.num_workers)
+
+
+def _check_workers(
+    config: RunConfig,
+    model: ModelConfig,
+    geometry: Geometry,
+    view: MemoryView,
+    clips: Sequence[Shape],
+    degrees: Sequence[int],
+) -> None:
+    memory, room = view.memory_gib, view.room_gib
+    assert memory is not None and room is not None
+    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+
+    def least(found: MemoryForecast, most: int) -> int | None:
+        return least_workers(found, geometry, clips, tokens, degrees, memory, most, view.cuda)
+
+    fewest = least(view.found, max(view.workers, _MOST_WORKERS))
+    if fewest is not None and fewest <= view.workers:
+        if fewest > config.workers.min:
+            raise PlanError(
+                f"workers.min {config.workers.min} is too few: a clip of some bucket fits a GPU of {memory:g} GiB only "
+                f"on {fewest} workers or more. Set workers.min to {fewest}."
+            )
+        return
+    remedies = [f"{fewest} workers"] if fewest is not None else []
+    for name, other_model, train in _alternatives(config, model):
+        changed = forecast(other_model, geometry, train, clips, degrees, view.cuda)
+        if least(changed, view.workers) is not None:
+            remedies.append(name)
+    raise too_little(view.found, memory, view.workers, room, remedies)
+
+
+def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, ModelConfig, TrainConfig]]:
+    """Single changes of the settings, the smallest first."""
+    train, found = config.train, []
+    if not model.dit.gradient_checkpointing:
+        changed = replace(model, dit=replace(model.dit, gradient_checkpointing=True))
+        found.append(("model.dit.gradient_checkpointing: true", changed, train))
+    if train.parameter_dtype == "float32":
+        half = replace(train, parameter_dtype="bfloat16", autocast="bfloat16")
+        found.append(("train.parameter_dtype and train.autocast: bfloat16", model, half))
+    if train.optimizer.ema_decay:
+        bare = replace(train, optimizer=replace(train.optimizer, ema_decay=0.0))
+        found.append(("train.optimizer.ema_decay: 0", model, bare))
+    if model.vae.kind == "diffusers" and not model.vae.tiling:
+        found.append(("model.vae.tiling: true", replace(model, vae=replace(model.vae, tiling=True)), train))
+    if not model.dit.lora_rank:
+        found.append(("model.dit.lora_rank: 16", replace(model, dit=replace(model.dit, lora_rank=16)), train))
+    return found
+
+
+def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item], profile: Profile) -> list[str]:
+    """The table of one GPU: states, the worst planned cascade of each module, communicators, what stays free."""
+    states = view.found.states(view.workers)
+    size = f" of {view.memory_gib:g}" if view.memory_gib is not None else ""
+    lines = [
+        f"memory    GiB of a GPU{size} on {view.workers} workers, predicted",
+        f"          states {states.total:.2f} ({states.describe()})",
+    ]
+    worst = 0.0
+    for module in MODULES:
+        needs = [
+            (need, cascade)
+            for step in plan.steps
+            for cascade in step.cascades
+            if cascade.module == module and (need := cascade_gib(cascade, items, profile)) is not None
+        ]
+        if needs:
+            need, cascade = max(needs, key=lambda pair: pair[0])
+            worst = max(worst, need)
+            item = items[cascade.step, cascade.parts[0].item]
+            shape = f"{item.frames}f {item.height}x{item.width} b{cascade.batch}"
+            lines.append(f"          worst {module} cascade {need:.2f} ({shape}, degree {cascade.degree})")
+    if view.cuda:
+        lines.append(
+            f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "
+            f"set aside for those of bags {view.bags_gib:.2f}"
+        )
+    if view.room_gib is not None:
+        lines.append(
+            f"          free {view.room_gib - worst:.2f} of {view.room_gib:.2f} for cascades, with "
+            f"{100 * (1 - USABLE):.0f}% for fragments"
+        )
+    return lines
+
+
+def cascade_gib(cascade: Cascade, items: dict[tuple[int, str], Item], profile: Profile) -> float | None:
+    """What a planned cascade needs beside the states."""
+    parts = [(part.count, items[cascade.step, part.item]) for part in cascade.parts]
+    samples = [
+        Samples(count=count, frames=i.frames, height=i.height, width=i.width, text_tokens=i.text_tokens)
+        for count, i in parts
+    ]
+    return profile.needs.gib(profile.footprint(cascade.module, samples, cascade.degree))

@@ -1,0 +1,207 @@
+"""What cascades need of a device's memory, without the device: the model's own code on tensors that have no data.
+
+The transformer runs forward and backward (`train_pass`, with FlatSync's hooks) under FakeTensorMode while its storages
+are counted. Peaks are exact for what PyTorch's operators allocate; workspaces of cuBLAS and cuDNN and fragments are not
+in them. The need is linear in the rows of a rank, so two sizes make a line; where all blocks are alike it is also
+linear in their number, so that two short models stand for a deep one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ops.attention.backend import Backend
+from ops.attention.lengths import Lengths, Pair
+from ops.attention.names import BackendName
+from ops.attention.varlen import standing_in
+from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
+from ops.config import OptimizerConfig
+from ops.models.base.config import DiTConfig
+from ops.models.config import TextConfig, VAEConfig
+from ops.models.load import bare_dit, build_vae
+from ops.models.text import T5Text, t5_skeleton
+from ops.models.vae import DiffusersVAE, vae_without_weights
+from ops.packing import Layout, patchify
+from ops.packing import Sequence as PackedSequence
+from ops.storages import StorageCount, storage_bytes
+from ops.sync import FlatSync
+from ops.train_pass import NoisyClip, train_pass
+
+GIB = 2**30
+_SHORT = (2, 3)  # blocks of the models that stand for a deep one
+_SIGMA, _TIMESTEPS = 0.5, 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """What the parameters are, what is computed in, and on what kind of device."""
+
+    parameters: torch.dtype = torch.float32
+    autocast: bool = False
+    cuda: bool = False  # attention as FlashAttention's kernels allocate; else as the CPU's
+
+
+class _PretendGroup(Group):
+    """A bag whose other members are not there: its all-to-alls move nothing."""
+
+    def __init__(self, degree: int) -> None:
+        super().__init__(None, tuple(range(degree)), 0, 0.0)
+
+    def all_to_all(self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
+
+
+class _FlashShapes(torch.autograd.Function):
+    """What FlashAttention 2 and 3 keep and allocate: out and the log-sum-exp, in backward an fp32 sum for dq."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        total = torch.empty_like(q, dtype=torch.float32)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del total
+        return grads
+
+
+class _Flash:
+    """Stands for the flash kernels, which the CPU does not have."""
+
+    name: BackendName = "flash"
+
+    def why_not(self, q: Tensor, lengths: Pair | None = None) -> str | None:
+        return None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
+        out: Tensor = _FlashShapes.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return out
+
+
+def pass_bytes(
+    config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision
+) -> tuple[int, int]:
+    """(peak of a forward and backward of these sequences on rank 0 of `degree`, bytes of the parameters and gradient).
+
+    The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many.
+    """
+    layout = Layout(sequences, degree)
+    for part in ("segments", "seq_index", "positions", "text_segments", "local_text_segments", "joint_segments"):
+        getattr(layout, part)  # they read their own values, which tensors without data have not
+    config = replace(config, attention="auto", path=None)
+    patch = config.patch
+    images = sum(sequence.image_tokens for sequence in sequences)
+    width = config.in_channels * patch[0] * patch[1] * patch[2]
+    with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
+        dit = _without_data(config, precision.parameters)
+        sync = FlatSync(dit, OptimizerConfig(), 1)
+        sync.begin_step()
+        dtype = torch.float64 if precision.parameters == torch.float64 else torch.float32
+        clips = [
+            NoisyClip(
+                rows=torch.empty(layout.chunk(i).stop - layout.chunk(i).start, width, dtype=dtype),
+                text=torch.empty(sequence.text_tokens, config.text_dim, dtype=dtype),
+                noise=torch.empty(config.out_channels, *(g * p for g, p in zip(sequence.grid, patch, strict=True))),
+                sigma=_SIGMA,
+                weight=1 / len(sequences),
+            )
+            for i, sequence in enumerate(sequences)
+        ]
+        with StorageCount() as count:
+            train_pass(
+                dit,
+                clips,
+                layout,
+                _PretendGroup(degree) if degree > 1 else Group.solo(),
+                patch=patch,
+                num_train_timesteps=_TIMESTEPS,
+                dtype=dtype,
+                autocast=precision.autocast,
+                conditions=Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
+            )
+        held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
+    return count.peak_bytes, held
+
+
+def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision) -> float:
+    """Peak of one cascade beside the states, by short models where all blocks are alike."""
+    if len(config.block_counts) > 1 or config.num_layers <= max(_SHORT):
+        return pass_bytes(config, sequences, degree, precision)[0] / GIB
+    few, more = (pass_bytes(replace(config, num_layers=layers), sequences, degree, precision)[0] for layers in _SHORT)
+    return (few + (config.num_layers - _SHORT[0]) * (more - few) / (_SHORT[1] - _SHORT[0])) / GIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderNeed:
+    """Of a frozen encoder: its weights, and the peak of one call beside them."""
+
+    weights_gib: float
+    peak_gib: float
+
+
+def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int) -> EncoderNeed:
+    """Of encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a folder
+    without a known autoencoder, FileNotFoundError without a folder."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, "cpu")
+        video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
+        tiles = vae.plan_tiles(frames, height, width)
+        with StorageCount() as count, torch.no_grad():
+            clips = video.to("cpu", copy=True)  # to the device
+            if len(tiles) == 1:
+                rows = [patchify(latent.float(), (1, 1, 1)) for latent in vae.encode(clips)]
+                del rows
+                peak = count.peak_bytes
+            else:  # one after the other: the first is the largest, and what the others left stays beside it
+                latents = vae.encode_tile(clips, tiles[0])
+                peak = count.peak_bytes + (len(tiles) - 1) * latents.untyped_storage().nbytes()
+        weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE) else []
+        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB)
+
+
+def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:
+    """Of encoding captions of so many tokens each, at most `TEXT_BATCH_TOKENS` of them at a time."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            encoder = t5_skeleton(config)
+        finally:
+            torch.set_default_dtype(before)
+        text = T5Text(encoder, _Long(tokens), config, "cpu")
+        with StorageCount() as count:
+            rows = [row.float() for row in text.encode([""] * captions)]
+        del rows
+        return EncoderNeed(weights_gib=storage_bytes(encoder.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
+
+
+class _Long:
+    """A tokenizer for which every caption has the same number of tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.input_ids = [0] * tokens
+
+    def __call__(self, text: str, /, **options: object) -> _Long:
+        return self
+
+
+def _without_data(config: DiTConfig, dtype: torch.dtype) -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a cast afterwards would make every parameter twice
+    try:
+        return bare_dit(config).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _flash(precision: Precision) -> Backend | None:
+    return _Flash() if precision.cuda and (precision.autocast or precision.parameters == torch.bfloat16) else None

@@ -1,0 +1,205 @@
+"""Memory is part of legality: what a cascade needs, what was too much, and what the planner does about it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from actors.plan.costs.needs import TRIES, Footprint, NeedLine, Needs, Samples, footprint, line_through
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
+from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan
+from actors.planning.make_plan import make_plan
+from ops.geometry import Geometry
+from ops.models.wan.config import WanConfig
+
+MIXED = [(1, 64, 64, 4), (17, 64, 96, 2), (33, 96, 96, 1), (17, 64, 64, 3), (33, 64, 96, 2)]
+DIT = WanConfig(num_layers=4, num_heads=12, head_dim=16)
+
+
+def profile(gib_per_row: float = 1e-3, fixed_gib: float = 0.1) -> Profile:
+    made = Profile.from_flops(DIT, geometry=Geometry())
+    for kind in ("solo", "bag"):
+        made.needs.predicted["dit", kind] = NeedLine(fixed_gib=fixed_gib, gib_per_unit=gib_per_row)
+    return made
+
+
+def step(items: list[tuple[int, int, int, int]] = MIXED) -> tuple[Item, ...]:
+    return tuple(
+        Item(id=f"i{n}", batch=batch, frames=frames, height=height, width=width, text_tokens=8)
+        for n, (frames, height, width, batch) in enumerate(items)
+    )
+
+
+def rows(batch: int, frames: int, height: int, width: int) -> float:
+    return footprint(
+        "dit",
+        [Samples(count=batch, frames=frames, height=height, width=width, text_tokens=8)],
+        1,
+        Geometry().tokens,
+    ).units
+
+
+def found(units: float, kind: str = "solo") -> Footprint:
+    return Footprint(module="dit", kind=kind, units=units)
+
+
+def plan(
+    items: tuple[Item, ...], made: Profile, cluster: Cluster, strategy: str = "cascade", **options: object
+) -> Plan:
+    planned = make_plan([items], made, cluster, PlanOptions(strategy=strategy, budget_s=0.01, **options))
+    check(planned, [items], made, cluster)
+    return planned
+
+
+def needs_of(planned: Plan, items: tuple[Item, ...], made: Profile) -> list[float]:
+    """GiB of every DiT cascade, from rows counted here."""
+    by_id = {item.id: item for item in items}
+    line = made.needs.predicted["dit", "solo"]
+    counted = []
+    for cascade in planned.steps[0].cascades:
+        if cascade.module == "dit":
+            total = sum(
+                rows(p.count, by_id[p.item].frames, by_id[p.item].height, by_id[p.item].width) for p in cascade.parts
+            )
+            counted.append(line.fixed_gib + line.gib_per_unit * total / cascade.degree)
+    return counted
+
+
+def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers() -> None:
+    parts = [
+        Samples(count=2, frames=17, height=64, width=96, text_tokens=8),
+        Samples(count=1, frames=1, height=64, width=64, text_tokens=30),
+    ]
+    assert footprint("dit", parts, 1, Geometry().tokens) == found(2 * (5 * 4 * 6 + 8) + 16 + 30)
+    assert footprint("dit", parts, 4, Geometry().tokens) == found((2 * (5 * 4 * 6 + 8) + 16 + 30) / 4, "bag")
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "static", "flexsp_greedy", "knapsack", "longest_first"])
+def test_no_strategy_puts_more_into_a_cascade_than_a_worker_has_room_for(strategy: str) -> None:
+    """The room is ever less than what the plan without a limit needs, until the strategy says that it cannot."""
+    items, made, degree = step(), profile(), {"static_degree": 0} if strategy == "static" else {}
+    free = max(needs_of(plan(items, made, Cluster(nodes=(4,)), strategy, **degree), items, made))
+    planned = 0
+    for share in (1.0, 0.9, 0.8, 0.6, 0.4):
+        room = 0.1 + share * (free - 0.1)
+        try:
+            bound = plan(items, made, Cluster(nodes=(4,), room_gib=(room,) * 4), strategy, **degree)
+        except PlanError:
+            break
+        assert max(needs_of(bound, items, made)) <= room
+        planned += share < 1
+    assert planned >= (0 if strategy in ("static", "knapsack") else 1), "a strategy with a choice finds another plan"
+
+
+def test_the_worker_with_the_least_room_decides() -> None:
+    items, made = step(), profile()
+    cluster = Cluster(nodes=(2, 2), room_gib=(9.0, 9.0, 0.5, 9.0))
+    assert max(needs_of(plan(items, made, cluster), items, made)) <= 0.5
+
+
+def test_a_packed_cascade_is_checked_by_the_rows_of_all_its_parts() -> None:
+    items, made = step(), profile()
+    planned = plan(items, made, Cluster(nodes=(1,)), "knapsack")
+    (packed,) = [c for c in planned.steps[0].cascades if c.module == "dit"]
+    assert len(packed.parts) > 1
+    most = max(rows(p.count, *_shape(items, p)) for p in packed.parts)
+    room = 0.1 + 1e-3 * (most + 1)  # holds every part, but not all of them
+    with pytest.raises(PlanError, match=r"needs .* GiB, and a worker has"):
+        check(planned, [items], made, Cluster(nodes=(1,), room_gib=(room,)))
+
+
+def _shape(items: tuple[Item, ...], part: Part) -> tuple[int, int, int]:
+    item = next(item for item in items if item.id == part.item)
+    return item.frames, item.height, item.width
+
+
+def test_what_fits_nowhere_is_refused_with_the_missing_gib_and_a_remedy() -> None:
+    items, made = step([(33, 96, 96, 1)]), profile()
+    with pytest.raises(PlanError, match=r"0\.16 GiB are missing\. Use fewer frames"):
+        plan(items, made, Cluster(nodes=(2,), room_gib=(0.11, 0.11)))
+    with pytest.raises(PlanError, match=r"0\.07 GiB are missing\. Add 2 workers"):
+        plan(items, made, Cluster(nodes=(2,), room_gib=(0.24, 0.2)))
+
+
+def test_a_batch_too_large_for_a_worker_is_cut() -> None:
+    items, made = step([(17, 64, 96, 8)]), profile()
+    room = 0.1 + 1e-3 * 1.5 * rows(1, 17, 64, 96)
+    planned = plan(items, made, Cluster(nodes=(1,), room_gib=(room,)))
+    assert [c.batch for c in planned.steps[0].cascades if c.module == "dit"] == [1] * 8
+
+
+def test_measured_peaks_replace_the_prediction() -> None:
+    needs = Needs(predicted={("dit", "solo"): line_through((100, 200), (1.0, 2.0))})
+    assert needs.gib(found(150)) == pytest.approx(1.5) and needs.gib(found(150, "bag")) is None
+    needs.observe(found(100), 1.2)
+    assert needs.gib(found(100)) == 1.2
+    assert needs.gib(found(200)) == pytest.approx(2.4), "one point scales the prediction"
+    needs.observe(found(300), 3.0)
+    assert needs.gib(found(200)) == pytest.approx(2.1), "two give the slope"
+    needs.observe(found(100), 1.0)
+    assert needs.gib(found(100)) == 1.2, "the highest peak counts"
+
+
+def test_no_measured_point_lies_above_the_line_through_them() -> None:
+    rng, needs = np.random.default_rng(0), Needs()
+    points = {float(u): 0.3 + 0.01 * u + rng.uniform(0, 0.2) for u in range(100, 900, 50)}
+    for units, gib in points.items():
+        needs.observe(found(units), gib)
+    assert all(needs.gib(found(u + 1e-6 + 5)) >= gib for u, gib in points.items())
+
+
+def test_where_memory_ran_out_is_avoided_in_bags_too_until_more_has_fitted() -> None:
+    needs = Needs()
+    assert needs.exceed(found(500))
+    assert needs.fits(found(499), math.inf) and not needs.fits(found(500), math.inf)
+    assert not needs.fits(found(600, "bag"), math.inf), "a bag's rank needs at least as much"
+    needs.exceed(found(300, "bag"))
+    assert needs.fits(found(400), math.inf) and not needs.fits(found(400, "bag"), math.inf)
+    needs.observe(found(550), 1.0)
+    assert needs.fits(found(540), math.inf)
+
+
+def test_a_plan_avoids_a_shape_that_ran_out_of_memory() -> None:
+    items, made = step(), Profile.from_flops(DIT, geometry=Geometry())
+    largest = rows(2, 33, 64, 96)
+    assert made.exceed(found(largest))
+    planned = plan(items, made, Cluster(nodes=(4,)))
+    by_id = {item.id: item for item in items}
+    for cascade in planned.steps[0].cascades:
+        if cascade.module == "dit":
+            total = sum(rows(p.count, *_shape(tuple(by_id.values()), p)) for p in cascade.parts)
+            assert total / cascade.degree < largest
+
+
+def test_one_clip_at_the_highest_degree_is_tried_three_times() -> None:
+    items, made = step([(33, 96, 96, 1)]), Profile.from_flops(DIT, geometry=Geometry())
+    cluster = Cluster(nodes=(2,), room_gib=(5.0, 5.0))
+    learned = []
+    for _ in range(8):
+        try:
+            (dit,) = [c for c in plan(items, made, cluster).steps[0].cascades if c.module == "dit"]
+        except PlanError as error:
+            assert "ran out of memory 3 times at degree 2" in str(error) and "0.70 GiB were missing" in str(error)
+            break
+        clip = Samples(count=1, frames=33, height=96, width=96, text_tokens=8)
+        learned.append((dit.degree, made.exceed(made.footprint("dit", [clip], dit.degree), 0.7)))
+    else:
+        pytest.fail("a clip that never fits is tried for ever")
+    highest = [degree for degree, news in learned if degree == 2]
+    assert len(highest) == TRIES and all(news for _, news in learned), learned
+
+
+def test_a_lone_encode_that_ran_out_of_memory_is_cut() -> None:
+    items, made = step([(17, 64, 64, 4)]), Profile.from_flops(DIT, geometry=Geometry())
+    made.exceed(made.footprint("vae", [Samples(count=3, frames=17, height=64, width=64)], 1))
+    planned = plan(items, made, Cluster(nodes=(1,)))
+    assert max(c.batch for c in planned.steps[0].cascades if c.module == "vae") == 2
+
+
+def test_an_empty_plan_step_needs_nothing() -> None:
+    empty = StepPlan(step=0, cascades=(), makespan_s=0, lower_bound_s=0, planning_s=0, idle_ratio=0)
+    check(Plan(strategy="cascade", steps=(empty,)), [()], profile(), Cluster(nodes=(1,), room_gib=(0.0,)))

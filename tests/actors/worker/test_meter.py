@@ -1,0 +1,117 @@
+"""What cascades take is measured, and a limit of memory is an error that leaves nothing behind."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.messages import CascadeTask, OutOfMemory, Piece, StepSample
+from actors.plan.types import Item
+from actors.worker.meter import TensorMeter, Unmetered, ran_out
+from ops.sync import trainable
+from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
+
+ITEMS = [Item(id=f"s0.{n}", batch=3, frames=9, height=32, width=32, text_tokens=12) for n in range(2)]
+
+
+def task(module: str, batch: int = 3) -> CascadeTask:
+    samples = tuple(
+        StepSample(step=0, item="i", index=n, key=f"k{n}", grid=(3, 2, 2), weight=1 / batch) for n in range(batch)
+    )
+    return CascadeTask(
+        generation=1,
+        step=0,
+        cascade=f"i/{module}",
+        name=f"{module} 9f 32x32 b{batch} sp1 s0",
+        module=module,  # type: ignore[arg-type]
+        bag=(0,),
+        samples=samples,
+        pieces=(Piece(item="i", bucket=(9, 32, 32), batch=batch),),
+        planned_start_s=0.0,
+        planned_end_s=1.0,
+        publish=tuple(range(batch)),
+    )
+
+
+def clips(batch: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (batch, 9, 32, 32, 3), dtype=np.uint8)
+
+
+def metered(limit_gib: float) -> Host:
+    (host,) = make_hosts(1, torch.float32, train_config(), meter=TensorMeter(limit_gib), name="w0")
+    return host
+
+
+def with_room(room_gib: float) -> Host:
+    """A worker that has this much beside what it holds."""
+    host = metered(1000.0)
+    room = host.executor.meter.room_gib()
+    assert room is not None
+    host.executor.meter = TensorMeter(1000.0 - room + room_gib)
+    host.executor.meter.room_gib()
+    return host
+
+
+def test_every_cascade_says_what_it_took_and_where_nobody_counts_nothing() -> None:
+    host = metered(64.0)
+    run_step([host], ITEMS, one_worker(ITEMS))
+    assert host.done is not None
+    needs = {span.name.split()[0]: span.need_gib for span in host.done.spans}
+    assert needs.pop("finish") is None
+    assert set(needs) == {"text", "vae", "dit"} and all(need and 0 < need < 1 for need in needs.values())
+    (unmetered,) = make_hosts(1, torch.float32, train_config())
+    assert isinstance(unmetered.executor.meter, Unmetered)
+    run_step([unmetered], ITEMS, one_worker(ITEMS))
+    assert unmetered.done is not None and {span.need_gib for span in unmetered.done.spans} == {None}
+
+
+def test_clips_that_do_not_fit_together_are_encoded_in_parts_with_the_same_result() -> None:
+    host = metered(64.0)
+    whole = host.executor.vae(task("vae", 4), clips(4), [True] * 4)
+    (span,) = host.executor._spans
+    assert span.need_gib is not None and span.exceeded_gib is None
+    short = with_room(0.7 * span.need_gib)
+    parts = short.executor.vae(task("vae", 4), clips(4), [True] * 4)
+    assert all(torch.equal(a.rows, b.rows) for a, b in zip(whole, parts, strict=True))
+    (span,) = short.executor._spans
+    assert span.exceeded_gib is not None, "the planner hears that four at a time are too many"
+
+
+def test_a_cascade_that_does_not_fit_is_named_with_what_it_took_and_frees_it() -> None:
+    host = with_room(1e-5)
+    before = [p.detach().clone() for _, p in trainable(host.executor.modules.dit)]
+    with pytest.raises(OutOfMemory) as caught:
+        run_step([host], ITEMS, one_worker(ITEMS))
+    found = caught.value.found
+    assert found.worker == "w0" and found.degree == 1 and found.peak_gib > found.room_gib > 0
+    assert found.missing_gib == pytest.approx(found.peak_gib - found.room_gib)
+    with pytest.raises(OutOfMemory, match=found.name):  # the end of the step says it, too
+        host.executor.admit(1)
+    assert all(torch.equal(a, p) for a, (_, p) in zip(before, trainable(host.executor.modules.dit), strict=True))
+
+
+def test_the_error_travels_between_processes() -> None:
+    host = with_room(1e-5)
+    with pytest.raises(OutOfMemory) as caught:
+        host.executor.vae(task("vae", 1), clips(1), [True])
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.found == caught.value.found and str(again) == again.found.describe()
+    assert replace(again.found, room_gib=0.0).missing_gib == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("NCCL error ... Failed to CUDA calloc 6291456 bytes"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_that_mean_memory(error: BaseException, memory: bool) -> None:
+    assert ran_out(error) == memory

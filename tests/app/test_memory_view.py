@@ -1,0 +1,66 @@
+"""The memory of a GPU before one is touched: shown where it fits, refused with a remedy where it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.plan.types import PlanError
+from app.plan.preview import PlanRequest, run_plan
+
+DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
+
+
+def cluster(folder: Path, gib: float, gpus: int = 2) -> str:
+    path = folder / "cluster.yaml"
+    path.write_text(f"nodes: 1\ngpus: {gpus}\nmemory_gib: {gib}\n")
+    return str(path)
+
+
+def plan(folder: Path, gib: float, *settings: str) -> None:
+    run_plan(
+        PlanRequest(
+            workload=None,
+            config=DEMO,
+            overrides=["planner.degrees=[1,2]", *settings],
+            from_data=False,
+            profile=None,
+            cluster=cluster(folder, gib),
+            strategies=(),
+            budget_s=0.01,
+            steps=1,
+            seed=0,
+        )
+    )
+
+
+def test_the_table_adds_up_to_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(tmp_path, 8.0)
+    shown = capsys.readouterr().out
+    (states,) = re.findall(r"states ([\d.]+) \(weights", shown)
+    ((free, room),) = re.findall(r"free ([\d.]+) of ([\d.]+) for cascades", shown)
+    assert float(room) == pytest.approx(0.96 * (8.0 - 2.0 - 0.44) - float(states), abs=0.02)
+    worst = [float(need) for need in re.findall(r"worst \w+ cascade ([\d.]+) \(", shown)]
+    assert len(worst) == 3 and float(free) == pytest.approx(float(room) - max(worst), abs=0.02)
+    assert "set aside for those of bags 0.44" in shown
+
+
+def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"a GPU of 2 GiB has -0\..* are states \(weights .*makes it fit"):
+        plan(tmp_path, 2.0)
+
+
+def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimizer's state is shared by all workers: one of them alone cannot hold it."""
+    wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
+    plan(tmp_path, 64.0, *wide, "workers.min=2")
+    shown = capsys.readouterr().out
+    ((free,), (optimizer,)) = re.findall(r"free ([\d.]+) of", shown), re.findall(r"optimizer ([\d.]+)", shown)
+    short = 64.0 - (float(free) - 0.3 * float(optimizer)) / 0.96
+    with pytest.raises(PlanError, match=r"workers.min 1 is too few.* Set workers.min to 2"):
+        plan(tmp_path, short, *wide, "workers.min=1")
+    plan(tmp_path, short, *wide, "workers.min=2")

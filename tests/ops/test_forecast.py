@@ -1,0 +1,119 @@
+"""What a cascade needs is predicted without a device: compared with tensors that have data, and with deeper models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ops.comm import Group
+from ops.models.config import TEXT_BATCH_TOKENS, TextConfig, VAEConfig
+from ops.models.forecast import GIB, Precision, dit_need_gib, pass_bytes, text_need, vae_need
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.load import build_dit, build_text, build_vae
+from ops.models.wan.config import WanConfig
+from ops.packing import Layout, Sequence
+from ops.storages import StorageCount
+from ops.train_pass import NoisyClip, train_pass
+
+WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
+HUNYUAN = HunyuanConfig(num_layers=2, num_single_layers=2, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24)
+CLIPS = [Sequence((3, 8, 10), 12), Sequence((1, 6, 6), 5)]
+
+
+def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
+    """Of the same pass on tensors with data."""
+    dit = build_dit(config, seed=0).train()
+    for parameter in dit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    layout, width = Layout(CLIPS), config.in_channels * 4
+    clips = [
+        NoisyClip(
+            rows=torch.randn(s.tokens, width),
+            text=torch.randn(s.text_tokens, config.text_dim),
+            noise=torch.randn(config.in_channels, s.grid[0], 2 * s.grid[1], 2 * s.grid[2]),
+            sigma=0.3,
+            weight=0.5,
+        )
+        for s in CLIPS
+    ]
+    with StorageCount() as count:
+        train_pass(
+            dit,
+            clips,
+            layout,
+            Group.solo(),
+            patch=config.patch,
+            num_train_timesteps=1000,
+            dtype=torch.float32,
+            autocast=autocast,
+        )
+    return count.peak_bytes
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=lambda c: c.architecture)
+def test_the_prediction_is_what_tensors_with_data_take(
+    config: WanConfig | HunyuanConfig, checkpointing: bool, autocast: bool
+) -> None:
+    config = replace(config, gradient_checkpointing=checkpointing)
+    predicted, _ = pass_bytes(config, CLIPS, 1, Precision(autocast=autocast))
+    assert predicted == pytest.approx(real_peak(config, autocast), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_short_models_stand_for_a_deep_one(checkpointing: bool) -> None:
+    deep = replace(WAN, num_layers=9, gradient_checkpointing=checkpointing)
+    precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
+    for degree in (1, 2):
+        whole, _ = pass_bytes(deep, CLIPS, degree, precision)
+        assert dit_need_gib(deep, CLIPS, degree, precision) * GIB == pytest.approx(whole, rel=1e-9)
+
+
+def test_the_need_is_a_line_over_the_rows_of_a_rank() -> None:
+    precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
+    config = replace(WAN, gradient_checkpointing=True)
+
+    def need(frames: int, degree: int) -> tuple[int, float]:
+        sequence = Sequence((frames, 16, 16), 16)
+        return (sequence.tokens + 16) // degree, dit_need_gib(config, [sequence], degree, precision)
+
+    for degree in (1, 2):
+        (a, low), (b, middle), (c, high) = (need(frames, degree) for frames in (4, 8, 16))
+        assert middle == pytest.approx(low + (high - low) * (b - a) / (c - a), rel=0.01)
+
+
+def test_the_states_are_counted_too() -> None:
+    _, held = pass_bytes(WAN, CLIPS, 1, Precision(parameters=torch.bfloat16))
+    weights = sum(p.numel() for p in build_dit(WAN, 0).parameters())
+    assert held == 6 * weights, "bf16 parameters and an fp32 gradient"
+    lora = replace(WAN, lora_rank=2)
+    module = build_dit(lora, 0)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    _, held = pass_bytes(lora, CLIPS, 1, Precision(parameters=torch.bfloat16))
+    assert held == 2 * sum(p.numel() for p in module.parameters()) + 4 * trained
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 32, 48), (1, 1, 64, 64)])
+def test_an_autoencoder_needs_what_it_takes_on_tensors_with_data(shape: tuple[int, int, int, int]) -> None:
+    config = VAEConfig(kind="haar", temporal=4, spatial=8, channels=16)
+    vae, video = build_vae(config), torch.zeros(*shape, 3, dtype=torch.uint8)
+    with StorageCount() as count:
+        vae.encode(video.to("cpu", copy=True))
+    assert vae_need(config, *shape).peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.05)
+
+
+def test_a_text_encoder_needs_what_it_takes_on_tensors_with_data() -> None:
+    config = TextConfig(max_length=40, d_model=32, num_layers=1, num_heads=2)
+    text = build_text(config)
+    captions = ["x" * 39] * 3  # 40 tokens each: bytes and the end
+    with StorageCount() as count:
+        rows = [row.float() for row in text.encode(captions)]
+    assert all(len(row) == 40 for row in rows)
+    need = text_need(config, 3, 40, torch.float32)
+    assert need.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.05)
+    assert need.weights_gib * GIB == sum(4 * p.numel() for p in text.encoder.parameters())
+    most, more = (text_need(config, count * TEXT_BATCH_TOKENS // 64, 64, torch.float32) for count in (1, 2))
+    assert more.peak_gib < 1.5 * most.peak_gib, "beyond the tokens of one batch only the results grow"
