@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.messages import StaleGeneration
+from actors.messages import OutOfMemory, StaleGeneration
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from tests.actors.exactness import (
@@ -207,7 +207,7 @@ def test_a_failed_cascade_refuses_the_rest_of_its_generation() -> None:
     hosts = make_hosts(1, torch.float32, train_config())
     executor, items = hosts[0].executor, items_of(np.random.default_rng(2), 1)
     working, executor.modules.vae = executor.modules.vae, BrokenVAE()
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(OutOfMemory, match="ran out of memory"):
         run_step(hosts, items, one_worker(items))
     executor.modules.vae, hosts[0].error = working, None
     with pytest.raises(StaleGeneration, match="an earlier task of generation 1 failed here"):
