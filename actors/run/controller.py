@@ -95,7 +95,7 @@ class Controller:
         accounting = self.source.open(first, self.state.data_token())
         where = "new" if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
-        self.committer.account.last_ended_at = time.time()
+        self.committer.account.begin(time.time())
 
     # -- one round: look, dispatch, collect, commit --------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Controller:
             waiting_since = time.perf_counter()
             ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else _LOOK_S)
             if not runner.running:
-                self.committer.account.data_wait_s += time.perf_counter() - waiting_since
+                self.committer.account.waited_for_data(time.perf_counter() - waiting_since)
             if not ready:
                 return
             try:
