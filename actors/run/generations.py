@@ -187,6 +187,7 @@ class GenerationManager:
                 why=decision.reason,
                 from_step=runner.next_step,
                 seconds=round(time.time() - started, 3),
+                gradients=self.pool.info(runner.world[0].name).gradients,
             )
         )
 

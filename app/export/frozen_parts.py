@@ -159,9 +159,7 @@ def other_expert(
         notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
     if source is None:
         index[part] = [None, None]
-        notes.append(
-            f"this run trained {trained.part}/ of two experts; {part}/ is not there, copy it from its own export."
-        )
+        notes.append(f"this run trained {trained.part}/ of two experts; {part}/ is missing, copy it from its export.")
         return notes
     index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]
     origins[part] = f"{link_tree(source, work / part)} from {source}"

@@ -1,4 +1,4 @@
-"""Numbers of a run: metrics.jsonl for programs, TensorBoard for curves, one line for the person watching.
+"""Numbers of a run: metrics.jsonl for programs, trackers for curves, one line for the person watching.
 
     with Metrics(folder, total_steps=config.train.steps) as metrics:
         metrics.step(record)                               # a StepMetrics; every step once, in order
@@ -14,17 +14,18 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.tails import backwards, cut_torn_line
+from app.records.trackers import Trackers
 
-# metrics.jsonl name -> TensorBoard tag; numbers without an entry go to run/<name>
+# metrics.jsonl name -> tag in trackers; numbers without an entry go to run/<name>
 TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -47,7 +48,14 @@ TAGS = {
 class Metrics:
     """The one writer of a run's metrics. `total_steps` None: no progress line (somebody else follows the file)."""
 
-    def __init__(self, run_dir: str | Path, total_steps: int | None = None, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        total_steps: int | None = None,
+        track: Sequence[str] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`track` names trackers (`app.records.trackers`), which are told the run's `config`."""
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(self.path)
@@ -55,7 +63,7 @@ class Metrics:
         self._replaced_up_to = -1
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._progress = ProgressLine(total_steps) if total_steps is not None else None
-        self._writer = _summary_writer(Path(run_dir) / "events") if tensorboard else None
+        self._trackers = Trackers(track, Path(run_dir), config)
 
     def step(self, record: StepMetrics) -> StepMetrics:
         """Write one step. Returns it as written: marked when it replaces what was written of it before."""
@@ -66,25 +74,20 @@ class Metrics:
         self._last = record.step
         self._file.write(json.dumps(record.line()) + "\n")
         self._file.flush()
-        if self._writer is not None:
-            for tag, value in scalars(record):
-                self._writer.add_scalar(tag, value, record.step, walltime=record.time)
+        self._trackers.log(record.step, record.time, scalars(record))
         if self._progress is not None:
             self._progress.show(record)
         return record
 
     def _drop_from(self, step: int) -> None:
-        """Cut the file before `step`; TensorBoard is told to forget it and what follows, too."""
+        """Cut the file before `step`; trackers are told to forget it and what follows, too."""
         self._replaced_up_to = max(self._replaced_up_to, self._last)
         self._file.truncate(_offset_of(self.path, step))
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = _summary_writer(self.path.parent / "events", purge_step=step)
+        self._trackers.forget(step)
 
     def close(self) -> None:
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._trackers.close()
         if self._progress is not None:
             self._progress.close()
 
@@ -95,12 +98,6 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _summary_writer(folder: Path, purge_step: int | None = None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where metrics are written
-
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
 
 def _last_step(path: Path) -> int:
@@ -119,7 +116,7 @@ def _offset_of(path: Path, step: int) -> int:
 
 
 def scalars(record: StepMetrics) -> list[tuple[str, float]]:
-    """TensorBoard tags and values of one step, with the ratios users look for."""
+    """Tags and values of one step, with the ratios users look for."""
     tagged = []
     for name, value in line_of(record).items():
         if name in ("step", "time"):
@@ -142,7 +139,7 @@ def _ratios(record: StepMetrics) -> list[tuple[str, float]]:
     return ratios
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

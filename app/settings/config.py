@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -78,7 +78,12 @@ ELSEWHERE = {
     "ulysses_degree": "planner.degrees",
     "num_workers": "workers.max",
     "world_size": "workers.max",
+    "report_to": "track",
+    "log_with": "track",
 }
+
+
+TrackerName = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +155,7 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    track: tuple[TrackerName, ...] = ("tensorboard",)  # where curves go besides metrics.jsonl
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -184,7 +190,7 @@ def from_here(config: RunConfig) -> RunConfig:
         run=replace(config.run, dir=_absolute(config.run.dir)),
         model=replace(
             model,
-            dit=replace(model.dit, path=_absolute(model.dit.path)),
+            dit=replace(model.dit, path=_absolute(model.dit.path), lora_from=_absolute(model.dit.lora_from)),
             vae=replace(model.vae, path=_absolute(model.vae.path)),
             text=replace(model.text, path=_absolute(model.text.path)),
             image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
@@ -211,11 +217,13 @@ def names() -> Names:
 
 def check(config: RunConfig) -> None:
     """The rules between two sections. Raises ConfigError for the first that does not hold."""
+    _check_frame_rate(config)
     _check_degrees(config)
     _check_schedule(config)
     _check_buckets(config)
     _check_sample(config)
     _check_attention(config)
+    _check_memory(config)
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -248,6 +256,15 @@ def _unused_numbers(config: RunConfig) -> list[str]:
     return [
         f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused
     ]
+
+
+def _check_frame_rate(config: RunConfig) -> None:
+    rate, fps = config.model.dit.clip_rate, config.data.fps
+    if rate is not None and fps != rate:
+        raise ConfigError(
+            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
+            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+        )
 
 
 def _check_degrees(config: RunConfig) -> None:
@@ -329,6 +346,14 @@ def _check_attention(config: RunConfig) -> None:
         raise ConfigError(
             f"model.dit.attention {name} takes bfloat16 and float16; train.autocast is none and train.parameter_dtype "
             f"float32. Set train.autocast: bfloat16, or attention: auto."
+        )
+
+
+def _check_memory(config: RunConfig) -> None:
+    if config.workers.device == "cuda" and config.train.memory.gradients == "node":
+        raise ConfigError(
+            "train.memory.gradients node is memory that CPU workers share; workers.device is cuda. Set gradients to "
+            "auto or own."
         )
 
 

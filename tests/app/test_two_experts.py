@@ -139,6 +139,6 @@ def test_two_runs_are_joined(tmp_path: Path) -> None:
         sample.load_model(tmp_path / "plain", other=tmp_path / "low")
 
     done = export.export(tmp_path / "low", tmp_path / "out")
-    assert any("transformer/ is not there, copy it from its own export" in note for note in done.notes)
+    assert any("transformer/ is missing, copy it from its export" in note for note in done.notes)
     assert (tmp_path / "out" / "transformer_2" / "config.json").is_file()
     assert not (tmp_path / "out" / "transformer").exists()
