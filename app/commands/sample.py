@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from app.sampling.sample import ClipOrder, Crew
 
 
 def sample(
@@ -38,16 +41,30 @@ def sample(
     seed: Annotated[int | None, typer.Option()] = None,
     fps: Annotated[float | None, typer.Option()] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Ray workers that share the prompts; the same command continues what was stopped.", min=1),
+    ] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="With --workers: all make each clip together, for the first one sooner.")
+    ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With --workers: address of a Ray cluster; default: RAY_ADDRESS, else this machine."),
+    ] = None,
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
     from app.sampling.sample import default_out, run
     from app.settings.prompts import read_prompts
 
+    if workers is None and (together or cluster):
+        raise typer.BadParameter("--together and --cluster need --workers N.")
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
+    out = out or default_out(checkpoint, texts)
     run(
         checkpoint,
         texts,
-        out or default_out(checkpoint, texts),
+        out,
         images=images or [],
         other=other,
         ema=ema,
@@ -61,4 +78,23 @@ def sample(
         seed=seed,
         fps=fps,
         device=device,
+        crew=_crew(out, workers, device, together, cluster) if workers else None,
     )
+
+
+def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | None) -> Crew:
+    """Makes clips on workers of a Ray that lasts as long."""
+
+    def make(order: ClipOrder) -> list[Path]:
+        from app.run.borrowed_ray import borrowed_ray
+        from app.sampling.sample import batch_limit
+        from app.sampling.spread import ClipJob, check_together, spread
+
+        if together:
+            check_together(workers, order.config.model.dit.num_heads)
+        batch = batch_limit(order.settings, order.geometry)
+        job = ClipJob.of(order, device)
+        with borrowed_ray(cluster, workers):
+            return spread(job, order.prompts, out, workers, first=order.first, batch=batch, together=together)
+
+    return make

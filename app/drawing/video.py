@@ -42,6 +42,18 @@ def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
         container.mux(stream.encode())
 
 
+def read_mp4(path: Path) -> np.ndarray:
+    """The frames of a clip, uint8 [T, H, W, 3]."""
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def sheet_frames(video: np.ndarray) -> np.ndarray:
+    """The frames that a contact sheet shows of a clip: its sheet needs no others."""
+    shown = sorted({round(position) for position in np.linspace(0, len(video) - 1, _SHEET_FRAMES)})
+    return np.ascontiguousarray(video[shown])
+
+
 def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str], columns: int = 1) -> None:
     """One PNG: each clip a strip of frames under its title, `columns` clips side by side."""
     cells = [_cell(video, title) for video, title in zip(videos, titles, strict=True)]
@@ -60,9 +72,8 @@ def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str
 
 def _cell(video: np.ndarray, title: str) -> Image.Image:
     _check(video)
-    shown = sorted({round(position) for position in np.linspace(0, len(video) - 1, _SHEET_FRAMES)})
     scale = max(1, -(-_MIN_HEIGHT // video.shape[1]))
-    frames = [np.repeat(np.repeat(video[index], scale, axis=0), scale, axis=1) for index in shown]
+    frames = [np.repeat(np.repeat(frame, scale, axis=0), scale, axis=1) for frame in sheet_frames(video)]
     height, width, _ = frames[0].shape
     total = len(frames) * (width + _GAP) - _GAP
     lines = _wrap(title, total)

@@ -174,16 +174,22 @@ def _connect(config: RunConfig) -> None:
     workers = config.workers
     spare = 2.0  # the controller, decoding, and Ray's own tasks
     cpus = max(os.cpu_count() or 1, int(workers.max * workers.cpus_per_worker + spare + 0.999))
-    logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
     # Many small actors start at once here; Ray would warn about each batch of processes.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
-    local: dict[str, Any] = {"address": "local", "num_cpus": cpus, "dashboard_host": "127.0.0.1", **quiet}
+    start_ray_here({"num_cpus": cpus, "dashboard_host": "127.0.0.1", **quiet})
+
+
+def start_ray_here(options: dict[str, Any]) -> None:
+    """A Ray of this machine, for this process."""
+    import ray
+
+    logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
     try:
-        ray.init(**local)
+        ray.init(address="local", **options)
     except Exception as error:  # of Ray's many kinds: on a busy machine one of its processes may come up too late
         log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
         ray.shutdown()
-        ray.init(**local)
+        ray.init(address="local", **options)
 
 
 def _joined() -> ClusterAddress:

@@ -99,6 +99,23 @@ class ClipSettings:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipOrder:
+    """All that clips are made from; `config` is the run's with its model resolved. Paths are absolute."""
+
+    checkpoint: Path
+    other: Path | None
+    ema: bool
+    prompts: tuple[str, ...]
+    first: tuple[np.ndarray, ...]  # the pictures that clips start from, one for each prompt, or none
+    settings: ClipSettings
+    config: RunConfig
+    geometry: Geometry
+
+
+Crew = Callable[[ClipOrder], list[Path]]  # returns the files that it has written
+
+
 def run(
     checkpoint: Path,
     prompts: Sequence[str],
@@ -117,8 +134,10 @@ def run(
     seed: int | None = None,
     fps: float | None = None,
     device: str = "auto",
+    crew: Crew | None = None,
 ) -> list[Path]:
-    """Body of the command. What is None comes from the checkpoint's own config; returns the files written."""
+    """Body of the command. What is None comes from the checkpoint's own config; returns the files written. With a
+    `crew` its workers make the clips, and this process loads no weights."""
     if out.suffix not in ("", ".mp4"):
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
     given = {
@@ -131,11 +150,11 @@ def run(
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
-    model = load_model(checkpoint, ema=ema, device=device, other=other)
-    prompts = prompts or model.config.sample.prompts
+    config, geometry = config_of(checkpoint)
+    prompts = prompts or config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
-    base = ClipSettings.of(model.config)
+    base = ClipSettings.of(config)
     sampler = replace(base.sampler, **_given(steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift))
     if flow_shift is not None:
         sampler = replace(sampler, token_shift=None)
@@ -145,7 +164,22 @@ def run(
         negative_prompt=negative_prompt,
         **_given(frames=frames, height=height, width=width, seed=seed, fps=fps),
     )
-    first = first_frames(model, prompts, settings, images, "--image")
+    first = first_frames(config, prompts, settings, images, "--image")
+    if crew is not None:
+        order = ClipOrder(
+            checkpoint=_absolute(checkpoint),
+            other=other and _absolute(other),
+            ema=ema,
+            prompts=tuple(prompts),
+            first=tuple(first),
+            settings=settings,
+            config=config,
+            geometry=geometry,
+        )
+        files = crew(order)
+        print(*files, sep="\n")
+        return files
+    model = load_model(checkpoint, ema=ema, device=device, other=other)
     videos = make_clips(model, prompts, settings, first)
     files = write_clips(out, videos, prompts, settings.fps)
     for file in files:
@@ -184,6 +218,28 @@ def checkpoint_folder(path: Path) -> Path:
             f"runs/NAME/checkpoints/step-N with a COMPLETE file."
         )
     return found
+
+
+def _absolute(checkpoint: Path) -> Path:
+    """The one checkpoint that is meant, however many a live run writes meanwhile, for processes elsewhere."""
+    return (checkpoint if is_export(checkpoint) else checkpoint_folder(checkpoint)).resolve()
+
+
+def config_of(path: Path) -> tuple[RunConfig, Geometry]:
+    """The run of a checkpoint or of an exported folder, its model resolved, without its weights."""
+    if is_export(path):
+        config = RunConfig.load(path / "heddle.yaml")
+        config = replace(config, model=_export_model(config, path))
+    else:
+        folder = checkpoint_folder(path)
+        config = run_config(load(folder)[0], folder)
+    resolved, geometry = resolve(config.model)
+    return replace(config, model=resolved), geometry
+
+
+def batch_limit(settings: ClipSettings, geometry: Geometry) -> int:
+    """Clips that are sampled together. Raises ValueError for a size that the model cannot make."""
+    return max(1, _BATCH_TOKENS // geometry.tokens(settings.frames, settings.height, settings.width))
 
 
 def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
@@ -284,14 +340,7 @@ def is_export(path: Path) -> bool:
 def _load_export(folder: Path, device: str) -> Model:
     """The modules of an exported folder; what it does not hold (the haar codec, a random encoder) the config makes."""
     config = RunConfig.load(folder / "heddle.yaml")
-    model, here = config.model, str(folder.resolve())
-    model = replace(
-        model,
-        dit=replace(model.dit, path=here, lora_rank=0, lora_from=None),
-        vae=replace(model.vae, path=here) if model.vae.path else model.vae,
-        text=replace(model.text, path=here) if model.text.path else model.text,
-        image=replace(model.image, path=here) if model.image and model.image.path else model.image,
-    )
+    model = _export_model(config, folder)
     target = pick_device(device)
     resolved, geometry = _for_device(config, model, target)
     dit = build_dit(resolved.dit, config.train.seed).eval().to(target)
@@ -306,6 +355,18 @@ def _load_export(folder: Path, device: str) -> Model:
         config=replace(config, model=resolved),
         step=0,
         device=target,
+    )
+
+
+def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
+    """The modules of the config, from the folder where it holds them."""
+    model, here = config.model, str(folder.resolve())
+    return replace(
+        model,
+        dit=replace(model.dit, path=here, lora_rank=0, lora_from=None),
+        vae=replace(model.vae, path=here) if model.vae.path else model.vae,
+        text=replace(model.text, path=here) if model.text.path else model.text,
+        image=replace(model.image, path=here) if model.image and model.image.path else model.image,
     )
 
 
@@ -327,16 +388,19 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None
 
 
 def first_frames(
-    model: Model, prompts: Sequence[str], settings: ClipSettings, images: Sequence[str | Path] = (), option: str = ""
+    config: RunConfig,
+    prompts: Sequence[str],
+    settings: ClipSettings,
+    images: Sequence[str | Path] = (),
+    option: str = "",
 ) -> list[np.ndarray]:
     """The first frame of each clip, [height, width, 3], for a transformer that starts from one; else nothing.
 
     `images` were given by `option`; without them those of the run's config are used. Raises ConfigError where there are
     none, where the transformer takes none, and for broken ones.
     """
-    sample = model.config.sample
-    dit = model.config.model.dit
-    may = dit.frame_times and model.config.train.flow.first_frame > 0
+    sample, dit = config.sample, config.model.dit
+    may = dit.frame_times and config.train.flow.first_frame > 0
     if not dit.starts_from_image and not (may and (images or sample.images)):
         if images:
             raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
@@ -373,7 +437,7 @@ def make_clips(
     ]
     (negative,) = model.text.encode([settings.negative_prompt])
     clips = []
-    for batch in _batches(requests, model.geometry.tokens(settings.frames, settings.height, settings.width)):
+    for batch in _batches(requests, batch_limit(settings, model.geometry)):
         latents = sample_latents(
             model.dit, batch, negative, model.geometry, settings.sampler, group, progress, model.low
         )
@@ -398,19 +462,22 @@ def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str],
 
     Their prompts, in order, are left in `out`.json, where the report finds the captions.
     """
-    stem = out.with_suffix("") if out.suffix else out / "sample"
-    one = len(videos) == 1
-    files = [
-        stem.with_name(f"{stem.name}.mp4" if one else f"{stem.name}-{index:02d}.mp4") for index in range(len(videos))
-    ]
+    files, sheet = clip_files(out, len(videos))
+    stem = sheet.with_suffix("")
     for file, video in zip(files, videos, strict=True):
         write_mp4(file, video, fps)
     part = stem.with_name(f"{stem.name}.json.part")
     part.write_text(json.dumps(list(prompts)), encoding="utf-8")
     os.replace(part, stem.with_name(f"{stem.name}.json"))  # a report of the live run never reads half of it
-    sheet = stem.with_name(f"{stem.name}.png")
     contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
     return [*files, sheet]
+
+
+def clip_files(out: Path, count: int) -> tuple[list[Path], Path]:
+    """(the clips, their contact sheet) that `out` means: numbered when there are several, inside of a folder."""
+    stem = out.with_suffix("") if out.suffix else out / "sample"
+    names = [f"{stem.name}.mp4"] if count == 1 else [f"{stem.name}-{index:02d}.mp4" for index in range(count)]
+    return [stem.with_name(name) for name in names], stem.with_name(f"{stem.name}.png")
 
 
 def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
@@ -421,12 +488,11 @@ def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
         return []
     settings = ClipSettings.of(model.config)
     out = run_folder / "samples" / f"step-{model.step}.mp4"
-    first = first_frames(model, prompts, settings)
+    first = first_frames(model.config, prompts, settings)
     return write_clips(out, make_clips(model, prompts, settings, first), prompts, settings.fps)
 
 
-def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:
-    size = max(1, _BATCH_TOKENS // tokens)
+def _batches(requests: list[SampleRequest], size: int) -> Iterator[list[SampleRequest]]:
     for start in range(0, len(requests), size):
         yield requests[start : start + size]
 

@@ -52,7 +52,9 @@ def test_the_picture_decides_the_clip(tmp_path: Path) -> None:
     model = sample.load_model(tmp_path / "run")
     settings, prompts = sample.ClipSettings.of(model.config), ["a disc", "a square"]
     clips = [
-        sample.make_clips(model, prompts, settings, sample.first_frames(model, prompts, settings, given, "--image"))
+        sample.make_clips(
+            model, prompts, settings, sample.first_frames(model.config, prompts, settings, given, "--image")
+        )
         for given in ([red], [red, blue])
     ]
     assert np.array_equal(clips[0][0], clips[1][0]) and not np.array_equal(clips[0][1], clips[1][1])
@@ -79,7 +81,9 @@ def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tm
     model = sample.load_model(tmp_path / "run")
     settings, prompts = sample.ClipSettings.of(model.config), ["a disc"]
     clips = [
-        sample.make_clips(model, prompts, settings, sample.first_frames(model, prompts, settings, given, "--image"))[0]
+        sample.make_clips(
+            model, prompts, settings, sample.first_frames(model.config, prompts, settings, given, "--image")
+        )[0]
         for given in ([], [red], [blue])
     ]
     assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[1][1:], clips[2][1:])
@@ -148,7 +152,7 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
     picture = save(tmp_path / "a.png", (200, 120, 30))
     ours = sample.load_model(tmp_path / "out")
     settings = sample.ClipSettings.of(ours.config)
-    (first,) = sample.first_frames(ours, ["a disc"], settings, [picture], "--image")
+    (first,) = sample.first_frames(ours.config, ["a disc"], settings, [picture], "--image")
     (clip,) = sample.make_clips(ours, ["a disc"], settings, [first])
 
     pipe = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")

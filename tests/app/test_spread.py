@@ -1,0 +1,274 @@
+"""`heddle sample --workers N`: the same clips from any number of workers, none lost with a worker, none made twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from app.cli import app
+from app.drawing.video import read_mp4
+from app.sampling import sample
+from app.sampling import spread as spreading
+from app.sampling.sample import ClipSettings
+from app.sampling.spread import ClipJob, ClipRecord, ClipWork, ClipWorker, MadeClip, PromptQueue, check_together, spread
+from ops.typed import ConfigError
+from tests.app.test_sample import tiny_run, write_checkpoint
+
+torch.set_num_threads(1)
+PROMPTS = [f"a disc number {index}" for index in range(5)]
+
+
+@given(
+    total=st.integers(0, 30),
+    done=st.sets(st.integers(0, 29)),
+    limit=st.integers(1, 9),
+    workers=st.integers(1, 4),
+    deaths=st.lists(st.booleans(), max_size=4),
+)
+def test_every_prompt_is_made_once_whoever_dies(total, done, limit, workers, deaths) -> None:  # type: ignore[no-untyped-def]
+    queue, made, misfortune = PromptQueue(total, done, limit), [], list(deaths)
+    while queue.unfinished:
+        chunk = queue.take(workers)
+        assert 1 <= len(chunk) <= limit and chunk == list(range(chunk[0], chunk[0] + len(chunk)))
+        if misfortune and misfortune.pop():
+            if queue.lose(chunk):
+                return  # three workers died of it
+            continue
+        made += chunk
+        queue.finish(chunk)
+    assert sorted(made) == [index for index in range(total) if index not in done]
+    assert queue.take(workers) == []
+
+
+def test_chunks_become_smaller_to_the_end() -> None:
+    queue = PromptQueue(64, (), 16)
+    sizes = []
+    while chunk := queue.take(3):
+        sizes.append(len(chunk))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 10 and sizes[-6:] == [1] * 6
+
+
+def test_a_prompt_that_ends_three_workers_is_given_up() -> None:
+    queue = PromptQueue(2, (), 1)
+    found = []
+    for _ in range(3):
+        chunk = queue.take(1)
+        found.append(queue.lose(chunk))
+    assert found == [[], [], [0]]
+
+
+def test_prompts_of_a_lost_chunk_are_tried_one_by_one() -> None:
+    queue = PromptQueue(12, (), 4)
+    assert queue.lose(queue.take(1)) == []
+    sizes = []
+    while chunk := queue.take(1):
+        sizes.append(len(chunk))
+    assert sizes[:4] == [1] * 4 and sizes[4] == 4
+
+
+def settings() -> ClipSettings:
+    return ClipSettings.of(tiny_run())
+
+
+def job(folder: Path) -> ClipJob:
+    return ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=settings())
+
+
+def test_a_record_continues_its_own_job_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.clips.jsonl"
+    record = ClipRecord(path, job(tmp_path), PROMPTS)
+    assert record.finished() == set()
+    record.add(3)
+    record.add(1)
+    with path.open("a") as file:
+        file.write("4")  # torn: no end of line
+    again = ClipRecord(path, job(tmp_path), PROMPTS)
+    assert again.finished() == {1, 3}
+    again.add(0)
+    assert ClipRecord(path, job(tmp_path), PROMPTS).finished() == {0, 1, 3}
+    other = replace(job(tmp_path), settings=replace(settings(), seed=7))
+    assert ClipRecord(path, other, PROMPTS).finished() == set()
+    assert ClipRecord(path, job(tmp_path), PROMPTS).finished() == set()  # it is the other job's now
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": path}}
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("run"), tiny_run())
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> list[np.ndarray]:
+    """The clips as this process makes them."""
+    return sample.make_clips(sample.load_model(checkpoint, device="cpu"), PROMPTS, settings())
+
+
+def numbers(work: ClipWork) -> range:
+    return range(work.number, work.number + len(work.prompts))
+
+
+class Diary(ClipWorker):
+    """Writes down which prompts it is given, and dies at the first of a kind that is in the folder."""
+
+    def make(self, work: ClipWork) -> list[MadeClip]:
+        assert self._job is not None
+        diary = Path(self._job.checkpoint).parents[1] / "diary"
+        mortal = list(diary.glob("deaths-*"))
+        if mortal and any(str(number) in mortal[0].name for number in numbers(work)):
+            mortal[0].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        made = super().make(work)
+        with (diary / "made").open("a") as file:
+            file.write("".join(f"{number}\n" for number in numbers(work)))
+        return made
+
+
+class Failing(ClipWorker):
+    """Cannot make prompt 1."""
+
+    def make(self, work: ClipWork) -> list[MadeClip]:
+        if 1 in numbers(work):
+            raise OSError("no memory left for prompt 1")
+        return super().make(work)
+
+
+class Doomed(ClipWorker):
+    """Its process ends at prompt 1."""
+
+    def make(self, work: ClipWork) -> list[MadeClip]:
+        if 1 in numbers(work):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().make(work)
+
+
+def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray]) -> None:
+    """Of the same pixels but for rounding before 8 bits and H.264."""
+    for file, clip in zip(files, alone, strict=True):
+        assert np.abs(read_mp4(file).astype(int) - as_encoded(clip, file.parent).astype(int)).mean() < 0.1
+
+
+def as_encoded(clip: np.ndarray, folder: Path) -> np.ndarray:
+    from app.drawing.video import write_mp4
+
+    write_mp4(folder / "plain.mp4", clip, settings().fps)
+    return read_mp4(folder / "plain.mp4")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_clips_do_not_depend_on_the_number_of_workers(workers: int, checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    told: list[str] = []
+    *files, sheet = spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", workers, batch=2, tell=told.append)
+    assert [file.name for file in files] == [f"x-{index:02d}.mp4" for index in range(5)] and sheet.name == "x.png"
+    assert_same(files, alone)
+    assert told[-1].startswith("5/5 clips") and not (tmp_path / "x.clips.jsonl").exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_workers_together_make_the_same_clips(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    *files, _ = spread(job(checkpoint), PROMPTS[:2], tmp_path / "x.mp4", 2, together=True, tell=lambda text: None)
+    assert_same(files, alone[:2])
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_worker_loses_no_prompt_and_repeats_no_finished_one(tmp_path: Path, alone) -> None:  # type: ignore[no-untyped-def]
+    folder = write_checkpoint(tmp_path, tiny_run())
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    (diary / "deaths-2").touch()
+    *files, _ = spread(job(folder), PROMPTS, tmp_path / "x.mp4", 2, worker_class=Diary, tell=lambda text: None)
+    assert_same(files, alone)
+    made = Counter((diary / "made").read_text().split())
+    assert not list(diary.glob("deaths-*"))  # somebody died
+    assert made == {str(index): 1 for index in range(5)}
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_what_was_stopped_continues_where_it_was(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "x.mp4"
+    with pytest.raises(OSError, match="no memory left for prompt 1"):
+        spread(job(checkpoint), PROMPTS, out, 1, worker_class=Failing, tell=lambda text: None)
+    before = (tmp_path / "x-00.mp4").stat().st_mtime_ns
+    told: list[str] = []
+    *files, _ = spread(job(checkpoint), PROMPTS, out, 1, tell=told.append)
+    assert told[0] == "note: 1 of 5 clips are there already"
+    assert files[0].stat().st_mtime_ns == before
+    assert_same(files, alone)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spreading, "MAX_LOSSES", 1)  # a start of a worker takes seconds
+    with pytest.raises(RuntimeError, match=r"1 worker\(s\) died while they made prompt 1 \('a disc number 1'\)"):
+        spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 1, worker_class=Doomed, tell=lambda text: None)
+    assert (tmp_path / "x-00.mp4").is_file()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_more_workers_than_the_cluster_holds_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--workers 4 need a CPU each, and this Ray has 3; use at most 3"):
+        spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 4)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_what_a_worker_cannot_load_is_said_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        spread(job(tmp_path / "none"), PROMPTS, tmp_path / "x.mp4", 1)
+
+
+def test_a_bag_needs_a_number_that_divides_the_heads() -> None:
+    with pytest.raises(ConfigError, match="--workers 3 --together: degree 3 does not divide 2 attention heads"):
+        check_together(3, 2)
+
+
+def test_together_needs_workers() -> None:
+    result = CliRunner().invoke(app, ["sample", "--checkpoint", "x", "--together"])
+    assert result.exit_code == 2 and "need --workers N" in result.output
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(560)  # two starts of Ray's processes, on a machine that does much else
+def test_the_command_makes_them_on_a_ray_of_its_own(checkpoint: Path, alone, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    import subprocess
+    import sys
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    command = ["sample", "--checkpoint", str(checkpoint), "--prompts", str(prompts), "--workers", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", *command, "--out", str(tmp_path / "x.mp4"), "--device", "cpu"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same([tmp_path / f"x-{index:02d}.mp4" for index in range(5)], alone)
