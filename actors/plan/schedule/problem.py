@@ -309,6 +309,10 @@ class Problem:
     def _memory_remedy(self, module: Module, item: Item) -> str:
         profile = self.profile
         shape = (1, item.frames, item.height, item.width)
+        short = self._short_of_memory(module, item)
+        short = short and f"{short} Use fewer frames or a smaller size for this bucket, or GPUs with more memory."
+        if short and module != "dit":  # what an encoder needs in a bag is not known before it has run there
+            return short
         for degree in range(1, 4 * self.cluster.num_workers + 1):
             if (
                 degree not in profile.degrees.get(module, ())
@@ -327,8 +331,8 @@ class Problem:
                 if key[0] == module and key[3:5] == (item.height, item.width) and key[1] == item.batch
             }
         )
-        if why := self._short_of_memory(module, item):
-            return f"{why} Use fewer frames or a smaller size for this bucket, or GPUs with more memory."
+        if short:
+            return short
         if profile.extrapolate:
             peak = profile.memory_gib(module, *shape, max(profile.degrees.get(module, (1,))), item.text_tokens)
             need = f" (it needs {peak:.0f} GiB)" if peak else ""
@@ -355,7 +359,8 @@ class Problem:
         lacking = self.profile.needs.lacking_gib(found)
         if lacking is None:
             return ""
-        return f"One sample ran out of memory {TRIES} times {where} when at least {lacking:.2f} GiB were missing."
+        missing = f" when at least {lacking:.2f} GiB were missing" if lacking else " and nobody counts what it lacked"
+        return f"One sample ran out of memory {TRIES} times {where}{missing}."
 
 
 def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:
