@@ -21,6 +21,7 @@ BENCHMARKS = {
     "papers": ("app.bench.papers.contents", "Figures of the four papers beside Heddle's, as a page."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
+    "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}

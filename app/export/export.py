@@ -111,7 +111,7 @@ def _fill(
     averaged = ema and config.train.optimizer.ema_decay > 0
     state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
     state = {key: tensor.to(dtype) for key, tensor in state.items()}
-    plain = replace(resolved.dit, lora_rank=0, path=None)
+    plain = replace(resolved.dit, lora_rank=0, lora_from=None, path=None)
     family = FAMILIES[plain.architecture]
     target = work / plain.part
     write_folder(target, state, _transformer_json(resolved.dit, base))
@@ -147,7 +147,7 @@ def _fill(
 
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
     """The weights of the plain model, LoRA merged; a LoRA run's factors are written beside on the way."""
-    module = build_dit(dit, seed)
+    module = build_dit(replace(dit, lora_from=None), seed)
     put_weights(module, model_state(folder, ema), str(folder))
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
     if not dit.lora_rank:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
@@ -139,7 +139,7 @@ def _ratios(record: StepMetrics) -> list[tuple[str, float]]:
     return ratios
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -307,7 +307,9 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
 
 
 def _number(value: float) -> str:
-    return f"{value:,.3g}" if math.isfinite(value) else "-"
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _percent(value: float) -> str:

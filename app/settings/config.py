@@ -190,7 +190,7 @@ def from_here(config: RunConfig) -> RunConfig:
         run=replace(config.run, dir=_absolute(config.run.dir)),
         model=replace(
             model,
-            dit=replace(model.dit, path=_absolute(model.dit.path)),
+            dit=replace(model.dit, path=_absolute(model.dit.path), lora_from=_absolute(model.dit.lora_from)),
             vae=replace(model.vae, path=_absolute(model.vae.path)),
             text=replace(model.text, path=_absolute(model.text.path)),
             image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
@@ -223,6 +223,7 @@ def check(config: RunConfig) -> None:
     _check_buckets(config)
     _check_sample(config)
     _check_attention(config)
+    _check_memory(config)
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -345,6 +346,14 @@ def _check_attention(config: RunConfig) -> None:
         raise ConfigError(
             f"model.dit.attention {name} takes bfloat16 and float16; train.autocast is none and train.parameter_dtype "
             f"float32. Set train.autocast: bfloat16, or attention: auto."
+        )
+
+
+def _check_memory(config: RunConfig) -> None:
+    if config.workers.device == "cuda" and config.train.memory.gradients == "node":
+        raise ConfigError(
+            "train.memory.gradients node is memory that CPU workers share; workers.device is cuda. Set gradients to "
+            "auto or own."
         )
 
 

@@ -65,9 +65,11 @@ def test_the_case_study_is_that_of_the_paper() -> None:
     assert ours.ours["step"] < flexsp.ours["step"] <= longest
 
 
-def test_shuffled_workers_are_never_faster_than_placed_ones() -> None:
-    found = arachne.table3(True)
-    assert found.ours["without the mapper"] > 1.0
+def test_a_step_is_longest_without_any_rule_of_the_mapper() -> None:
+    found = arachne.table3(True).ours
+    assert set(found) == set(next(f for f in papers()["arachne"].figures if f.id == "table3").published)
+    assert found["without the mapper"] > 1.0
+    assert found["without the mapper"] >= max(found.values()) - 0.02  # each plan is a search of its own
 
 
 # KnapFormer

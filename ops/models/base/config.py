@@ -37,6 +37,7 @@ class DiTConfig:
     attention: AttentionName = "auto"  # auto: the fastest that serves device and shape; a name: that one or an error
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
+    lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
 
     def __post_init__(self) -> None:
         own = next(field.default for field in fields(self) if field.name == "architecture")
@@ -59,6 +60,8 @@ class DiTConfig:
             lora_rank=between(0, 1 << 16),
             lora_alpha=between(0, 1e6),
         )
+        if self.lora_from and not self.lora_rank:
+            raise ValueError("model.dit.lora_from names factors, and lora_rank is 0. Set it to the rank of the file.")
         if self.freq_dim % 2:
             raise ValueError(
                 f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even one."

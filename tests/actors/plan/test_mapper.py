@@ -21,7 +21,7 @@ ITEM = Item(id="a", batch=1, frames=13, height=720, width=1280, text_tokens=100)
 def bag(
     h100: Profile, mapper: Mapper, free: dict[int, float], degree: int, nodes: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """Workers of a dit of one second, on the given nodes or where it ends first; `free`: who is busy until when."""
+    """Workers of a dit of one second, on the given nodes or where it ends first; `free`: busy until then."""
     problem = Problem([[ITEM]], h100, CLUSTER, PlanOptions(mapper=mapper))
     jobs = [PlannedJob("dit", 0, (0, "a"), 0, 1, ((degree, 1.0),))]
     schedule = ListSchedule(problem, jobs, StepContext(tuple(free.get(worker, 0.0) for worker in range(16))))
