@@ -33,6 +33,7 @@ def sample(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
+    from app.sampling.clips import ClipChanges
     from app.sampling.sample import default_out, run
     from app.settings.prompts import read_prompts
 
@@ -41,15 +42,17 @@ def sample(
         checkpoint,
         texts,
         out or default_out(checkpoint, texts),
+        changes=ClipChanges(
+            frames=frames,
+            height=height,
+            width=width,
+            fps=fps,
+            seed=seed,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            flow_shift=flow_shift,
+            negative_prompt=negative_prompt,
+        ),
         ema=ema,
-        frames=frames,
-        height=height,
-        width=width,
-        steps=steps,
-        guidance_scale=guidance_scale,
-        flow_shift=flow_shift,
-        negative_prompt=negative_prompt,
-        seed=seed,
-        fps=fps,
         device=device,
     )

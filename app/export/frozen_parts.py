@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from app.settings.config import RunConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
@@ -14,28 +14,33 @@ from ops.models.folders import component, read_json, tokenizer_of
 from ops.models.load import build_text
 from ops.typed import ConfigError
 
-Parts = tuple[dict[str, Any], dict[str, str], list[str]]
+
+@dataclass(frozen=True, slots=True)
+class FrozenParts:
+    """What lies beside the transformer of an exported pipeline. Filled while the parts are written."""
+
+    index: dict[str, object]  # model_index.json
+    origins: dict[str, str] = field(default_factory=dict)  # folder name -> where it came from
+    notes: list[str] = field(default_factory=list)  # sentences that a user must read
 
 
-def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
-    """Fill `work` with everything but the transformer. Returns (model_index, origin of each part, notes)."""
+def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
+    """Fill `work` with everything but the transformer. Raises ConfigError for a `base` that does not fit."""
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index: dict[str, Any] = {"_class_name": family.pipeline_class}
-    origins: dict[str, str] = {}
-    notes: list[str] = []
-    _vae(work, config, index, origins, notes)
-    _text(work, config, index, origins, notes)
-    _scheduler(work, config, index, origins)
+    parts = FrozenParts({"_class_name": family.pipeline_class})
+    _vae(work, config, parts)
+    _text(work, config, parts)
+    _scheduler(work, config, parts)
     for name in family.missing_parts:
-        index[name] = [None, None]
+        parts.index[name] = [None, None]
     if family.missing_note:
-        notes.append(family.missing_note)
-    return index, origins, notes
+        parts.notes.append(family.missing_note)
+    return parts
 
 
-def _from_base(work: Path, config: RunConfig, base: Path) -> Parts:
+def _from_base(work: Path, config: RunConfig, base: Path) -> FrozenParts:
     """All components of a published pipeline except its transformer. It must be the one that was trained with."""
     index = read_json(base / "model_index.json")
     expected = FAMILIES[config.model.dit.architecture].diffusers_class
@@ -43,13 +48,13 @@ def _from_base(work: Path, config: RunConfig, base: Path) -> Parts:
     if found != expected:
         raise ConfigError(f"--base {base} has a {found}, the run trained a {expected}; give its own pipeline.")
     _same_latents(config, base)
-    origins = {}
+    parts = FrozenParts(index)
     for entry in sorted(base.iterdir()):
         if entry.name.startswith(("transformer", ".")) or entry.name == "model_index.json":
             continue
         if entry.is_dir():
-            origins[entry.name] = f"{link_tree(entry, work / entry.name)} from {entry}"
-    return index, origins, []
+            parts.origins[entry.name] = f"{link_tree(entry, work / entry.name)} from {entry}"
+    return parts
 
 
 def _same_latents(config: RunConfig, base: Path) -> None:
@@ -63,62 +68,62 @@ def _same_latents(config: RunConfig, base: Path) -> None:
         )
 
 
-def _vae(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     vae = config.model.vae
     if vae.kind == "diffusers":
         assert vae.path is not None
         folder = component(vae.path, "vae")
         name = read_json(folder / "config.json")["_class_name"]
         assert name in VAE_CLASSES
-        index["vae"] = ["diffusers", name]
-        origins["vae"] = f"{link_tree(folder, work / 'vae')} from {folder}"
+        parts.index["vae"] = ["diffusers", name]
+        parts.origins["vae"] = f"{link_tree(folder, work / 'vae')} from {folder}"
         return
     (work / "vae").mkdir()
     fields = {"_class_name": "HaarVAE", "temporal": vae.temporal, "spatial": vae.spatial, "channels": vae.channels}
     (work / "vae" / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    index["vae"] = [None, None]
-    origins["vae"] = "settings of the haar codec"
-    notes.append(
+    parts.index["vae"] = [None, None]
+    parts.origins["vae"] = "settings of the haar codec"
+    parts.notes.append(
         "the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with vae=None, ask "
         "for output_type='latent', and decode with ops.models.haar.HaarVAE."
     )
 
 
-def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     text = config.model.text
     if not text.path:
         random = build_text(text)
         random.encoder.save_pretrained(work / "text_encoder")  # type: ignore[attr-defined]
         random.tokenizer.save_pretrained(work / "tokenizer")  # type: ignore[attr-defined]
-        index["text_encoder"] = ["transformers", "T5EncoderModel"]
-        index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
-        origins["text_encoder"] = origins["tokenizer"] = f"random byte-level T5 of seed {text.seed}"
-        notes.append(
+        parts.index["text_encoder"] = ["transformers", "T5EncoderModel"]
+        parts.index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
+        parts.origins["text_encoder"] = parts.origins["tokenizer"] = f"random byte-level T5 of seed {text.seed}"
+        parts.notes.append(
             "the text encoder is the untrained one of the run; Diffusers loads it, but it is of use with this "
             "transformer only."
         )
         return
     folder = component(text.path, "text_encoder")
     classes = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
-    index["text_encoder"] = ["transformers", classes[read_json(folder / "config.json")["model_type"]]]
-    origins["text_encoder"] = f"{link_tree(folder, work / 'text_encoder')} from {folder}"
+    parts.index["text_encoder"] = ["transformers", classes[read_json(folder / "config.json")["model_type"]]]
+    parts.origins["text_encoder"] = f"{link_tree(folder, work / 'text_encoder')} from {folder}"
     tokenizer = tokenizer_of(folder)
     settings = tokenizer / "tokenizer_config.json"
     name = read_json(settings).get("tokenizer_class", "T5TokenizerFast") if settings.is_file() else "T5TokenizerFast"
-    index["tokenizer"] = ["transformers", name]
-    origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
+    parts.index["tokenizer"] = ["transformers", name]
+    parts.origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
 
 
-def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
+def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     """Euler with the shift of the training and the sigmas of `heddle sample`."""
     import diffusers
 
     flow = config.train.flow
     chosen = FAMILIES[config.model.dit.architecture].scheduler(flow.flow_shift)
-    scheduler: Any = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
+    scheduler = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
-    index["scheduler"] = ["diffusers", chosen.name]
-    origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+    parts.index["scheduler"] = ["diffusers", chosen.name]
+    parts.origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
 
 
 def link_tree(source: Path, target: Path) -> str:

@@ -1,10 +1,10 @@
-"""A written transformer folder, loaded by Diffusers' own class, against our model: weights identical, outputs equal."""
+"""Compares a written transformer folder, loaded by Diffusers' own class, with our model: same weights, equal
+outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,15 @@ def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]
     return difference
 
 
-def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[nn.Module, Mapping[str, list[object]]]:
     import diffusers
 
-    return getattr(diffusers, class_name).from_pretrained(
+    model: nn.Module
+    report: Mapping[str, list[object]]  # what was missing, unexpected or of another shape
+    model, report = getattr(diffusers, class_name).from_pretrained(
         folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
     )
+    return model, report
 
 
 def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
@@ -73,7 +76,8 @@ def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int,
     return unpatchify(tokens, grid, config.patch, config.out_channels)
 
 
-def _theirs(reference: Any, latent: Tensor, text: Tensor, config: DiTConfig) -> Tensor:
+def _theirs(reference: nn.Module, latent: Tensor, text: Tensor, config: DiTConfig) -> Tensor:
     sample = ParitySample(latent=latent, timestep=torch.tensor([1000 * _SIGMA]), text=text)
     inputs = FAMILIES[config.architecture].parity_inputs(config, sample)
-    return reference(**inputs).sample[0]
+    output: Tensor = reference(**inputs).sample[0]
+    return output

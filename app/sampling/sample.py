@@ -2,93 +2,20 @@
 
     heddle sample --checkpoint runs/demo --prompt "a red circle moving up on a black background" --out red.mp4
 
-The same functions make the samples of a running or finished training: `load_model` once, `make_clips` as often as
+The functions behind it make the samples of a running or finished training: `load_model` once, `make_clips` as often as
 wanted, `write_clips` for the files.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
-from app.device.profile import pick_device
-from app.drawing.video import contact_sheet, write_mp4
-from app.settings.config import RunConfig, names
-from ops.attention.varlen import check_backend
-from ops.comm import Group
-from ops.geometry import Geometry
-from ops.models.config import ModelConfig
-from ops.models.families import FAMILIES
-from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae
-from ops.models.text import TextEncoder
-from ops.models.vae import VAE
-from ops.models.weights import check_state
+from app.sampling.clips import ClipChanges, ClipSettings, make_clips, write_clips
+from app.sampling.model import checkpoint_folder, is_export, load_model
 from ops.ranges import SEED, above, between
-from ops.sampling import SamplerConfig, SampleRequest, sample_latents
-from ops.typed import ConfigError, build, parse
-
-log = logging.getLogger(__name__)
-
-# Clips are sampled together up to this many tokens; more only costs memory, the arithmetic is the same.
-_BATCH_TOKENS = 32_768
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """The three modules of a checkpoint, on one device, and the run they come from."""
-
-    dit: nn.Module
-    vae: VAE
-    text: TextEncoder
-    geometry: Geometry
-    config: RunConfig
-    step: int
-    device: torch.device
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipSettings:
-    """What is made and how. `of` takes a run's own settings."""
-
-    frames: int
-    height: int
-    width: int
-    fps: float
-    seed: int  # prompt number i gets seed + i
-    sampler: SamplerConfig
-    negative_prompt: str = ""
-
-    @staticmethod
-    def of(config: RunConfig) -> ClipSettings:
-        sample, flow = config.sample, config.train.flow
-        sampler = SamplerConfig(
-            steps=sample.steps,
-            guidance_scale=sample.guidance_scale,
-            flow_shift=flow.flow_shift,
-            num_train_timesteps=flow.num_train_timesteps,
-            autocast=config.train.autocast == "bfloat16",
-            wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
-        )
-        return ClipSettings(
-            frames=sample.frames,
-            height=sample.height,
-            width=sample.width,
-            fps=sample.fps,
-            seed=sample.seed,
-            sampler=sampler,
-        )
+from ops.typed import ConfigError
 
 
 def run(
@@ -96,26 +23,19 @@ def run(
     prompts: Sequence[str],
     out: Path,
     *,
+    changes: ClipChanges | None = None,
     ema: bool = True,
-    frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    steps: int | None = None,
-    guidance_scale: float | None = None,
-    flow_shift: float | None = None,
-    negative_prompt: str = "",
-    seed: int | None = None,
-    fps: float | None = None,
     device: str = "auto",
 ) -> list[Path]:
-    """Body of the command. What is None comes from the checkpoint's own config; returns the files written."""
+    """Body of the command. Prompts and settings that are not given are those of the run. Returns the files written."""
+    changes = changes or ClipChanges()
     if out.suffix not in ("", ".mp4"):
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
     given = {
-        "guidance-scale": (guidance_scale, between(0, 1e6)),
-        "flow-shift": (flow_shift, above(0, 1e6)),
-        "fps": (fps, above(0, 1000)),
-        "seed": (seed, between(0, SEED)),
+        "guidance-scale": (changes.guidance_scale, between(0, 1e6)),
+        "flow-shift": (changes.flow_shift, above(0, 1e6)),
+        "fps": (changes.fps, above(0, 1000)),
+        "seed": (changes.seed, between(0, SEED)),
     }
     for name, (value, allowed) in given.items():
         if value is not None and (fault := allowed.fault(value)):
@@ -125,24 +45,12 @@ def run(
     prompts = prompts or model.config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
-    base = ClipSettings.of(model.config)
-    sampler = replace(base.sampler, **_given(steps=steps, guidance_scale=guidance_scale, flow_shift=flow_shift))
-    settings = replace(
-        base,
-        sampler=sampler,
-        negative_prompt=negative_prompt,
-        **_given(frames=frames, height=height, width=width, seed=seed, fps=fps),
-    )
+    settings = ClipSettings.of(model.config).changed(changes)
     videos = make_clips(model, prompts, settings)
     files = write_clips(out, videos, prompts, settings.fps)
     for file in files:
         print(file)
     return files
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, without the path that the sentence around it names."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _writable(out: Path) -> None:
@@ -154,23 +62,8 @@ def _writable(out: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"--out {out} cannot be written ({reason(error)}); choose a folder that you may write."
+            f"--out {out} cannot be written ({error.strerror or error}); choose a folder that you may write."
         ) from None
-
-
-def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, the latest below it, or the latest of a run directory."""
-    if not path.exists():
-        raise ConfigError(f"checkpoint {path} does not exist.")
-    if is_complete(path):
-        return path
-    found = latest(path) or latest(path / "checkpoints")
-    if found is None:
-        raise ConfigError(
-            f"{path} is no complete checkpoint and holds none; give runs/NAME or "
-            f"runs/NAME/checkpoints/step-N with a COMPLETE file."
-        )
-    return found
 
 
 def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
@@ -183,146 +76,3 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "samples" / name
     return Path("samples") / name
-
-
-def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
-    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them."""
-    if is_export(path):
-        return _load_export(path, device)
-    folder = checkpoint_folder(path)
-    meta, _ = load(folder)
-    config = run_config(meta, folder)
-    target = pick_device(device)
-    resolved, geometry = _for_device(config, config.model, target)
-    dit = build_dit(resolved.dit, config.train.seed)
-    put_weights(dit, model_state(folder, ema), str(folder))
-    return Model(
-        dit=dit.eval().to(target),
-        vae=build_vae(resolved.vae, target),
-        text=build_text(resolved.text, target),
-        geometry=geometry,
-        config=replace(config, model=resolved),
-        step=int(meta["step"]),
-        device=target,
-    )
-
-
-def _for_device(config: RunConfig, model: ModelConfig, device: torch.device) -> tuple[ModelConfig, Geometry]:
-    """The resolved model; attention that the run named but this device does not have becomes `auto`, with a note."""
-    resolved, geometry = resolve(model)
-    dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
-    try:
-        check_backend(resolved.dit.attention, device, dtype, resolved.dit.head_dim, training=False)
-    except ValueError as error:
-        print(f"note: {error} Sampling uses auto.")
-        resolved = replace(resolved, dit=replace(resolved.dit, attention="auto"))
-    return resolved, geometry
-
-
-def is_export(path: Path) -> bool:
-    """Whether `path` is a folder of `heddle export`."""
-    return (path / "heddle.yaml").is_file() and (path / "transformer" / "config.json").is_file()
-
-
-def _load_export(folder: Path, device: str) -> Model:
-    """The modules of an exported folder; what it does not hold (the haar codec, a random encoder) the config makes."""
-    config = RunConfig.load(folder / "heddle.yaml")
-    model, here = config.model, str(folder.resolve())
-    model = replace(
-        model,
-        dit=replace(model.dit, path=here, lora_rank=0),
-        vae=replace(model.vae, path=here) if model.vae.path else model.vae,
-        text=replace(model.text, path=here) if model.text.path else model.text,
-    )
-    target = pick_device(device)
-    resolved, geometry = _for_device(config, model, target)
-    return Model(
-        dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
-        vae=build_vae(resolved.vae, target),
-        text=build_text(resolved.text, target),
-        geometry=geometry,
-        config=replace(config, model=resolved),
-        step=0,
-        device=target,
-    )
-
-
-def run_config(meta: dict[str, object], folder: Path) -> RunConfig:
-    """The run's config that a checkpoint carries."""
-    text = meta.get("config")
-    if not isinstance(text, str):
-        raise CheckpointError(f"{folder}: meta.json holds no config; it was not written by a training run.")
-    return build(RunConfig, parse(text, "meta.json"), names())
-
-
-def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Copy trained weights into the module. Parameters that were frozen in training keep what `build_dit` gave them."""
-    expected = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
-    check_state(expected, state, where)
-    with torch.no_grad():
-        for name, parameter in expected.items():
-            parameter.copy_(state[name])
-
-
-def make_clips(
-    model: Model,
-    prompts: Sequence[str],
-    settings: ClipSettings,
-    group: Group | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
-    requests = [
-        SampleRequest(
-            text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
-        )
-        for index, text in enumerate(model.text.encode(list(prompts)))
-    ]
-    (negative,) = model.text.encode([settings.negative_prompt])
-    clips = []
-    for batch in _batches(requests, model.geometry.tokens(settings.frames, settings.height, settings.width)):
-        latents = sample_latents(model.dit, batch, negative, model.geometry, settings.sampler, group, progress)
-        with torch.no_grad():
-            clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
-    return clips
-
-
-def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
-    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside.
-
-    Their prompts, in order, are left in `out`.json, where the report finds the captions.
-    """
-    stem = out.with_suffix("") if out.suffix else out / "sample"
-    one = len(videos) == 1
-    files = [
-        stem.with_name(f"{stem.name}.mp4" if one else f"{stem.name}-{index:02d}.mp4") for index in range(len(videos))
-    ]
-    for file, video in zip(files, videos, strict=True):
-        write_mp4(file, video, fps)
-    part = stem.with_name(f"{stem.name}.json.part")
-    part.write_text(json.dumps(list(prompts)), encoding="utf-8")
-    os.replace(part, stem.with_name(f"{stem.name}.json"))  # a report of the live run never reads half of it
-    sheet = stem.with_name(f"{stem.name}.png")
-    contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
-    return [*files, sheet]
-
-
-def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
-    """The prompts of a run's config from its latest checkpoint, into RUN/samples. Empty when it has no prompts."""
-    model = load_model(run_folder, device=device)
-    prompts = model.config.sample.prompts
-    if not prompts:
-        return []
-    settings = ClipSettings.of(model.config)
-    out = run_folder / "samples" / f"step-{model.step}.mp4"
-    return write_clips(out, make_clips(model, prompts, settings), prompts, settings.fps)
-
-
-def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:
-    size = max(1, _BATCH_TOKENS // tokens)
-    for start in range(0, len(requests), size):
-        yield requests[start : start + size]
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

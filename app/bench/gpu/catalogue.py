@@ -1,4 +1,4 @@
-"""All measurements, most valuable first: a budget cuts the end."""
+"""All measurements, most valuable first, since a budget cuts off the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from app.bench.gpu.copies import SnapshotCopies
 from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
 
-FEW = 6  # measurements of a list that go before everything else's rest
+FEW = 6  # so many of a list come early, the rest of it at the end
 
 
 def catalogue(place: Place) -> list[Measurement]:

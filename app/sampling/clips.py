@@ -1,0 +1,156 @@
+"""Clips of a trained model, and the files they become: MP4, a contact sheet, the prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from app.drawing.video import contact_sheet, write_mp4
+from app.sampling.model import Model, load_model
+from app.settings.config import RunConfig
+from ops.comm import Group
+from ops.models.families import FAMILIES
+from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+
+T = TypeVar("T")
+
+# Clips are sampled together up to this many tokens; more only costs memory, the arithmetic is the same.
+_BATCH_TOKENS = 32_768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipChanges:
+    """What a person asks for instead of the run's own settings; None leaves a setting as it is."""
+
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+    seed: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    flow_shift: float | None = None
+    negative_prompt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """Size, length, seeds and sampler of clips. `of` takes those of a run."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float
+    seed: int  # prompt number i gets seed + i
+    sampler: SamplerConfig
+    negative_prompt: str = ""
+
+    @staticmethod
+    def of(config: RunConfig) -> ClipSettings:
+        sample, flow = config.sample, config.train.flow
+        sampler = SamplerConfig(
+            steps=sample.steps,
+            guidance_scale=sample.guidance_scale,
+            flow_shift=flow.flow_shift,
+            num_train_timesteps=flow.num_train_timesteps,
+            autocast=config.train.autocast == "bfloat16",
+            wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
+        )
+        return ClipSettings(
+            frames=sample.frames,
+            height=sample.height,
+            width=sample.width,
+            fps=sample.fps,
+            seed=sample.seed,
+            sampler=sampler,
+        )
+
+    def changed(self, changes: ClipChanges) -> ClipSettings:
+        """The same but for what `changes` gives. Raises ValueError for what cannot be sampled."""
+        sampler = replace(
+            self.sampler,
+            steps=_given(changes.steps, self.sampler.steps),
+            guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
+            flow_shift=_given(changes.flow_shift, self.sampler.flow_shift),
+        )
+        return replace(
+            self,
+            frames=_given(changes.frames, self.frames),
+            height=_given(changes.height, self.height),
+            width=_given(changes.width, self.width),
+            fps=_given(changes.fps, self.fps),
+            seed=_given(changes.seed, self.seed),
+            negative_prompt=_given(changes.negative_prompt, self.negative_prompt),
+            sampler=sampler,
+        )
+
+
+def _given(value: T | None, otherwise: T) -> T:
+    return otherwise if value is None else value
+
+
+def make_clips(
+    model: Model,
+    prompts: Sequence[str],
+    settings: ClipSettings,
+    group: Group | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[np.ndarray]:
+    """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
+    requests = [
+        SampleRequest(
+            text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
+        )
+        for index, text in enumerate(model.text.encode(list(prompts)))
+    ]
+    (negative,) = model.text.encode([settings.negative_prompt])
+    clips = []
+    for batch in _batches(requests, model.geometry.tokens(settings.frames, settings.height, settings.width)):
+        latents = sample_latents(model.dit, batch, negative, model.geometry, settings.sampler, group, progress)
+        with torch.no_grad():
+            clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
+    return clips
+
+
+def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:
+    size = max(1, _BATCH_TOKENS // tokens)
+    for start in range(0, len(requests), size):
+        yield requests[start : start + size]
+
+
+def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
+    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside.
+
+    Their prompts, in order, are left in `out`.json, where the report finds the captions.
+    """
+    stem = out.with_suffix("") if out.suffix else out / "sample"
+    one = len(videos) == 1
+    files = [
+        stem.with_name(f"{stem.name}.mp4" if one else f"{stem.name}-{index:02d}.mp4") for index in range(len(videos))
+    ]
+    for file, video in zip(files, videos, strict=True):
+        write_mp4(file, video, fps)
+    part = stem.with_name(f"{stem.name}.json.part")
+    part.write_text(json.dumps(list(prompts)), encoding="utf-8")
+    os.replace(part, stem.with_name(f"{stem.name}.json"))  # a report of the live run never reads half of it
+    sheet = stem.with_name(f"{stem.name}.png")
+    contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
+    return [*files, sheet]
+
+
+def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
+    """The prompts of a run's config from its latest checkpoint, into RUN/samples. Empty when it has no prompts."""
+    model = load_model(run_folder, device=device)
+    prompts = model.config.sample.prompts
+    if not prompts:
+        return []
+    settings = ClipSettings.of(model.config)
+    out = run_folder / "samples" / f"step-{model.step}.mp4"
+    return write_clips(out, make_clips(model, prompts, settings), prompts, settings.fps)

@@ -1,0 +1,130 @@
+"""A trained model with its encoders and codec: of a checkpoint, of a run, or of an exported folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
+from app.device.choice import pick_device
+from app.settings.config import RunConfig, names
+from ops.attention.varlen import check_backend
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.models.folders import resolve
+from ops.models.load import build_dit, build_text, build_vae
+from ops.models.text import TextEncoder
+from ops.models.vae import VAE
+from ops.models.weights import check_state
+from ops.typed import ConfigError, build, parse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The three modules of a checkpoint, on one device, and the run they come from."""
+
+    dit: nn.Module
+    vae: VAE
+    text: TextEncoder
+    geometry: Geometry
+    config: RunConfig
+    step: int
+    device: torch.device
+
+
+def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
+    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them."""
+    if is_export(path):
+        return _load_export(path, device)
+    folder = checkpoint_folder(path)
+    meta, _ = load(folder)
+    config = run_config(meta, folder)
+    target = pick_device(device)
+    resolved, geometry = _for_device(config, config.model, target)
+    dit = build_dit(resolved.dit, config.train.seed)
+    put_weights(dit, model_state(folder, ema), str(folder))
+    return Model(
+        dit=dit.eval().to(target),
+        vae=build_vae(resolved.vae, target),
+        text=build_text(resolved.text, target),
+        geometry=geometry,
+        config=replace(config, model=resolved),
+        step=int(meta["step"]),
+        device=target,
+    )
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, the latest below it, or the latest of a run directory."""
+    if not path.exists():
+        raise ConfigError(f"checkpoint {path} does not exist.")
+    if is_complete(path):
+        return path
+    found = latest(path) or latest(path / "checkpoints")
+    if found is None:
+        raise ConfigError(
+            f"{path} is no complete checkpoint and holds none; give runs/NAME or "
+            f"runs/NAME/checkpoints/step-N with a COMPLETE file."
+        )
+    return found
+
+
+def is_export(path: Path) -> bool:
+    """Whether `path` is a folder of `heddle export`."""
+    return (path / "heddle.yaml").is_file() and (path / "transformer" / "config.json").is_file()
+
+
+def _load_export(folder: Path, device: str) -> Model:
+    """The modules of an exported folder. What it does not hold (the haar codec, a random encoder) is built from its
+    config."""
+    config = RunConfig.load(folder / "heddle.yaml")
+    model, here = config.model, str(folder.resolve())
+    model = replace(
+        model,
+        dit=replace(model.dit, path=here, lora_rank=0),
+        vae=replace(model.vae, path=here) if model.vae.path else model.vae,
+        text=replace(model.text, path=here) if model.text.path else model.text,
+    )
+    target = pick_device(device)
+    resolved, geometry = _for_device(config, model, target)
+    return Model(
+        dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
+        vae=build_vae(resolved.vae, target),
+        text=build_text(resolved.text, target),
+        geometry=geometry,
+        config=replace(config, model=resolved),
+        step=0,
+        device=target,
+    )
+
+
+def _for_device(config: RunConfig, model: ModelConfig, device: torch.device) -> tuple[ModelConfig, Geometry]:
+    """The resolved model. An attention backend that this device lacks becomes `auto`, and a note says so."""
+    resolved, geometry = resolve(model)
+    dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
+    try:
+        check_backend(resolved.dit.attention, device, dtype, resolved.dit.head_dim, training=False)
+    except ValueError as error:
+        print(f"note: {error} Sampling uses auto.")
+        resolved = replace(resolved, dit=replace(resolved.dit, attention="auto"))
+    return resolved, geometry
+
+
+def run_config(meta: dict[str, object], folder: Path) -> RunConfig:
+    """The run's config that a checkpoint carries."""
+    text = meta.get("config")
+    if not isinstance(text, str):
+        raise CheckpointError(f"{folder}: meta.json holds no config; it was not written by a training run.")
+    return build(RunConfig, parse(text, "meta.json"), names())
+
+
+def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None:
+    """Copy trained weights into the module. Parameters that were frozen in training keep what `build_dit` gave them."""
+    expected = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+    check_state(expected, state, where)
+    with torch.no_grad():
+        for name, parameter in expected.items():
+            parameter.copy_(state[name])
