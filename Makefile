@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt actors/plan/strategies/search/annealer.c
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "Heddle needs Python 3.11, 3.12 or 3.13; $$($(PYTHON) -V 2>&1) is not: make PYTHON=python3.13"; exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)

@@ -22,6 +22,9 @@ class WorkersConfig:
     min: int = 1
     max: int = 4
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # fill: a node gets workers as long as it has room, then the next, so that bags stay inside nodes; spread: Ray deals
+    # them over the nodes.
+    placement: Literal["fill", "spread"] = "fill"
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1
     wait_s: float = 300.0  # below `min` for longer than this: checkpoint and stop with exit code 75

@@ -154,7 +154,7 @@ class RunningStep:
     dispatched_at: float
     dispatch_s: float
     num_calls: int
-    plan_s: float
+    planning_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,6 +66,7 @@ class Group:
         self.members = members
         self.rank = rank
         self.size = len(members)
+        self.nodes = (0,) * self.size  # of the members: equal numbers share a node's memory; given by Groups
         self.broken = ""  # why the group can no longer be used
         self.abandoned = False  # a collective may still write into its tensors: do not reuse them
         self._process_group = process_group
@@ -220,6 +221,10 @@ class Group:
     def barrier(self, device: str | torch.device = "cpu") -> None:
         """Returns when every member has called it."""
         self.all_reduce(torch.zeros(1, device=device))
+
+    def check(self, doing: str) -> None:
+        """Raise Cancelled when the generation has ended: for waits of the members that are no collective."""
+        self._cancel.check(f"{doing} in group {self.members}")
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -415,6 +420,7 @@ class Groups:
 
     `rank` is this worker's number, `world` all workers of the generation. `store` is shared by all of them (the
     controller's TCPStore); `address` is the IP of this node that peers can reach, by default the host name's.
+    `nodes` has the node of each worker of the world, in any numbers; None: all are on one.
     Not thread-safe except `close` and `abort`, which any thread may call.
     """
 
@@ -428,6 +434,7 @@ class Groups:
         timeout_s: float,
         cancel: CancelToken,
         address: str | None = None,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is unknown; use gloo (CPU) or nccl (CUDA).")
@@ -444,6 +451,7 @@ class Groups:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._node_of = dict(zip(world, nodes or [0] * len(world), strict=True))
         self._device = _gloo_device(address) if backend == "gloo" else None
         if backend == "nccl":
             cancel.on_set(self.abort)  # NCCL waits on the device: only aborting the communicator ends them
@@ -527,6 +535,7 @@ class Groups:
         rank = members.index(self.rank)
         group = Group(creation.process_group, members, rank, self._timeout_seconds, self._cancel)
         group._store = dist.PrefixStore(self._name(members), self._store)
+        group.nodes = tuple(self._node_of[member] for member in members)
         return group
 
     def _name(self, members: tuple[int, ...]) -> str:

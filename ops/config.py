@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ops.ranges import above, between, check_numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenShift:
+    """A flow shift that grows with the video tokens of a clip: exp of the line through (base_tokens, base) and
+    (max_tokens, max), as FLUX.1's and LTX-Video's pipelines set it (Diffusers' `calculate_shift`)."""
+
+    base_tokens: int = 256
+    max_tokens: int = 4096
+    base: float = 0.5
+    max: float = 1.15
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            "train.flow.token_shift",
+            self,
+            base_tokens=between(1),
+            max_tokens=between(1),
+            base=between(-10, 10),
+            max=between(-10, 10),
+        )
+        if self.max_tokens <= self.base_tokens:
+            raise ValueError(
+                f"train.flow.token_shift.max_tokens {self.max_tokens} must be more than base_tokens {self.base_tokens}."
+            )
+
+    def at(self, tokens: int) -> float:
+        """The flow shift of a clip of so many tokens; far outside the line's ends it goes no further than e^10."""
+        slope = (self.max - self.base) / (self.max_tokens - self.base_tokens)
+        return math.exp(min(max(self.base + slope * (tokens - self.base_tokens), -10.0), 10.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +48,10 @@ class FlowConfig:
     logit_std: float = 1.0
     mode_scale: float = 1.29
     flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
+    token_shift: TokenShift | None = None  # instead of flow_shift: one that grows with the tokens of a clip
+    # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's
+    # TI2V-5B was trained with, LTX-Video's trainer takes 0.1
+    first_frame: float = 0.0
     num_train_timesteps: int = 1000  # the transformer is given sigma times this
 
     def __post_init__(self) -> None:
@@ -28,8 +63,13 @@ class FlowConfig:
             logit_std=between(0, 20),
             mode_scale=between(-1, 1.75),
             flow_shift=above(0, 1e6),
+            first_frame=between(0, 1),
             num_train_timesteps=between(1),
         )
+
+    def shift_at(self, tokens: int) -> float:
+        """The flow shift of a clip of so many video tokens."""
+        return self.token_shift.at(tokens) if self.token_shift else self.flow_shift
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

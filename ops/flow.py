@@ -17,6 +17,8 @@ from torch import Tensor
 from ops.config import FlowConfig
 from ops.packing import Layout
 
+_TRIES = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseDraw:
@@ -32,11 +34,36 @@ def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.rando
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(config: FlowConfig, seed: int, step: int, key: str, shape: tuple[int, ...]) -> NoiseDraw:
-    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W]."""
-    numbers = generator(seed, step, key)
-    sigma = shift(density(config, numbers), config.flow_shift)
+def draw(
+    config: FlowConfig,
+    seed: int,
+    step: int,
+    key: str,
+    shape: tuple[int, ...],
+    tokens: int,
+    sigmas: tuple[float, float] = (0.0, 1.0),
+) -> NoiseDraw:
+    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W], of so many tokens.
+
+    With `sigmas` [low, high) the first of its draws that lies there: the density keeps its form, so that two experts
+    together see what one transformer for all would see. Raises ValueError where none of many does.
+    """
+    numbers, (low, high) = generator(seed, step, key), sigmas
+    for _ in range(_TRIES):
+        sigma = shift(density(config, numbers), config.shift_at(tokens))
+        if low <= sigma and (sigma < high or high == 1.0):
+            break
+    else:
+        raise ValueError(
+            f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which model.dit.expert trains. "
+            f"Change train.flow.flow_shift or its density."
+        )
     return NoiseDraw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
+
+
+def is_first_frame_given(config: FlowConfig, seed: int, step: int, key: str) -> bool:
+    """Whether the transformer gets the first latent frame of the sample `key` at `step` as it is."""
+    return config.first_frame > 0 and generator(seed, step, key, "first frame").random() < config.first_frame
 
 
 def density(config: FlowConfig, numbers: np.random.Generator) -> float:
@@ -70,8 +97,8 @@ def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tenso
     """This rank's part of sum_s weights[s] * mean squared error of sequence s.
 
     prediction, target [n, c] are the local rows, weights [S] are 1 / (samples of the whole step) for an average; the
-    mean runs over all tokens of s on all ranks of the bag. So parts of ranks, bags and cascades only add up.
-    At least fp32. With n = 0 it is a zero that backward accepts.
+    mean runs over all tokens of s on all ranks of the bag but those of clean frames. So parts of ranks, bags and
+    cascades only add up. At least fp32. With n = 0 it is a zero that backward accepts.
     """
     return _row_losses(prediction, target, layout, weights).sum()
 
@@ -87,5 +114,7 @@ def sequence_losses(prediction: Tensor, target: Tensor, layout: Layout, weights:
 def _row_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(prediction.dtype, torch.float32)
     per_row = (weights.double() / (layout.token_counts * prediction.shape[-1])).to(dtype)[layout.seq_index]
+    if layout.has_clean_frames:
+        per_row = per_row * layout.noisy_rows
     error = (prediction.to(dtype) - target.to(dtype)).square().sum(dim=-1)
     return per_row * error

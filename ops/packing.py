@@ -16,20 +16,30 @@ import torch
 from torch import Tensor
 
 from ops.attention.lengths import Lengths
+from ops.chunks import chunk_bounds
 from ops.kernels.base.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sample: its token grid (t, h, w) and the number of its text tokens."""
+    """One sample: its token grid (t, h, w), and the numbers of its text tokens and rows of an image embedding.
+
+    The first `clean_frames` of the grid are given to the transformer as they are: at time 0, and without a loss.
+    """
 
     grid: tuple[int, int, int]
     text_tokens: int
+    image_tokens: int = 0
+    clean_frames: int = 0
 
     @property
     def tokens(self) -> int:
         t, h, w = self.grid
         return t * h * w
+
+    @property
+    def clean_tokens(self) -> int:
+        return self.clean_frames * self.grid[1] * self.grid[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +61,6 @@ class Exchange:
         return len(self.rows)
 
 
-def chunk_bounds(tokens: int, degree: int, rank: int, turn: int = 0) -> tuple[int, int]:
-    """Rows [start, stop) of a sequence that `rank` of `degree` owns: contiguous, in rank order, lengths differ by at
-    most one. `turn` (the index of the sequence in its layout) rotates the ranks that get the longer chunks, so that
-    many short sequences do not all burden the same rank."""
-    base, longer = divmod(tokens, degree)
-    extra = [(r - turn) % degree < longer for r in range(rank + 1)]
-    start = base * rank + sum(extra[:rank])
-    return start, start + base + extra[rank]
-
-
 class Layout:
     """The rows of a packed micro-batch that one rank of a bag holds, and the index tensors that all layers share.
 
@@ -79,6 +79,8 @@ class Layout:
         for sequence in sequences:
             if min(sequence.grid) < 1 or sequence.text_tokens < 0:
                 raise ValueError(f"{sequence} is empty; every sequence needs a grid of at least 1x1x1.")
+            if not 0 <= sequence.clean_frames < sequence.grid[0]:
+                raise ValueError(f"{sequence} has no frame that is not given; leave at least one.")
         self.sequences = tuple(sequences)
         self.degree, self.rank, self.device = degree, rank, torch.device(device)
         self.lengths = tuple(sequence.tokens for sequence in sequences)
@@ -111,8 +113,39 @@ class Layout:
 
     @cached_property
     def segments(self) -> Segments:
-        """The modulation row of each local row, for the fused ops: one table row per sequence."""
-        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+        """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
+        rows = self._chunks[self.rank]
+        if not self.has_clean_frames:
+            return Segments.packed(rows.tolist(), device=self.device)
+        clean, order = self._clean_rows, np.arange(len(self))
+        lengths = np.stack([clean, rows - clean], axis=1)
+        tables = np.stack([len(self) + order, order], axis=1)
+        return Segments.packed(lengths.ravel().tolist(), tables.ravel().tolist(), 2 * len(self), self.device)
+
+    @cached_property
+    def has_clean_frames(self) -> bool:
+        return any(sequence.clean_frames for sequence in self.sequences)
+
+    def times(self, timesteps: Tensor) -> Tensor:
+        """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
+        0 for those of each sequence [2 S]."""
+        return torch.cat([timesteps, torch.zeros_like(timesteps)]) if self.has_clean_frames else timesteps
+
+    @cached_property
+    def noisy_rows(self) -> Tensor:
+        """bool [n]: the local rows that are not of clean frames."""
+        rows, clean = self._chunks[self.rank], self._clean_rows
+        kinds = np.tile([False, True], len(self))
+        noisy = np.repeat(kinds, np.stack([clean, rows - clean], axis=1).ravel())
+        return torch.from_numpy(noisy).to(self.device)
+
+    @property
+    def _clean_rows(self) -> np.ndarray:
+        """int64 [S]: local rows of clean frames; they are the first of their sequence."""
+        start = self._chunks[: self.rank].sum(axis=0)
+        clean = np.array([sequence.clean_tokens for sequence in self.sequences])
+        rows: np.ndarray = np.clip(clean - start, 0, self._chunks[self.rank])
+        return rows
 
     @cached_property
     def positions(self) -> Tensor:
@@ -154,6 +187,11 @@ class Layout:
         """Lengths of the replicated text: the keys of cross-attention."""
         return Lengths.of(self.text_lengths, self.device)
 
+    @cached_property
+    def image(self) -> Lengths:
+        """Lengths of the replicated image embeddings: further keys of cross-attention."""
+        return Lengths.of([sequence.image_tokens for sequence in self.sequences], self.device)
+
     def text_mean(self, dtype: torch.dtype) -> Tensor:
         """[S, sum text_tokens]: times the replicated text it gives the mean embedding of each sequence, always in the
         same order of summation (index_add on CUDA has none). A sequence without text gives zeros."""
@@ -165,17 +203,18 @@ class Layout:
     @cached_property
     def video_exchange(self) -> Exchange:
         """Ulysses over the video rows: self-attention."""
-        return self._exchange(self._chunks[:, None])
+        return exchange_of(self._chunks[:, None], self.rank, self.device)
 
     @cached_property
     def joint_exchange(self) -> Exchange:
         """Ulysses over video and text rows: joint attention. Each whole sequence is its video, then its text."""
-        return self._exchange(np.stack([self._chunks, self._text_chunks], axis=1))
+        return exchange_of(np.stack([self._chunks, self._text_chunks], axis=1), self.rank, self.device)
 
     @cached_property
     def token_counts(self) -> Tensor:
-        """fp64 [S]: tokens of the whole sequences, the denominators of the loss."""
-        return torch.tensor(self.lengths, dtype=torch.float64, device=self.device)
+        """fp64 [S]: tokens of the whole sequences, without those of clean frames: the denominators of the loss."""
+        counts = [sequence.tokens - sequence.clean_tokens for sequence in self.sequences]
+        return torch.tensor(counts, dtype=torch.float64, device=self.device)
 
     def rope(self, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [n, sum(axes) / 2] of the rotation of each local row; `axes` are the head sizes given to t, h
@@ -190,24 +229,26 @@ class Layout:
             self._rope[key] = angle.cos().to(dtype), angle.sin().to(dtype)
         return self._rope[key]
 
-    def _exchange(self, rows: np.ndarray) -> Exchange:
-        """`rows` [rank, kind, sequence] are segment lengths in the order of the received buffer."""
-        starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
-        order = (2, 1, 0)  # packed sequences: sequence, then kind, then rank
-        gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
-        scatter = np.empty_like(gather)
-        scatter[gather] = np.arange(len(gather))
-        return Exchange(
-            rows=tuple(rows.sum(axis=(1, 2)).tolist()),
-            rank=self.rank,
-            gather=self._on_device(gather),
-            scatter=self._on_device(scatter),
-            in_order=bool((gather[1:] > gather[:-1]).all()),
-            lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), self.device),
-        )
-
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+        return _tensor(array, self.device)
+
+
+def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu") -> Exchange:
+    """The exchange of a bag in which `rows` int64 [rank, kind, sequence] are the lengths of the segments that each rank
+    holds, kind by kind, sequence by sequence. A whole sequence is its kinds one after the other, each rank by rank."""
+    starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
+    order = (2, 1, 0)  # packed sequences: sequence, then kind, then rank
+    gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
+    scatter = np.empty_like(gather)
+    scatter[gather] = np.arange(len(gather))
+    return Exchange(
+        rows=tuple(rows.sum(axis=(1, 2)).tolist()),
+        rank=rank,
+        gather=_tensor(gather, device),
+        scatter=_tensor(scatter, device),
+        in_order=bool((gather[1:] > gather[:-1]).all()),
+        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device)),
+    )
 
 
 def patchify(latent: Tensor, patch: tuple[int, int, int]) -> Tensor:
@@ -232,6 +273,10 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int
         )
     blocks = tokens.reshape(t, h, w, channels, pt, ph, pw).permute(3, 0, 4, 1, 5, 2, 6)
     return blocks.reshape(channels, t * pt, h * ph, w * pw)
+
+
+def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
 
 
 def _chunk_lengths(tokens: Seq[int], degree: int) -> np.ndarray:

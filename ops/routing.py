@@ -36,9 +36,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ops.chunks import chunk_bounds
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, Gradients
-from ops.packing import chunk_bounds
 
 Bag = tuple[int, ...]
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from ops import flow
 from ops.comm import Group
+from ops.conditions import Conditions
+from ops.config import TokenShift
 from ops.geometry import Geometry
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
@@ -31,6 +33,7 @@ class SamplerConfig:
     steps: int = 20
     guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
     flow_shift: float = 3.0  # as in training
+    token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
     autocast: bool = False  # bfloat16 products, as in training
     # As the schedulers of published Wan pipelines: sigmas begin one training step below 1, timesteps are whole numbers
@@ -43,13 +46,29 @@ class SamplerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-    """One clip to make. `text` [L, text_dim] is its prompt's embedding."""
+    """One clip to make. `text` [L, text_dim] is its prompt's embedding.
+
+    Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
+    [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
+    first latent frame, which the transformer gets as they are.
+    """
 
     text: Tensor
     frames: int
     height: int
     width: int
     seed: int
+    condition: Tensor | None = None
+    image: Tensor | None = None
+    first: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LowNoiseExpert:
+    """The transformer that takes over when the noise level falls below `boundary`."""
+
+    dit: nn.Module
+    boundary: float
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -66,56 +85,114 @@ def sample_latents(
     config: SamplerConfig,
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
+    low: LowNoiseExpert | None = None,
 ) -> list[Tensor]:
     """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
-    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt.
+    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt. With `low`,
+    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a batch cross it in other steps.
     """
     if not requests:
         return []
     group = group or Group.solo()
     device = next(dit.parameters()).device
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
-    texts = [request.text for request in requests]
-    prompt = _condition(grids, texts, group, device)
+    prompt = _Prompts.of(grids, requests, [request.text for request in requests], group, device)
     # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
     # and the two velocities of a row must meet on one rank.
-    plain = _condition(grids, [negative] * len(requests), group, device) if config.guidance_scale != 1 else None
-    channels = int(dit.config.in_channels)  # type: ignore[union-attr, arg-type]
-    x = prompt[0].local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
-    first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
-    sigmas = flow.sigma_schedule(config.steps, config.flow_shift, first)
-    with _evaluating(dit), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
-        for index, (sigma, following) in enumerate(pairwise(sigmas)):
-            timestep = sigma * config.num_train_timesteps
-            timestep = float(int(timestep)) if config.wan_steps else timestep
-            timesteps = torch.full((len(requests),), timestep, device=device)
-            velocity = _velocity(dit, x, timesteps, prompt, group)
+    negatives = [negative] * len(requests)
+    plain = _Prompts.of(grids, requests, negatives, group, device) if config.guidance_scale != 1 else None
+    channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
+    x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
+    sigmas = torch.tensor([_schedule(config, length) for length in prompt.layout.lengths], dtype=torch.float64)
+    cast = torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext()
+    with _evaluating(dit), _evaluating(low.dit if low else dit), cast:
+        for index, (sigma, following) in enumerate(pairwise(sigmas.T)):
+            timesteps = sigma * config.num_train_timesteps
+            timesteps = (timesteps.floor() if config.wan_steps else timesteps).to(device, torch.float32)
+            change = (following - sigma).to(device, torch.float32)[prompt.layout.seq_index, None]
+            if prompt.layout.has_clean_frames:
+                change = change * prompt.layout.noisy_rows[:, None]
+            chosen = _expert(dit, low, timesteps, config)
+            velocity = _velocity(chosen, x, timesteps, prompt, group)
             if plain is not None:
-                base = _velocity(dit, x, timesteps, plain, group)
+                base = _velocity(chosen, x, timesteps, plain, group)
                 velocity = base + config.guidance_scale * (velocity - base)
-            x = x + (following - sigma) * velocity
+            x = x + change * velocity
             if progress is not None:
                 progress(index + 1)
-    return [unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt[0], group), grids)]
+    return [
+        unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, group), grids)
+    ]
 
 
-def _condition(
-    grids: Sequence[tuple[int, int, int]], texts: Sequence[Tensor], group: Group, device: torch.device
-) -> tuple[Layout, Tensor]:
-    sequences = [PackedSequence(grid, len(text)) for grid, text in zip(grids, texts)]
-    return Layout(sequences, group.size, group.rank, device), torch.cat([text.to(device) for text in texts])
+def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, config: SamplerConfig) -> nn.Module:
+    if low is None:
+        return dit
+    below = (timesteps < low.boundary * config.num_train_timesteps).tolist()
+    if any(below) != all(below):
+        raise ValueError(
+            "clips of one batch reach the low-noise expert in different steps, as their flow shift grows with their "
+            "tokens. Sample clips of one size together."
+        )
+    return low.dit if all(below) else dit
+
+
+def _schedule(config: SamplerConfig, tokens: int) -> list[float]:
+    first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
+    shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
+    return flow.sigma_schedule(config.steps, shift, first)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prompts:
+    """What the transformer is told in every step."""
+
+    layout: Layout
+    text: Tensor
+    told: Tensor | None  # [n, Q]: behind the noisy features of this rank's rows
+    conditions: Conditions
+
+    @staticmethod
+    def of(
+        grids: Sequence[tuple[int, int, int]],
+        requests: Sequence[SampleRequest],
+        texts: Sequence[Tensor],
+        group: Group,
+        device: torch.device,
+    ) -> _Prompts:
+        told = [request.condition for request in requests if request.condition is not None]
+        images = [request.image for request in requests if request.image is not None]
+        sequences = [
+            PackedSequence(
+                grid,
+                len(text),
+                image_tokens=0 if request.image is None else len(request.image),
+                clean_frames=0 if request.first is None else len(request.first) // (grid[1] * grid[2]),
+            )
+            for grid, text, request in zip(grids, texts, requests)
+        ]
+        layout = Layout(sequences, group.size, group.rank, device)
+        return _Prompts(
+            layout=layout,
+            text=torch.cat([text.to(device) for text in texts]),
+            told=layout.local(told).to(device) if told else None,
+            conditions=Conditions(image=torch.cat(images).to(device) if images else None),
+        )
 
 
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
     shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
-    return patchify(initial_noise(request.seed, shape), geometry.patch)
+    tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
+    if request.first is not None:
+        tokens[: len(request.first)] = request.first.to(tokens)
+    return tokens
 
 
-def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, condition: tuple[Layout, Tensor], group: Group) -> Tensor:
-    layout, text = condition
-    velocity: Tensor = dit(x, timesteps, text, layout, group)
+def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts, group: Group) -> Tensor:
+    tokens = x if prompts.told is None else torch.cat([x, prompts.told], dim=1)
+    velocity: Tensor = dit(tokens, timesteps, prompts.text, prompts.layout, group, prompts.conditions)
     return velocity.float()
 
 

@@ -1,7 +1,8 @@
 """The default sync engine: one flat gradient, one sum over all workers per step, sharded AdamW, parameters gathered.
 
 ZeRO-1 on one flat vector (see ops.shards). Every worker adds the partial gradients of whatever cascades it ran, also
-none, into its flat gradient; there is no averaging over ranks, and numbers of passes may differ. One step:
+none, into a flat gradient, its own or its node's (ops.gradients); there is no averaging over ranks, and numbers of
+passes may differ. One step:
 
     sync.form(groups.get(world), shards)      # once per generation
     sync.begin_step()
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 
 from ops.comm import Group, Pending
 from ops.config import OptimizerConfig
-from ops.gradient_sum import GradientSum
+from ops.gradients import GradientMemory, Gradients, OwnGradients
+from ops.node_gradients import NodeGradients
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.shards import ShardState, Slot, cut, shard_bounds
 
@@ -134,16 +136,21 @@ def initial_shard(
 
 
 class FlatSync:
-    """Flat ZeRO-1. Parameters become views of one vector, their fp32 gradients views of another.
+    """Flat ZeRO-1. Parameters become views of one vector; hooks give their gradients to `gradients`.
 
-    Parameters of lower precision get gradients through hooks that add into the fp32 vector after every backward, and
-    an fp32 master copy of the own shard. Do not move or re-cast the module, nor call zero_grad, afterwards.
+    Parameters of lower precision have an fp32 master copy of the own shard. Do not move or re-cast the module, nor call
+    zero_grad, afterwards.
     """
 
     def __init__(
-        self, module: nn.Module, config: OptimizerConfig, total_steps: int, sum_elements: int | None = None
+        self,
+        module: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        sum_elements: int | None = None,
+        gradients: GradientMemory = "own",
     ) -> None:
-        """`sum_elements` of the gradient are summed together; None: as many as suit the device."""
+        """`sum_elements` of own gradients are summed together; None: as many as suit the device."""
         named = trainable(module)
         self.config = config
         self.total_steps = total_steps
@@ -155,13 +162,17 @@ class FlatSync:
         self._group = Group.solo()
         first = self._parameters[0]
         self._device = first.device
-        self._sum_elements = sum_elements or (_SUM_CUDA if self._device.type == "cuda" else _SUM_CPU)
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._is_master = first.dtype == self._state_dtype  # the own range of the parameters is the master copy
         self._allocate()
-        self.sum = self._new_sum([(0, self.total)])
-        for index, (parameter, slot) in enumerate(zip(self._parameters, self.layout, strict=True)):
-            parameter.register_post_accumulate_grad_hook(self._received_hook(index, slot))
+        self.gradients: Gradients
+        if gradients == "node":
+            self.gradients = NodeGradients(self._parameters, self.layout, self._state_dtype)
+        else:
+            elements = sum_elements or (_SUM_CUDA if self._device.type == "cuda" else _SUM_CPU)
+            self.gradients = OwnGradients(self._parameters, self.layout, self._state_dtype, elements)
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._received_hook(index))
 
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None:
         """Begin a generation: own a range of the flat vector, and make parameters equal on all workers.
@@ -175,7 +186,7 @@ class FlatSync:
         self._group = group
         self._bounds = shard_bounds(self.total, group.size)
         self.lo, self.hi = self._bounds[group.rank]
-        self.sum = self._new_sum(self._bounds)
+        self.gradients.form(group, self._bounds)
         if shards is None:
             group.broadcast(self._flat, source_rank=0)
             self._fresh_state()
@@ -185,19 +196,16 @@ class FlatSync:
         log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
 
     def begin_step(self) -> None:
-        """Zero the gradient. Any number of backward passes may follow."""
-        self._grad.zero_()
-        if self._is_master:
-            for parameter, view in zip(self._parameters, self._grad_views, strict=True):
-                parameter.grad = view
+        """Begin with a gradient of zero. Any number of backward passes may follow."""
+        self.gradients.begin_step()
 
     def watch_backward(self) -> None:
         """Start buckets of the sum inside the next backward, as they become final."""
-        self.sum.watch()
+        self.gradients.watch()
 
     def start_sum(self) -> None:
         """Start the sum of what has not started yet."""
-        self.sum.start()
+        self.gradients.start()
 
     def finish_step(
         self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
@@ -209,7 +217,7 @@ class FlatSync:
         step were good. Raises StepIncomplete on all workers, and changes nothing, when samples are missing anywhere.
         """
         phase("reduce")
-        self.sum.finish()
+        self.gradients.finish()
         squares, loss, total_weight, bad = self._sum_scalars(self._own_squares(), loss, weight, bad_weight)
         check_weight(step, total_weight, bad, planned_weight)
         share = planned_weight / total_weight if total_weight > 0 else math.nan
@@ -222,6 +230,8 @@ class FlatSync:
             phase("gather")
             for one in pending:
                 one.wait()
+        else:
+            self.gradients.drop()
         return StepResult(
             grad_norm=norm,
             lr=lr,
@@ -240,8 +250,8 @@ class FlatSync:
         return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
 
     def gradient(self) -> Tensor:
-        """The flat gradient, [total]: this worker's partial one before `finish_step`."""
-        return self._grad
+        """The flat gradient, [total]: before `finish_step` the partial one of this worker, or of its node."""
+        return self.gradients.flat
 
     # Memory -----------------------------------------------------------------------------------------------------
 
@@ -250,28 +260,15 @@ class FlatSync:
         # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
         first = self._parameters[0]
         self._flat = torch.empty(self.total, dtype=first.dtype, device=self._device)
-        self._grad = torch.zeros(self.total, dtype=self._state_dtype, device=self._device)
-        self._grad_views = []
         with torch.no_grad():
             for parameter, slot in zip(self._parameters, self.layout, strict=True):
                 view = self._flat[slot.lo : slot.hi].view(slot.shape)
                 view.copy_(parameter)
                 parameter.data = view
-                parameter.grad = None
-                self._grad_views.append(self._grad[slot.lo : slot.hi].view(slot.shape))
 
-    def _new_sum(self, bounds: Sequence[tuple[int, int]]) -> GradientSum:
-        return GradientSum(self._grad, self.layout, self._group, bounds, self._sum_elements)
-
-    def _received_hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
-        """A parameter has its gradient of a backward pass; that of lower precision still has to be added in fp32."""
-
+    def _received_hook(self, index: int) -> Callable[[Tensor], None]:
         def received(parameter: Tensor) -> None:
-            if not self._is_master:
-                assert parameter.grad is not None
-                self._grad[slot.lo : slot.hi].view(slot.shape).add_(parameter.grad)
-                parameter.grad = None
-            self.sum.received(index)
+            self.gradients.received(index)
 
         return received
 
@@ -303,7 +300,7 @@ class FlatSync:
     # The step ---------------------------------------------------------------------------------------------------
 
     def _own_squares(self) -> float:
-        own = self._grad[self.lo : self.hi]
+        own = self.gradients.flat[self.lo : self.hi]
         if not own.numel():
             return 0.0
         # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits.
@@ -331,6 +328,7 @@ class FlatSync:
             own = slice(lo - self.lo, hi - self.lo)
             if lo < hi:
                 self._update_range(own, lr, factor)
+                self.gradients.used(lo, hi)
             pending += self._group.all_gather_ranges_async(self._flat, pieces)
             if self._ema is not None and lo < hi:
                 self._ema[own].lerp_(self._master[own], 1.0 - decay)
@@ -340,7 +338,7 @@ class FlatSync:
         adamw_(
             self.config,
             master=self._master[own],
-            grad=self._grad[self.lo : self.hi][own],
+            grad=self.gradients.flat[self.lo : self.hi][own],
             exp_avg=self._exp_avg[own],
             exp_avg_sq=self._exp_avg_sq[own],
             updates=self.updates,

@@ -1,9 +1,9 @@
 """Whether two commits train the same:  python -m tests.compare_commits v0.1 HEAD --steps 12
 
 Both are checked out side by side and do the same work by the command line: plans of the published workloads with every
-strategy that does not depend on the clock, and a small training on one worker and on four. Compared are the plans, the
-losses (equal bit for bit on one worker, to 1e-7 on four) and the checkpoint of one worker, tensor by tensor. Prints a
-table; exit code 1 when anything differs.
+strategy, searches ended by their counted work and never by the clock, and a small training on one worker and on four
+(none with `--steps 0`). Compared are the plans, the losses (equal bit for bit on one worker, to 1e-7 on four) and the
+checkpoint of one worker, tensor by tensor. Prints a table; exit code 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from tests.blackbox.place import Place
 ROOT = Path(__file__).resolve().parents[1]
 PROFILE = "configs/profiles/hunyuan-13b-720p-h100.json"
 WORKLOADS = {"A-16gpu": "2x8", "B-32gpu": "4x8", "C-64gpu": "8x8"}
-STRATEGIES = ("static", "longest_first", "flexsp", "knapsack")  # the others search until the budget ends
+STRATEGIES = ("static", "longest_first", "flexsp", "flexsp_greedy", "knapsack", "knapformer", "genetic", "cascade")
+# A clock that counts its calls, and no other end of a search: PATIENCE stood in `clock` in earlier commits.
+COUNTED = """
+import importlib.util, itertools, sys, time
+calls = itertools.count()
+time.perf_counter = lambda: next(calls) * 1e-7
+room = "actors.plan.strategies.search."
+home = room + ("clock" if importlib.util.find_spec(room + "clock") else "step")
+importlib.import_module(home).PATIENCE = 1e6
+from app.cli import main
+sys.exit(main())
+"""
 MEASURED = {"plan_s", "planning_s"}  # seconds that planning took
 ON_FOUR = 1e-7  # relative; sums are taken in another order
 
@@ -56,9 +67,8 @@ class Commit:
     def plans(self, workload: str, strategy: str, out: Path) -> Any:
         """Plans of a workload, without the time that planning took."""
         inputs = ["--workload", f"configs/bench/{workload}.json", "--profile", PROFILE]
-        chosen = ["--cluster", WORKLOADS[workload], "--strategy", strategy, "--json", str(out)]
-        code = "import sys; from app.cli import main; sys.exit(main())"
-        self.run([sys.executable, "-c", code, "plan", *inputs, *chosen], dict(os.environ))
+        chosen = ["--cluster", WORKLOADS[workload], "--strategy", strategy, "--budget", "0.1", "--json", str(out)]
+        self.run([sys.executable, "-c", COUNTED, "plan", *inputs, *chosen], dict(os.environ))
         return without(json.loads(out.read_text()), MEASURED)
 
     def train(self, place: Place, name: str, workers: int) -> Path:
@@ -104,7 +114,7 @@ def differences(base: Commit, head: Commit, folder: Path, steps: int) -> Iterato
             first, second = (commit.plans(workload, strategy, folder / "plan.json") for commit in (base, head))
             same = says_the_same(first, second)
             yield f"plan {workload} {strategy}", "equal" if same else "differ", same
-    for workers in (1, 4):
+    for workers in (1, 4) if steps else ():
         place = Place(folder / f"on-{workers}", steps)
         try:
             runs = [commit.train(place, f"{word}-{workers}", workers) for word, commit in (("a", base), ("b", head))]

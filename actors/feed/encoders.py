@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from data.cache import Cache, CachedLatents, text_key
 from data.decode import caption_or_empty
 from data.types import DataItem, DecodeJob
 from ops.models.config import ModelConfig
+from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, tokenizer_of
 
 ENCODED: tuple[Module, ...] = ("text", "vae")
@@ -28,7 +28,8 @@ class Encoders:
     text: str
     max_length: int  # tokens
     chars_per_token: float
-    latent_width: int = 0  # numbers per token row of a result
+    latent_width: int = 0  # numbers per row of a result
+    latent_tail: int = 0  # rows behind those of the tokens
     text_width: int = 0
     most_text: int = 0  # token rows of a text result
 
@@ -42,13 +43,23 @@ class Encoders:
         text_folders = [component(model.text.path, "text_encoder")] if named and model.text.path else []
         text_folders += [tokenizer_of(folder) for folder in text_folders]
         vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
+        frame = FirstFrame.of(model)
+        if frame.channels:  # the result holds what is told of the first frame, too
+            image_path = model.image.path if model.image else None
+            image_folders = [component(image_path, "image_encoder")] if named and image_path else []
+            vae["first_frame"] = {
+                "channels": frame.channels,
+                "image": asdict(model.image) if model.image else None,
+                "files": _stamp([*image_folders, *(folder.parent / "image_processor" for folder in image_folders)]),
+            }
         text = {**asdict(model.text), "dtype": text_dtype, "files": _stamp(text_folders)}
         return Encoders(
             vae=json.dumps(vae, sort_keys=True) if named else "",
             text=json.dumps(text, sort_keys=True) if named else "",
             max_length=model.text.max_length,
             chars_per_token=1.0 if model.text.path is None else 4.0,
-            latent_width=model.vae.channels * math.prod(model.dit.patch),
+            latent_width=frame.width,
+            latent_tail=frame.tail,
             text_width=model.text.d_model,
             most_text=max(model.text.max_length, model.text.pad_to),
         )

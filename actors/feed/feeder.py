@@ -175,7 +175,8 @@ class Feeder(Answering):
         encoders, bucket = self._encoders, item.bucket
         kind: Kind = "latents" if module == "vae" else "text"
         tokens = self._geometry.tokens(bucket.frames, bucket.height, bucket.width)
-        rows = range(tokens, tokens + 1) if module == "vae" else range(encoders.most_text + 1)
+        whole = tokens + encoders.latent_tail
+        rows = range(whole, whole + 1) if module == "vae" else range(encoders.most_text + 1)
         width = encoders.latent_width if module == "vae" else encoders.text_width
         results: list[PublishedResult] = []
         for index, name in enumerate(names):

@@ -14,6 +14,20 @@ class PlanError(ValueError):
     """No legal plan exists, or a plan breaks a rule. The message names the item and the smallest remedy."""
 
 
+def refuse_below(least: int, record: object, *names: str) -> None:
+    """Raises ValueError for the first of these fields of a record that is below `least`."""
+    for name in names:
+        if (value := getattr(record, name)) < least:
+            raise ValueError(f"{name} is {value!r}; it must be at least {least}.")
+
+
+def refuse_unless_positive(record: object, *names: str) -> None:
+    """Raises ValueError for the first of these fields of a record that is 0 or below; None says nothing."""
+    for name in names:
+        if (value := getattr(record, name)) is not None and value <= 0:
+            raise ValueError(f"{name} is {value!r}; it must be a positive number.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """One bucket batch of a step: `batch` clips of equal shape. Made by the data layer, cut by a planner."""

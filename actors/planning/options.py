@@ -33,4 +33,4 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry) ->
     """Measured latencies where the config names them, else the FLOP model. Raises PlanError for a bad file."""
     if config.profile:
         return read_profile(config.profile)
-    return Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    return Profile.from_flops(model.dit, model.vae, model.text, geometry, model.image)

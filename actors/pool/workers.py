@@ -18,7 +18,8 @@ from actors.config import WorkersConfig
 from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
-from actors.ray_calls import get, kill, resources, wait
+from actors.pool.room import Need, node_with_room, where
+from actors.ray_calls import get, kill, nodes, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
@@ -46,6 +47,7 @@ class PoolMember:
     handle: WorkerHandle
     info_ref: Ref[WorkerInfo]
     requested_at: float
+    wished: str | None  # the node it was asked for
     info: WorkerInfo | None = None  # None while it waits for resources or loads its modules
 
 
@@ -132,19 +134,26 @@ class Pool:
         name = f"w{self._serial}"
         self._serial += 1
         workers = self._settings.workers
+        need = Need(workers.cpus_per_worker, 1.0 if uses_gpu(workers) else 0.0)
+        node = node_with_room(nodes(), self._taken(), need) if workers.placement == "fill" else None
         handle: WorkerHandle = self._actor.options(
             name=f"{self._run}/{name}",
             namespace=NAMESPACE,
-            num_cpus=workers.cpus_per_worker,
-            num_gpus=1 if uses_gpu(workers) else 0,
+            num_cpus=need.cpus,
+            num_gpus=need.gpus,
             max_restarts=0,
-            scheduling_strategy="SPREAD",
             runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
+            **where(node),
         ).remote(name, self._settings, self._monitor)
         self._members[name] = PoolMember(
-            name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time()
+            name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node
         )
         return name
+
+    def _taken(self) -> list[str]:
+        """The node of every worker that is there, or was asked for and is not there yet."""
+        places = (m.info.node if m.info else m.wished for m in self._members.values())
+        return [node for node in places if node]
 
 
 def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:

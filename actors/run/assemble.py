@@ -1,6 +1,6 @@
-"""Builds a controller out of its real parts, which this starts: monitor and planner.
+"""Builds a controller: `start_controller` starts its real parts, monitor and planner, and `put_together` connects them.
 
-Workers come when the membership asks for them, the feeder when the run begins. A test gives the parts itself.
+Workers come when the membership asks for them, the feeder when the run begins. A test puts together parts of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
+from actors.pool.monitor import MonitorHandle
 from actors.pool.weights import weights_bytes
 from actors.pool.workers import Pool, start_monitor
 from actors.ray_calls import get, node_address
-from actors.run.account import StepAccount
+from actors.run.committer import Committer
 from actors.run.controller import Controller
+from actors.run.ending import Ending
+from actors.run.forming import Forming, Rendezvous
+from actors.run.generations import GenerationManager
 from actors.run.skips import Skips, skipped_before
+from actors.run.step_metrics import StepAccount
 from actors.state.assemble import assemble_state
 from actors.state.commit_log import CommitLog
+from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
 from ops.models.folders import resolve
@@ -69,7 +75,7 @@ def start_controller(
     reported = get(monitor.begin.remote(), timeout=_START_S)
     generation = max(reported.generation, state.standing.generation)
     start_s = config.workers.start_patience_s(weights_bytes(config.model))
-    return Controller(
+    return put_together(
         config=config,
         listener=listener,
         events=events,
@@ -85,6 +91,61 @@ def start_controller(
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of),
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+    )
+
+
+def put_together(
+    *,
+    config: RuntimeConfig,
+    listener: Listener,
+    events: Events,
+    pool: Pool,
+    monitor: MonitorHandle,
+    lookout: Lookout,
+    membership: Membership,
+    source: StepSource,
+    planner: PlannerClient,
+    commits: CommitLog,
+    survivors: Survivors,
+    state: RunState,
+    new_store: Callable[[], Rendezvous],
+    account: StepAccount,
+    skips: Skips,
+) -> Controller:
+    """A controller of these parts. Starts nothing."""
+    committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
+    forming = Forming(
+        config=config,
+        pool=pool,
+        monitor=monitor,
+        source=source,
+        planner=planner,
+        committer=committer,
+        new_store=new_store,
+    )
+    generations = GenerationManager(
+        config=config,
+        events=events,
+        pool=pool,
+        monitor=monitor,
+        lookout=lookout,
+        membership=membership,
+        survivors=survivors,
+        forming=forming,
+        committer=committer,
+    )
+    ending = Ending(config=config, events=events, committer=committer, monitor=monitor, parts=(pool, source, planner))
+    return Controller(
+        config=config,
+        events=events,
+        lookout=lookout,
+        generations=generations,
+        source=source,
+        planner=planner,
+        state=state,
+        committer=committer,
+        skips=skips,
+        ending=ending,
     )
 
 

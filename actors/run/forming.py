@@ -1,12 +1,97 @@
-"""The start of a generation: who sits where, and what each worker is told. Pure."""
+"""The start of a generation: who sits where, what each worker is told, and where training goes on."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from actors.config import RuntimeConfig
+from actors.feed.step_source import StepSource
 from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerInfo
+from actors.outcome import Exit, StopRun
 from actors.plan.types import Cluster
+from actors.planning.client import PlannerClient
+from actors.pool.lookout import worker_name
+from actors.pool.membership_types import Form
+from actors.pool.monitor import MonitorHandle
+from actors.pool.workers import Pool
+from actors.run.committer import Committer
+from actors.run.frozen import disagreement, first_disagreement
+from actors.run.steps import StepRunner
 from actors.step import Seat
+
+_FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
+
+
+class Rendezvous(Protocol):
+    """Where the workers of a generation meet: torch.distributed's TCPStore."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+
+
+@dataclass(kw_only=True)
+class Forming:
+    """Forms generations out of workers that are ready."""
+
+    config: RuntimeConfig
+    pool: Pool
+    monitor: MonitorHandle
+    source: StepSource
+    planner: PlannerClient
+    committer: Committer
+    new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
+    _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
+
+    def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
+        """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.
+
+        `holders` are the workers of a generation that ends cleanly here; each holds the last finished step. Raises
+        StopRun when the workers' weights differ.
+        """
+        if decision.clean and holders:
+            self.committer.settle_all(holders, self.config.workers.collective_timeout_s)
+        infos = [self.pool.info(worker_name(number)) for number in decision.workers]
+        self._refuse(disagreement(infos))
+        self.monitor.announce.remote(decision.generation)
+        recovery = self.committer.state.recover(decision.generation, holders)
+        if recovery.origin is None:
+            self._refuse(first_disagreement(infos))
+        self.committer.go_on_from(recovery)
+        world = seats_of(infos, self.pool.handle)
+        self.committer.state.place_keepers([seat.node for seat in world])
+        return self._runner(decision.generation, world, recovery.origin)
+
+    def _runner(self, generation: int, world: tuple[Seat, ...], origin: Origin | None) -> StepRunner:
+        self._stores.append(self.new_store())
+        address = (self._stores[-1].host, self._stores[-1].port)
+        state, planning = self.committer.state, self.config.planner
+        tasks = form_tasks(generation, world, address, origin, state.keepers.of)
+        return StepRunner(
+            generation=generation,
+            world=world,
+            cluster=cluster_of(world),
+            source=self.source,
+            planner=self.planner,
+            budget_s=planning.budget_s,
+            first_budget_s=min(_FIRST_PLAN_S, planning.budget_s),
+            lookahead=planning.lookahead,
+            exports=state.is_exported,
+            next_step=self.committer.committed + 1,
+            last_step=self.config.train.steps,
+            forming=[
+                seat.handle.form.options(name=f"form g{task.generation}").remote(task)
+                for seat, task in zip(world, tasks, strict=True)
+            ],
+        )
+
+    def _refuse(self, why: str) -> None:
+        if why:
+            raise StopRun(self.committer.outcome(Exit.FAILURE, why))
 
 
 def seats_of(infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle]) -> tuple[Seat, ...]:

@@ -44,7 +44,8 @@ class StepRunner:
     budget_s: float  # to find a plan
     lookahead: int
     exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
-    last_step: int
+    next_step: int  # to be dispatched
+    last_step: int  # exclusive
     forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
     first_budget_s: float | None = None  # the same for the first plan of the generation
     running: list[RunningStep] = field(default_factory=list)
@@ -58,13 +59,18 @@ class StepRunner:
         """Plan from now on with these speeds of the workers, in order of ranks."""
         self.cluster = replace(self.cluster, speed=speed)
 
-    def dispatch(self, step: int) -> RunningStep:
-        """Plan and submit one step. Raises PlanError, DataError, DataLost."""
-        started = time.perf_counter()
+    @property
+    def at_end(self) -> bool:
+        """Every step of the run has been dispatched."""
+        return self.next_step >= self.last_step
+
+    def dispatch(self) -> RunningStep:
+        """Plan and submit the next step. Raises PlanError, DataError, DataLost."""
+        started, step = time.perf_counter(), self.next_step
         budget_s = self.budget_s if self._planned or self.first_budget_s is None else self.first_budget_s
         window, done = self._question(step)
         assignment = self.planner.plan(step, window, self.cluster, done, budget_s)
-        plan_s = time.perf_counter() - started
+        planning_s = time.perf_counter() - started
         steps = sorted({c.step for c in assignment.cascades} | {step})
         data = {s: self.source.data(s) for s in steps}
         self._use_cache(data[step])
@@ -90,7 +96,7 @@ class StepRunner:
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
-            plan_s=plan_s,
+            planning_s=planning_s,
         )
         self.running.append(running)
         self._remember_early(assignment, step)
@@ -98,6 +104,7 @@ class StepRunner:
             window, done = self._question(step + 1)
             self.planner.request(step + 1, window, self.cluster, done, budget_s)
         self._planned = True
+        self.next_step += 1
         return running
 
     def collect(self, timeout_s: float) -> CollectedStep | None:

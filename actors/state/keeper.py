@@ -24,8 +24,8 @@ import numpy as np
 
 from actors.messages import ShardKeeper
 from actors.refs import Method
-from actors.state.memory import node_room
 from actors.step import Position
+from ops.node_room import node_room
 from ops.shards import ShardState, bytes_per_weight, cut, missing
 
 log = logging.getLogger(__name__)

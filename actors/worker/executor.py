@@ -12,7 +12,6 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,20 @@ from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGenera
 from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inputs
 from actors.worker.transfer import HostCopies
 from ops.comm import Group, Groups
-from ops.flow import draw, flow_loss, sequence_losses
+from ops.conditions import NOTHING, Conditions
+from ops.flow import draw, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.first_frame import FirstFrame
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
 from ops.sync import StepIncomplete, StepResult, Sync
+from ops.train_pass import NoisyClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
+    from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
     from ops.models.vae import VAE
 
@@ -59,6 +62,7 @@ class Modules:
     dit: nn.Module
     vae: VAE
     text: TextEncoder
+    image: ImageEncoder | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +92,7 @@ class Executor:
         With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
+        self.frame = FirstFrame.of(modules.config)
         self.store = EncodeStore()
         self.generation = -1
         self.groups: Groups | None = None
@@ -160,34 +165,21 @@ class Executor:
             return self._deliver(task, [EncodeResult(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
 
     def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[EncodeResult]:
-        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles."""
+        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles.
+
+        Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
+        """
         with _Measure(self, task) as measure:
-            group, vae = self._bag(task), self.modules.vae
+            group, frame, patch = self._bag(task), self.frame, self.modules.geometry.patch
             pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
-            _, frames, height, width, _ = pixels.shape
-            self.on_phase("encode")
-            with torch.no_grad():
-                if group.size == 1:
-                    latents = vae.encode(pixels.to(self.device))
-                else:
-                    tiles = vae.plan_tiles(frames, height, width)
-                    units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
-                    found = {
-                        u: vae.encode_tile(pixels[b : b + 1].to(self.device), tiles[t]).float()
-                        for u, (b, t) in enumerate(units)
-                        if u % group.size == group.rank
-                    }
-                    measure.phase("handoff")
-                    found = _share(found, len(units), group, self.device)
-                    shape = (frames, height, width)
-                    per_clip = len(tiles)
-                    latents = torch.cat(
-                        [
-                            vae.blend([(tiles[t], found[b * per_clip + t]) for t in range(per_clip)], shape)
-                            for b in range(pixels.shape[0])
-                        ]
-                    )
-            rows = [patchify(latent.float(), self.modules.geometry.patch) for latent in latents]
+            latents = list(self._latents(pixels, group, measure))
+            if frame.channels:
+                still = list(self._latents(frame.still(pixels), group, measure))
+                latents = [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
+            rows = [patchify(latent.float(), patch) for latent in latents]
+            if frame.tail:
+                images = self._images(pixels[:, 0], group, measure)
+                rows = [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
             return self._deliver(
                 task, [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
             )
@@ -204,32 +196,43 @@ class Executor:
             compute = self._compute_dtype()
             measure.phase("handoff")
             inputs = gather_inputs(
-                task.samples, task.sources, self.store, fetched, group, self.device, self.widths, compute
+                task.samples,
+                task.sources,
+                self.store,
+                fetched,
+                group,
+                self.device,
+                self.widths,
+                compute,
+                tail=self.frame.tail,
             )
             measure.received(inputs, fetch_s)
+            images = self.frame.image_tokens
             layout = Layout(
-                [PackedSequence(grid=s.grid, text_tokens=t.shape[0]) for s, t in zip(task.samples, inputs.text)],
+                [
+                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s))
+                    for s, text in zip(task.samples, inputs.text)
+                ],
                 group.size,
                 group.rank,
                 self.device,
             )
-            noisy, target, timesteps = self._corrupt(task.samples, inputs.rows, layout, compute)
-            weights = torch.tensor(
-                [s.weight if good else 0.0 for s, good in zip(task.samples, inputs.ok)],
+            done = train_pass(
+                modules.dit,
+                self._noisy_clips(task.samples, inputs),
+                layout,
+                group,
+                patch=modules.geometry.patch,
+                num_train_timesteps=self.train.flow.num_train_timesteps,
                 dtype=compute,
-                device=self.device,
+                autocast=self.train.autocast == "bfloat16",
+                phase=measure.phase,
+                conditions=self._conditions(inputs.tails),
+                before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
-            measure.phase("forward")
-            with self._autocast():
-                predicted = modules.dit(noisy, timesteps, torch.cat(inputs.text), layout, group)
-            predicted = predicted.to(compute)
-            loss = flow_loss(predicted, target, layout, weights)
-            measure.phase("backward")
-            if task.start_sum == SumStart.DURING:
-                self.sync.watch_backward()
-            loss.backward()
-            self._account(task, inputs.ok, loss.detach(), group)
-            self._account_items(task, inputs.ok, sequence_losses(predicted, target, layout, weights), group)
+            self._account(task, inputs.ok, done.loss, group)
+            losses = sequence_losses(done.predicted, done.target, layout, done.weights)
+            self._account_items(task, inputs.ok, losses, group)
 
     def finish(self, task: FinishTask) -> FinishedStep:
         """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it.
@@ -289,35 +292,71 @@ class Executor:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """(P, E): width of a latent token row and of a text row."""
-        t, h, w = self.modules.geometry.patch
-        return self.modules.vae.channels * t * h * w, self.modules.text.dim
+        """(P, E): width of a row of the VAE's results and of a text row."""
+        return self.frame.width, self.modules.text.dim
+
+    def _latents(self, pixels: Tensor, group: Group, measure: _Measure) -> Tensor:
+        """[B, C, t, h, w] of [B, T, H, W, 3], on every rank of the bag."""
+        vae, (frames, height, width) = self.modules.vae, pixels.shape[1:4]
+        measure.phase("encode")
+        with torch.no_grad():
+            if group.size == 1:
+                return vae.encode(pixels.to(self.device))
+            tiles = vae.plan_tiles(frames, height, width)
+            units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
+            found = {
+                u: vae.encode_tile(pixels[b : b + 1].to(self.device), tiles[t]).float()
+                for u, (b, t) in enumerate(units)
+                if u % group.size == group.rank
+            }
+            measure.phase("handoff")
+            found = _share(found, len(units), group, self.device)
+            shape = (frames, height, width)
+            per_clip = len(tiles)
+            return torch.cat(
+                [
+                    vae.blend([(tiles[t], found[b * per_clip + t]) for t in range(per_clip)], shape)
+                    for b in range(pixels.shape[0])
+                ]
+            )
+
+    def _images(self, pictures: Tensor, group: Group, measure: _Measure) -> list[Tensor]:
+        """[tokens, dim] of each picture of [B, H, W, 3]; a bag deals them round robin."""
+        encoder = self.modules.image
+        assert encoder is not None
+        measure.phase("encode")
+        mine = range(group.rank, len(pictures), group.size)
+        found = dict(zip(mine, encoder.encode(pictures[list(mine)]), strict=True)) if len(mine) else {}
+        if group.size > 1:
+            measure.phase("handoff")
+            found = _share(found, len(pictures), group, self.device)
+        return [found[i] for i in range(len(pictures))]
+
+    def _clean_frames(self, sample: StepSample) -> int:
+        """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
+        given = is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
+        return int(given and sample.grid[0] > 1)
+
+    def _conditions(self, tails: list[Tensor]) -> Conditions:
+        if not self.frame.tail:
+            return NOTHING
+        return Conditions(image=torch.cat([self.frame.image_of(tail) for tail in tails]))
 
     def _compute_dtype(self) -> torch.dtype:
         """Noise, targets and loss are at least fp32, whatever the parameters are."""
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.train.autocast == "none":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
-
-    def _corrupt(
-        self, samples: Sequence[StepSample], rows: list[Tensor], layout: Layout, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Noisy rows, target rows, timesteps. Noise is drawn for the whole sample by its key, then cut to my chunk."""
-        flow, patch = self.train.flow, self.modules.geometry.patch
-        noisy, target, sigmas = [], [], []
-        for i, (sample, clean) in enumerate(zip(samples, rows)):
+    def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
+        """Noise is drawn for the whole sample by its key, whatever part of it is computed here."""
+        flow, patch, clips = self.train.flow, self.modules.geometry.patch, []
+        sigmas = self.modules.config.dit.sigmas
+        for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True):
             shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
-            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape)
-            noise = patchify(drawn.noise, patch)[layout.chunk(i)].to(self.device, dtype)
-            noisy.append((1 - drawn.sigma) * clean + drawn.sigma * noise)
-            target.append(noise - clean)
-            sigmas.append(drawn.sigma)
-        timesteps = torch.tensor(sigmas, dtype=dtype, device=self.device) * flow.num_train_timesteps
-        return torch.cat(noisy), torch.cat(target), timesteps
+            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid), sigmas)
+            weight = sample.weight if good else 0.0
+            clips.append(NoisyClip(rows=rows, text=text, noise=drawn.noise, sigma=drawn.sigma, weight=weight))
+        return clips
 
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
         if self.groups is not None and self.groups.rank == task.bag[0]:

@@ -1,7 +1,8 @@
 """How encode results reach the DiT cascade that needs them: in place, through the bag's group, or the object store.
 
-S samples, P = patch channels (latent channels times patch volume), E text width. Latents travel as token rows
-`[tokens, P]` so that each rank of a bag receives its chunk only; text is needed whole by every rank.
+S samples, P = width of a row of the VAE's results, E text width. Latents travel as token rows `[tokens, P]` so that
+each rank of a bag receives its chunk only; text is needed whole by every rank, and so are the `tail` rows that may
+stand behind those of the tokens (ops/models/first_frame.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from actors.messages import STORE, SampleId, StepSample
+from ops.chunks import chunk_bounds
 from ops.comm import Group
-from ops.packing import chunk_bounds
 
 
 class HandoffError(ValueError):
@@ -23,7 +24,7 @@ class HandoffError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeResult:
-    """One sample's encode result. `rows` is [tokens, P] for the VAE, [text_tokens, E] for text."""
+    """One sample's encode result. `rows` is [tokens + tail, P] for the VAE, [text_tokens, E] for text."""
 
     id: SampleId
     rows: torch.Tensor
@@ -65,6 +66,7 @@ class Inputs:
     """What a rank of a bag holds when the DiT starts."""
 
     rows: list[torch.Tensor]  # per sample: this rank's chunk of the latent's token rows [n_local, P]
+    tails: list[torch.Tensor]  # per sample: what stands behind the token rows, whole [tail, P]
     text: list[torch.Tensor]  # per sample: the whole text [text_tokens, E]
     ok: list[bool]
     bytes_received: int  # through the bag's group
@@ -81,11 +83,13 @@ def gather_inputs(
     device: torch.device,
     widths: tuple[int, int],
     dtype: torch.dtype = torch.float32,
+    tail: int = 0,
 ) -> Inputs:
     """Collect every sample's latent chunk and text on this rank. All ranks of the bag call it together.
 
-    `widths` is (P, E). Results a rank produced go to the others through the group in one exchange for lengths and
-    one for each module; nothing is exchanged when every result is in place or came from the store.
+    `widths` is (P, E), `tail` the rows behind those of the tokens. Results a rank produced go to the others through the
+    group in one exchange for lengths and one for each kind of rows; nothing is exchanged when every result is in place
+    or came from the store.
     """
     started = time.perf_counter()
     mine = {
@@ -98,7 +102,7 @@ def gather_inputs(
     }
     for module, width in (("vae", widths[0]), ("text", widths[1])):
         for i, encoded in mine[module].items():
-            _check(module, samples[i], encoded.rows, width)
+            _check(module, samples[i], encoded.rows, width, tail)
     shared = group.size > 1 and any(rank != STORE for source in sources.values() for rank in source)
     tokens = [s.grid[0] * s.grid[1] * s.grid[2] for s in samples]
     text_lengths, ok = _agree(mine, sources, samples, group, device) if shared else _local_facts(mine, samples)
@@ -106,15 +110,18 @@ def gather_inputs(
 
     received = 0
     rows = {i: e.rows[slice(*bounds[i][group.rank])].to(device, dtype) for i, e in mine["vae"].items()}
+    tails = {i: e.rows[tokens[i] :].to(device, dtype) for i, e in mine["vae"].items()}
     text = {i: e.rows.to(device, dtype) for i, e in mine["text"].items()}
-    for module, width, out in (("vae", widths[0], rows), ("text", widths[1], text)):
+    whole_tails = [[(n, n + tail)] * group.size for n in tokens]
+    whole_texts = [[(0, n)] * group.size for n in text_lengths]
+    for module, width, spans, out in (
+        ("vae", widths[0], bounds, rows),
+        ("vae", widths[0], whole_tails, tails),
+        ("text", widths[1], whole_texts, text),
+    ):
         source = sources[module]
-        if group.size == 1 or all(rank == STORE for rank in source):
+        if group.size == 1 or all(rank == STORE for rank in source) or (out is tails and not tail):
             continue
-        spans = [
-            [bounds[i][r] if module == "vae" else (0, text_lengths[i]) for r in range(group.size)]
-            for i in range(len(samples))
-        ]
         received += _exchange(source, mine[module], spans, group, device, width, dtype, out)
     fetched_bytes = sum(
         encoded.rows.numel() * encoded.rows.element_size()
@@ -128,6 +135,7 @@ def gather_inputs(
     order = range(len(samples))
     return Inputs(
         rows=[rows[i] for i in order],
+        tails=[tails[i] for i in order] if tail else [],
         text=[text[i] for i in order],
         ok=[ok[i] for i in order],
         bytes_received=received,
@@ -136,9 +144,9 @@ def gather_inputs(
     )
 
 
-def _check(module: str, sample: StepSample, rows: torch.Tensor, width: int) -> None:
+def _check(module: str, sample: StepSample, rows: torch.Tensor, width: int, tail: int) -> None:
     """What was handed over must be what the model takes; a wrong tensor would only be noticed far from its cause."""
-    tokens = sample.grid[0] * sample.grid[1] * sample.grid[2]
+    tokens = sample.grid[0] * sample.grid[1] * sample.grid[2] + tail
     right = rows.dim() == 2 and rows.shape[1] == width and (module == "text" or rows.shape[0] == tokens)
     if not right or not rows.dtype.is_floating_point:
         wanted = f"[{tokens if module == 'vae' else 'text tokens'}, {width}] of a floating-point dtype"

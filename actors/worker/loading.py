@@ -17,7 +17,7 @@ from ops.attention.varlen import check_backend
 from ops.comm import CancelToken
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae, first_values
+from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState, cut, shard_bounds
 from ops.sync import Sync, initial_shard, trainable
 
@@ -50,12 +50,18 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
     queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
     check_backend(model.dit.attention, device, queries, model.dit.head_dim)
+    if settings.train.flow.first_frame and not model.dit.frame_times:
+        raise ValueError(
+            f"train.flow.first_frame {settings.train.flow.first_frame:g} gives first frames clean, and the transformer "
+            f"of model.dit takes one time for all of a clip. Set it to 0."
+        )
     modules = Modules(
         config=model,
         geometry=geometry,
         dit=build_dit(model.dit, settings.train.seed, dtype, device),
         vae=build_vae(model.vae, device),
         text=build_text(model.text, device),
+        image=build_image(model.image, device),
     )
     modules.dit.train()
     return modules

@@ -75,7 +75,7 @@ class Worker:
         self.heartbeat.start()
         self.executor = self._load()
         modules = self.executor.modules
-        self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text)
+        self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
         self.heartbeat.idle()
 

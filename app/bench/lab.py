@@ -183,7 +183,7 @@ class LabRun:
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline:
             if self.controller is not None:  # repeatedly, since a restarted monitor has forgotten the request
-                self.controller.monitor.stop.remote("stopped by the laboratory")
+                self.controller.generations.monitor.stop.remote("stopped by the laboratory")
             self._thread.join(2)
         self.join(0)
 
@@ -263,7 +263,7 @@ class LabRun:
         """SHA-256 of the parameters of every worker of the running generation, all after the same step."""
         import ray
 
-        handles = [self.controller.pool.handle(name) for name, _ in self.active()]
+        handles = [self.controller.generations.pool.handle(name) for name, _ in self.active()]
         return ray.get([handle.parameters_digest.remote() for handle in handles], timeout=120)
 
     def signal_worker(self, index: int = 0, number: int = signal.SIGKILL) -> str:
@@ -276,7 +276,7 @@ class LabRun:
         import ray
 
         self.wait_for(lambda: self.controller is not None, "the controller")
-        ray.get(self.controller.monitor.scale.remote(target))
+        ray.get(self.controller.generations.monitor.scale.remote(target))
 
     def kill_actor(self, kind: str) -> None:
         """End the process of the "planner", "feeder", "monitor", of one "keeper" or of all "keepers" without notice."""
@@ -287,7 +287,7 @@ class LabRun:
         handles: list[object] = {
             "planner": lambda: [controller.planner._actor],
             "feeder": lambda: [controller.source._feeder],
-            "monitor": lambda: [controller.monitor],
+            "monitor": lambda: [controller.generations.monitor],
             "keeper": lambda: list(keepers().values())[:1],
             "keepers": lambda: list(keepers().values()),
         }[kind]()

@@ -5,6 +5,12 @@
 
 The measure is fixed here, not judged by eye: each pixel of a clip counts for the nearest of the dataset's colours
 (those of shapes and of backgrounds); the shape colour with most pixels is what the clip names. Guessing gives 1 in 8.
+
+    heddle bench learn --config configs/runs/learn-i2v.yaml
+
+An image-to-video model is given a picture of the scene and no prompt. What counts is whether the last frame of its clip
+shows the picture's colour, and whether it shows both colour and shape (that which covers the coloured pixels best). The
+same measure of the scenes themselves, coded and decoded, says how far it can be trusted.
 """
 
 from __future__ import annotations
@@ -17,12 +23,14 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 import typer
 
 from app.drawing.video import contact_sheet
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
-from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, synthesize
+from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, mask, synthesize
+from ops.models.vae import VAE
 from ops.typed import ConfigError
 
 _LEAST_SHARE = 0.01  # of the pixels; a clip with less of every shape colour names none
@@ -41,6 +49,8 @@ class Proof:
     step: int
     guidance_scale: float
     seed: int
+    kept: int = 0  # image to video: clips whose last frame shows the picture's colour and shape
+    kept_in_truth: int = 0  # the same of the scenes themselves
 
 
 def run(
@@ -63,6 +73,11 @@ def run(
     target.write_text(json.dumps(asdict(proof), indent=1) + "\n", encoding="utf-8")
     titles = [f"{prompt} -> {answer or 'none'}" for prompt, (_, answer) in zip(prompts, proof.answers, strict=True)]
     contact_sheet(target.with_suffix(".png"), videos, titles, columns=4)
+    if model.config.model.dit.starts_from_image:
+        print(
+            f"{proof.kept} of {proof.samples} last frames keep colour and shape of the first: "
+            f"{proof.kept / proof.samples:.0%} (of the scenes themselves {proof.kept_in_truth / proof.samples:.0%})"
+        )
     print(
         f"{proof.named} of {proof.samples} samples name the prompted colour: {proof.rate:.0%} (chance "
         f"{proof.chance:.1%}, same answers to shuffled prompts {proof.independent:.1%})"
@@ -74,16 +89,19 @@ def run(
 
 
 def prove(model: object, samples: int, seed: int) -> tuple[Proof, list[np.ndarray], list[str]]:
-    """Sample `samples` prompts, all colours equally often, with the run's own sampler settings."""
+    """Sample `samples` prompts, all colours equally often, with the run's own sampler settings. Image to video gets the
+    first frames of the scenes instead of their captions."""
     from app.sampling.clips import ClipSettings, make_clips
     from app.sampling.model import Model
 
     assert isinstance(model, Model)
     settings = replace(ClipSettings.of(model.config), seed=seed)
     scenes = prompted_scenes(samples, settings.frames, settings.height, settings.width)
-    prompts = [scene.caption for scene in scenes]
-    videos = make_clips(model, prompts, settings)
-    answers = [(scene.color, shown_color(video)) for scene, video in zip(scenes, videos, strict=True)]
+    given = model.config.model.dit.starts_from_image
+    prompts = ["" if given else scene.caption for scene in scenes]
+    videos = make_clips(model, prompts, settings, [picture(scene, 0) for scene in scenes] if given else ())
+    shown = [video[-1:] if given else video for video in videos]
+    answers = [(scene.color, shown_color(video)) for scene, video in zip(scenes, shown, strict=True)]
     named = sum(asked == answer for asked, answer in answers)
     proof = Proof(
         rate=named / samples,
@@ -95,8 +113,49 @@ def prove(model: object, samples: int, seed: int) -> tuple[Proof, list[np.ndarra
         step=model.step,
         guidance_scale=settings.sampler.guidance_scale,
         seed=seed,
+        kept=sum(keeps(scene, video[-1]) for scene, video in zip(scenes, videos, strict=True)) if given else 0,
+        kept_in_truth=sum(keeps(scene, coded(model.vae, scene)[-1]) for scene in scenes) if given else 0,
     )
     return proof, videos, prompts
+
+
+def picture(scene: Scene, frame: int) -> np.ndarray:
+    """uint8 [H, W, 3] of one frame of a scene."""
+    inside = mask(scene, frame)[:, :, None]
+    return np.where(inside, COLORS[scene.color], BACKGROUNDS[scene.background]).astype(np.uint8)
+
+
+def coded(vae: VAE, scene: Scene) -> np.ndarray:
+    """The scene itself as the codec gives it back, uint8 [T, H, W, 3]."""
+    frames = np.stack([picture(scene, frame) for frame in range(scene.frames)])
+    return vae.decode(vae.encode(torch.from_numpy(frames)[None]))[0].cpu().numpy()
+
+
+def keeps(scene: Scene, frame: np.ndarray) -> bool:
+    """Whether a frame shows the colour and the shape of the scene."""
+    return shown_color(frame[None]) == scene.color and shown_shape(frame, scene) == scene.shape
+
+
+def shown_shape(frame: np.ndarray, scene: Scene) -> str:
+    """The shape of the scene's colour on its background in a frame uint8 [H, W, 3]: of all shapes of its size at
+    all places, the one that covers the pixels of that colour best (intersection over union)."""
+    front, back = np.array(COLORS[scene.color], float), np.array(BACKGROUNDS[scene.background], float)
+    share = (frame - back) @ (front - back) / np.square(front - back).sum()
+    shown = torch.from_numpy((share > 0.5).astype(np.float32))[None, None]
+    best = {shape: _best_cover(shown, _template(replace(scene, shape=shape))) for shape in SHAPES}
+    return max(best, key=lambda shape: best[shape])
+
+
+def _template(scene: Scene) -> torch.Tensor:
+    """The shape alone, [h, w]; in the middle of a frame."""
+    inside = mask(replace(scene, frames=1, offset=0.0), 0)
+    rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
+    return torch.from_numpy(inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].astype(np.float32))
+
+
+def _best_cover(shown: torch.Tensor, shape: torch.Tensor) -> float:
+    both = torch.nn.functional.conv2d(shown, shape[None, None], padding=(len(shape) - 1, shape.shape[1] - 1))
+    return float((both / (shown.sum() + shape.sum() - both)).max())
 
 
 def prompted_scenes(count: int, frames: int, height: int, width: int) -> list[Scene]:
@@ -121,12 +180,17 @@ def prompted_scenes(count: int, frames: int, height: int, width: int) -> list[Sc
 
 def shown_color(video: np.ndarray) -> str:
     """The colour that a clip uint8 [T, H, W, 3] names, or "" when hardly any pixel is near a shape's colour."""
-    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], np.float32)
-    pixels = video.reshape(-1, 3).astype(np.float32)
-    nearest = ((pixels[:, None] - palette) ** 2).sum(-1).argmin(1)
-    counts = np.bincount(nearest, minlength=len(palette))[: len(COLORS)]
+    nearest = nearest_color(video)
+    counts = np.bincount(nearest.ravel(), minlength=len(COLORS))[: len(COLORS)]
     best = int(counts.argmax())
-    return list(COLORS)[best] if counts[best] >= _LEAST_SHARE * len(pixels) else ""
+    return list(COLORS)[best] if counts[best] >= _LEAST_SHARE * nearest.size else ""
+
+
+def nearest_color(pixels: np.ndarray) -> np.ndarray:
+    """[..., 3] -> [...]: places in the list of the colours of shapes, then of backgrounds."""
+    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], np.float32)
+    nearest: np.ndarray = ((pixels.astype(np.float32)[..., None, :] - palette) ** 2).sum(-1).argmin(-1)
+    return nearest
 
 
 def independent_rate(answers: Sequence[tuple[str, str]]) -> float:

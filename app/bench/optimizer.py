@@ -99,12 +99,12 @@ def late_step(group: Group, elements: int, early: bool) -> Callable[[], float]:
         sync.gradient().normal_()
         group.barrier()
         if early:
-            sync.sum.watch()
+            sync.watch_backward()
         for index in reversed(range(len(sync.layout))):
             if late:
                 time.sleep(_LATE_S / len(sync.layout))
             if early:
-                sync.sum.received(index)
+                sync.gradients.received(index)
         begin = time.perf_counter()
         sync.finish_step(0, 1.0, 1.0, float(group.size), lambda phase: None)
         return time.perf_counter() - begin if late else 0.0

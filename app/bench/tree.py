@@ -9,19 +9,34 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import psutil
 
 RAY_SERVICES = ("gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "log_monitor.py", "dashboard.py")
 
 
+@dataclass(frozen=True, slots=True)
+class TreeLook:
+    """What was seen at one moment. CPU seconds are those since each process began, also of those that have ended."""
+
+    time: float  # unix seconds
+    cpu_s: Mapping[int, float]  # by process id
+    private_mib: float  # of all processes together
+    services_s: float  # of the CPU seconds, those of a Ray cluster's services
+
+
 class Tree:
     """`with Tree() as tree: work()`, then `tree.cpu_s` and `tree.memory_mib` (the largest private memory of one)."""
 
-    def __init__(self, every_s: float = 0.25) -> None:
-        """A process that is there for less than `every_s` may not be seen."""
+    def __init__(self, every_s: float = 0.25, pid: int | None = None, course: bool = False) -> None:
+        """A process that is there for less than `every_s` may not be seen. `pid` is the root of the tree, this process
+        unless given; with `course` every look is kept in `looks`."""
         self._every_s = every_s
-        self._me = psutil.Process()
+        self._me = psutil.Process(pid)
+        self.looks: list[TreeLook] = []
+        self._course = course
         self._cpu: dict[int, float] = {}
         self._before: dict[int, float] = {}
         self._largest: dict[int, int] = {}
@@ -60,7 +75,8 @@ class Tree:
         self._looking_s = time.thread_time()
 
     def _look(self) -> None:
-        for process in (self._me, *self._me.children(recursive=True)):
+        together = 0
+        for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 times = process.cpu_times()
                 memory = process.memory_info()
@@ -69,6 +85,17 @@ class Tree:
                 self._cpu[process.pid] = times.user + times.system
                 private = memory.rss - memory.shared
                 self._largest[process.pid] = max(private, self._largest.get(process.pid, 0))
+                together += private
+        if self._course:
+            services = sum(self._cpu[pid] for pid in self._services)
+            self.looks.append(TreeLook(time.time(), dict(self._cpu), together / 2**20, services))
+
+    def _processes(self) -> list[psutil.Process]:
+        """None when the root has ended."""
+        try:
+            return [self._me, *self._me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
 
 def _is_service(process: psutil.Process) -> bool:

@@ -19,6 +19,13 @@ def sample(
     prompts_file: Annotated[
         Path | None, typer.Option("--prompts", help="Text file, one prompt per line, after those of --prompt.")
     ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option("--image", help="First frame, for image to video: one for all prompts, or one for each."),
+    ] = None,
+    other: Annotated[
+        Path | None, typer.Option("--other", help="Run or checkpoint of the other expert, where there are two.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples.")] = None,
     ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
     frames: Annotated[int | None, typer.Option(min=1)] = None,
@@ -53,6 +60,8 @@ def sample(
             flow_shift=flow_shift,
             negative_prompt=negative_prompt,
         ),
+        images=images or [],
+        other=other,
         ema=ema,
         device=device,
     )

@@ -60,6 +60,7 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
         model.vae,
         model.text,
         geometry,
+        model.image,
         gpu_memory_gib=memory_gib(target),
         degrees=config.planner.degrees,
         device=device_name(target),
@@ -124,7 +125,8 @@ class Bench:
         import torch
 
         from ops.attention.varlen import check_backend
-        from ops.models.load import build_dit, build_text, build_vae
+        from ops.models.first_frame import FirstFrame
+        from ops.models.load import build_dit, build_image, build_text, build_vae
 
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         dtype = getattr(torch, config.train.parameter_dtype)
@@ -133,6 +135,7 @@ class Bench:
         self.dit = build_dit(model.dit, config.train.seed).to(device=device, dtype=dtype)
         self.vae = build_vae(model.vae, device)
         self.text = build_text(model.text, device)
+        self.image, self.frame = build_image(model.image, device), FirstFrame.of(model)
 
     def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> tuple[float, float | None]:
         """Median seconds of one cascade, and the peak GiB it needed where the device counts it."""
@@ -171,32 +174,46 @@ class Bench:
         bucket = shape.bucket
         size = (shape.batch, bucket.frames, bucket.height, bucket.width, 3)
         video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        return lambda: self.vae.encode(video.to(self.device))
+
+        def work() -> None:
+            self.vae.encode(video.to(self.device))
+            if self.frame.channels:
+                self.vae.encode(self.frame.still(video).to(self.device))
+            if self.image is not None:
+                self.image.encode(video[:, 0])
+
+        return work
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
         """Forward and backward of one packed batch, gradients accumulated as in training."""
         import torch
 
         from ops.comm import Group
+        from ops.conditions import NOTHING, Conditions
         from ops.flow import flow_loss
         from ops.packing import Layout, Sequence
 
         bucket, patch, group = shape.bucket, self.geometry.patch, Group.solo()
         grid = self.geometry.token_grid(bucket.frames, bucket.height, bucket.width)
         generator = torch.Generator().manual_seed(0)
-        sequences = [Sequence(grid, shape.text_tokens)] * shape.batch
+        sequences = [Sequence(grid, shape.text_tokens, self.frame.image_tokens)] * shape.batch
         layout = Layout(sequences, 1, 0, self.device)
         width = self.vae.channels * patch[0] * patch[1] * patch[2]
-        tokens = torch.randn(layout.local_tokens, width, generator=generator).to(self.device)
+        target = torch.randn(layout.local_tokens, width, generator=generator).to(self.device)
+        tokens = torch.randn(layout.local_tokens, self.frame.width, generator=generator).to(self.device)
         text = torch.randn(shape.batch * shape.text_tokens, self.text.dim, generator=generator).to(self.device)
         times = torch.full((shape.batch,), 500.0, device=self.device)
         weights = torch.full((shape.batch,), 1.0 / shape.batch, device=self.device)
         dtype = next(self.dit.parameters()).dtype
+        told = NOTHING
+        if self.image is not None:
+            rows = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
+            told = Conditions(image=rows.to(self.device, dtype))
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
 
         def work() -> None:
             with cast:
-                predicted = self.dit(tokens.to(dtype), times, text.to(dtype), layout, group)
-            flow_loss(predicted.float(), tokens, layout, weights).backward()
+                predicted = self.dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
+            flow_loss(predicted.float(), target, layout, weights).backward()
 
         return work

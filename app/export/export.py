@@ -114,16 +114,22 @@ def _fill(
     state = {key: tensor.to(dtype) for key, tensor in state.items()}
     plain = replace(resolved.dit, lora_rank=0, path=None)
     family = FAMILIES[plain.architecture]
-    target = work / "transformer"
+    target = work / plain.part
     write_folder(target, state, _transformer_json(resolved.dit, base))
     compare_weights(target, family.diffusers_class, state)
     largest = compare_forward(target, plain, state)
-    parts.origins["transformer"] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
+    parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
         "" if averaged == ema else ", which keeps no EMA"
     )
     if resolved.dit.lora_rank:
         parts.origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
-    parts.notes.extend(family.export_notes(config.model.text.pad_to))
+    parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
+    if (growing := config.train.flow.token_shift) is not None and base is None:
+        parts.notes.append(
+            f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
+            f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
+            f"{growing.at(32768):.3g} at 32,768."
+        )
     if base is not None:
         parts.notes.append(
             f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
@@ -133,7 +139,10 @@ def _fill(
         parts.notes.append(
             "hard-linked files are the same files as their originals: replace one, do not edit it in place."
         )
-    parts.index["transformer"] = ["diffusers", family.diffusers_class]
+    parts.index[plain.part] = ["diffusers", family.diffusers_class]
+    if plain.two_experts:
+        source = Path(resolved.dit.path or base or "").expanduser() / plain.other_expert().part
+        frozen_parts.other_expert(work, plain, source if source.is_dir() else None, parts)
     (work / "model_index.json").write_text(json.dumps(parts.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
     return ExportResult(folder=work, components=parts.origins, largest_difference=largest, notes=parts.notes)
@@ -157,5 +166,5 @@ def _transformer_json(dit: DiTConfig, base: Path | None) -> dict[str, object]:
     import diffusers
 
     source = dit.path or base
-    kept = read_json(component(source, "transformer") / "config.json") if source else {}
+    kept = read_json(component(source, dit.part) / "config.json") if source else {}
     return kept | dit_json(dit) | {"_diffusers_version": diffusers.__version__}

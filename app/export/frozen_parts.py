@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.settings.config import RunConfig
+from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.folders import component, read_json, tokenizer_of
+from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.typed import ConfigError
 
@@ -29,9 +31,10 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    parts = FrozenParts({"_class_name": family.pipeline_class})
+    parts = FrozenParts({"_class_name": family.pipeline_class(config.model.dit), **family.index(config.train.flow)})
     _vae(work, config, parts)
     _text(work, config, parts)
+    _image(work, config, parts)
     _scheduler(work, config, parts)
     for name in family.missing_parts:
         parts.index[name] = [None, None]
@@ -114,16 +117,54 @@ def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     parts.origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
 
 
+def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
+    """The image encoder of image-to-video pipelines; some have none."""
+    if not config.model.dit.starts_from_image:
+        return
+    image, names = config.model.image, ("image_encoder", "image_processor")
+    if image is None:
+        parts.index.update({name: [None, None] for name in names})
+        return
+    parts.index["image_encoder"] = ["transformers", "CLIPVisionModel"]
+    parts.index["image_processor"] = ["transformers", "CLIPImageProcessor"]
+    if not image.path:
+        random = random_clip(image, "cpu")
+        random.encoder.save_pretrained(work / names[0])
+        random.save_processor(work / names[1])
+        parts.origins[names[0]] = parts.origins[names[1]] = f"random CLIP vision tower of seed {image.seed}"
+        return
+    encoder = component(image.path, "image_encoder")
+    for name, folder in zip(names, (encoder, processor_of(encoder)), strict=True):
+        parts.origins[name] = f"{link_tree(folder, work / name)} from {folder}"
+
+
 def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     """Euler with the shift of the training and the sigmas of `heddle sample`."""
     import diffusers
 
     flow = config.train.flow
-    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow.flow_shift)
+    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow)
     scheduler = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
     parts.index["scheduler"] = ["diffusers", chosen.name]
     parts.origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+
+
+def other_expert(work: Path, trained: DiTConfig, source: Path | None, parts: FrozenParts) -> None:
+    """Add the transformer for the other noise levels, from `source` where there is one."""
+    part = trained.other_expert().part
+    low, high = trained.sigmas
+    parts.index["boundary_ratio"] = low if high == 1.0 else high
+    if trained.part == "transformer_2":
+        parts.notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
+    if source is None:
+        parts.index[part] = [None, None]
+        parts.notes.append(
+            f"this run trained {trained.part}/ of two experts; {part}/ is not there, copy it from its own export."
+        )
+        return
+    parts.index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]
+    parts.origins[part] = f"{link_tree(source, work / part)} from {source}"
 
 
 def link_tree(source: Path, target: Path) -> str:

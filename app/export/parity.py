@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from actors.state.checkpoint_files import CheckpointError
 from ops.comm import Group
+from ops.conditions import Conditions
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
@@ -20,7 +21,8 @@ from ops.packing import Layout, Sequence, patchify, unpatchify
 # fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
 TOLERANCE = 1e-4
 _SIGMA = 0.6
-_TEXT_TOKENS = 7
+_GRID = (2, 2, 3)
+_IMAGE_TOKENS = 5
 
 
 def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) -> None:
@@ -42,14 +44,9 @@ def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]
     reference, _ = _load(folder, FAMILIES[config.architecture].diffusers_class, torch.float32)
     module = build_dit(config, 0)
     module.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    generator = torch.Generator().manual_seed(0)
-    grid = (2, 2, 3)
-    size = [length * patch for length, patch in zip(grid, config.patch, strict=True)]
-    latent = torch.randn(config.in_channels, *size, generator=generator)
-    text = torch.randn(_TEXT_TOKENS, config.text_dim, generator=generator)
+    sample = parity_sample(config)
     with torch.no_grad():
-        ours = _ours(module.eval(), latent, text, grid, config)
-        theirs = _theirs(reference.eval(), latent, text, config)
+        ours, theirs = our_velocity(module.eval(), sample), their_velocity(reference.eval(), config, sample)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     if not difference <= TOLERANCE:
         raise CheckpointError(
@@ -70,14 +67,33 @@ def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[nn.Module,
     return model, report
 
 
-def _ours(module: nn.Module, latent: Tensor, text: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
-    layout = Layout([Sequence(grid, len(text))])
-    tokens = module(patchify(latent, config.patch), torch.tensor([1000 * _SIGMA]), text, layout, Group.solo())
-    return unpatchify(tokens, grid, config.patch, config.out_channels)
+def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
+    """A random sample that the Diffusers class and ours compute alike."""
+    generator = torch.Generator().manual_seed(0)
+    size = [length * patch for length, patch in zip(_GRID, config.patch, strict=True)]
+    text = FAMILIES[config.architecture].parity_text(config)
+    image = torch.randn(_IMAGE_TOKENS, config.image_width, generator=generator) if config.image_width else None
+    return ParitySample(
+        latent=torch.randn(config.in_channels, *size, generator=generator),
+        timestep=torch.tensor([1000 * _SIGMA]),
+        text=torch.randn(text, config.text_dim, generator=generator),
+        conditions=Conditions(image=image),
+        clean_frames=clean_frames,
+    )
 
 
-def _theirs(reference: nn.Module, latent: Tensor, text: Tensor, config: DiTConfig) -> Tensor:
-    sample = ParitySample(latent=latent, timestep=torch.tensor([1000 * _SIGMA]), text=text)
-    inputs = FAMILIES[config.architecture].parity_inputs(config, sample)
-    output: Tensor = reference(**inputs).sample[0]
-    return output
+def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:
+    """[C_out, t, h, w] by our transformer."""
+    config = module.config
+    assert isinstance(config, DiTConfig)
+    image = 0 if sample.conditions.image is None else len(sample.conditions.image)
+    layout = Layout([Sequence(_GRID, len(sample.text), image, sample.clean_frames)])
+    rows = patchify(sample.latent, config.patch)
+    tokens = module(rows, sample.timestep, sample.text, layout, Group.solo(), sample.conditions)
+    return unpatchify(tokens, _GRID, config.patch, config.out_channels)
+
+
+def their_velocity(reference: nn.Module, config: DiTConfig, sample: ParitySample) -> Tensor:
+    """[C_out, t, h, w] by the class of Diffusers."""
+    velocity: Tensor = reference(**FAMILIES[config.architecture].parity_inputs(config, sample)).sample[0]
+    return velocity

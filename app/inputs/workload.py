@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.plan.costs.profile_json import at_least_one
-from actors.plan.types import Item
+from actors.plan.types import Item, refuse_below
 from ops.typed import ConfigError, as_plain, build, node_of, read_json
 
 
@@ -23,9 +22,8 @@ class WorkloadItem:
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "batch", "frames", "height", "width")
-        if self.text_tokens < 0:
-            raise ValueError(f"text_tokens is {self.text_tokens}; it must be a whole number of at least 0.")
+        refuse_below(1, self, "batch", "frames", "height", "width")
+        refuse_below(0, self, "text_tokens")
 
     def item(self) -> Item:
         return Item(**as_plain(self))

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
-from actors.plan.schedule.bounds import mean_bound
 from actors.plan.schedule.check import check
-from actors.plan.schedule.figures import StepFigures, figures, windows
+from actors.plan.schedule.figures import StepFigures, figures, mean_bound, windows
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan

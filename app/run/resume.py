@@ -29,7 +29,7 @@ def _names(text: str) -> list[str]:
 
 
 FUNCTION = _names("""
-    model.dit model.vae model.text
+    model.dit model.vae model.text model.image
     data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow
@@ -61,6 +61,7 @@ RUNTIME = (
     "path",
     "gradient_checkpointing",
     "attention",
+    "expert",
     "lora_rank",
     "lora_alpha",
 )  # of model.dit beside a config.json
@@ -134,6 +135,8 @@ def is_refused(change: Change, old: Tree, new: Tree) -> bool:
     """Whether going on with this change would train something else."""
     if change.key == "train.optimizer.ema_decay":  # the state holds an average, or it does not
         return bool(change.old) != bool(change.new)
+    if change.key == "model.image":  # a section that may be absent is one value
+        return not _same_encoder(change.old, change.new)
     match kind_of(change.key):
         case "function":
             return not _ignored(change.key, old, new)
@@ -155,6 +158,15 @@ def _ignored(key: str, old: Tree, new: Tree) -> bool:
         return False
     own = {"dit": RUNTIME, "vae": ("kind",), "text": ("max_length", "pad_to")}[module]
     return name not in own
+
+
+def _same_encoder(old: object, new: object) -> bool:
+    """Whether an image encoder is the same. With folders, before and now, their files count, and not other settings."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return old == new
+    if old.get("path") and new.get("path"):
+        return _same_files(old["path"], new["path"])
+    return old == new
 
 
 def _same_files(old: object, new: object) -> bool:

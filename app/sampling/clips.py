@@ -11,13 +11,18 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling.model import Model, load_model
+from app.sampling.pictures import read_pictures
 from app.settings.config import RunConfig
 from ops.comm import Group
 from ops.models.families import FAMILIES
+from ops.models.first_frame import FirstFrame
+from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.typed import ConfigError
 
 T = TypeVar("T")
 
@@ -59,6 +64,7 @@ class ClipSettings:
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
             flow_shift=flow.flow_shift,
+            token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
             wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
@@ -79,6 +85,7 @@ class ClipSettings:
             steps=_given(changes.steps, self.sampler.steps),
             guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
             flow_shift=_given(changes.flow_shift, self.sampler.flow_shift),
+            token_shift=self.sampler.token_shift if changes.flow_shift is None else None,
         )
         return replace(
             self,
@@ -96,27 +103,71 @@ def _given(value: T | None, otherwise: T) -> T:
     return otherwise if value is None else value
 
 
+def first_frames(
+    model: Model, prompts: Sequence[str], settings: ClipSettings, images: Sequence[str | Path] = (), option: str = ""
+) -> list[np.ndarray]:
+    """The first frame of each clip, [height, width, 3], for a transformer that starts from one; else nothing.
+
+    `images` were given by `option`; without them those of the run's config are used. Raises ConfigError where there are
+    none, where the transformer takes none, and for broken ones.
+    """
+    sample = model.config.sample
+    dit = model.config.model.dit
+    may = dit.frame_times and model.config.train.flow.first_frame > 0
+    if not dit.starts_from_image and not (may and (images or sample.images)):
+        if images:
+            raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
+        return []
+    of_run = not images and list(prompts) == list(sample.prompts)
+    given, where = (sample.images, "sample.images") if of_run else (images, option)
+    if not given:
+        if may:
+            return []
+        raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
+    return read_pictures(given, len(prompts), settings.height, settings.width, where)
+
+
 def make_clips(
     model: Model,
     prompts: Sequence[str],
     settings: ClipSettings,
+    first: Sequence[np.ndarray] = (),
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt. With a group every rank calls it and gets all clips."""
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
+    group every rank calls it and gets all clips."""
     requests = [
         SampleRequest(
-            text=text, frames=settings.frames, height=settings.height, width=settings.width, seed=settings.seed + index
+            text=text,
+            frames=settings.frames,
+            height=settings.height,
+            width=settings.width,
+            seed=settings.seed + index,
+            **(_told(model, first[index], settings.frames) if first else {}),
         )
         for index, text in enumerate(model.text.encode(list(prompts)))
     ]
     (negative,) = model.text.encode([settings.negative_prompt])
     clips = []
     for batch in _batches(requests, model.geometry.tokens(settings.frames, settings.height, settings.width)):
-        latents = sample_latents(model.dit, batch, negative, model.geometry, settings.sampler, group, progress)
+        latents = sample_latents(
+            model.dit, batch, negative, model.geometry, settings.sampler, group, progress, model.low
+        )
         with torch.no_grad():
             clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
     return clips
+
+
+@torch.no_grad()
+def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
+    """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
+    frame, pixels = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None]
+    if not frame.channels:
+        return {"first": patchify(model.vae.encode(pixels[:, None])[0], model.geometry.patch)}
+    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
+    told = {"condition": patchify(frame.joined(still[:0], still), model.geometry.patch)}
+    return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})
 
 
 def _batches(requests: list[SampleRequest], tokens: int) -> Iterator[list[SampleRequest]]:
@@ -153,4 +204,5 @@ def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
         return []
     settings = ClipSettings.of(model.config)
     out = run_folder / "samples" / f"step-{model.step}.mp4"
-    return write_clips(out, make_clips(model, prompts, settings), prompts, settings.fps)
+    first = first_frames(model, prompts, settings)
+    return write_clips(out, make_clips(model, prompts, settings, first), prompts, settings.fps)

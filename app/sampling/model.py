@@ -13,30 +13,38 @@ from app.device.choice import pick_device
 from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
+from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae
+from ops.models.image import ImageEncoder
+from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.models.weights import check_state
+from ops.sampling import LowNoiseExpert
 from ops.typed import ConfigError, build, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The three modules of a checkpoint, on one device, and the run they come from."""
+    """A checkpoint's modules, on one device, and the run they come from. With `low`, `dit` is for high noise."""
 
     dit: nn.Module
+    low: LowNoiseExpert | None
     vae: VAE
     text: TextEncoder
+    image: ImageEncoder | None
     geometry: Geometry
     config: RunConfig
     step: int
     device: torch.device
 
 
-def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
-    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them."""
+def load_model(path: Path, *, ema: bool = True, device: str = "auto", other: Path | None = None) -> Model:
+    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them.
+
+    `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with.
+    """
     if is_export(path):
         return _load_export(path, device)
     folder = checkpoint_folder(path)
@@ -46,10 +54,13 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto") -> Model:
     resolved, geometry = _for_device(config, config.model, target)
     dit = build_dit(resolved.dit, config.train.seed)
     put_weights(dit, model_state(folder, ema), str(folder))
+    high, low = _experts(resolved.dit, dit.eval().to(target), _other_expert(resolved.dit, other, ema), target)
     return Model(
-        dit=dit.eval().to(target),
+        dit=high,
+        low=low,
         vae=build_vae(resolved.vae, target),
         text=build_text(resolved.text, target),
+        image=build_image(resolved.image, target),
         geometry=geometry,
         config=replace(config, model=resolved),
         step=int(meta["step"]),
@@ -72,6 +83,44 @@ def checkpoint_folder(path: Path) -> Path:
     return found
 
 
+def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Module | None:
+    """The transformer for the noise levels that the trained one is not for. Raises ConfigError where it is nowhere."""
+    if not trained.two_experts:
+        if other is not None:
+            raise ConfigError(f"--other {other} is given, but this run trained one transformer for all noise levels.")
+        return None
+    if other is None:
+        wanted = trained.other_expert()
+        if not trained.path or not (Path(trained.path).expanduser() / wanted.part).is_dir():
+            raise ConfigError(
+                f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
+                f"--other, a run of the other one."
+            )
+        return build_dit(replace(wanted, lora_rank=0), 0)
+    folder = checkpoint_folder(other)
+    config = run_config(load(folder)[0], folder)
+    dit = resolve(config.model)[0].dit
+    if dit.sigmas != trained.other_expert().sigmas:
+        raise ConfigError(
+            f"--other {other} trained noise levels {dit.sigmas[0]:g} to {dit.sigmas[1]:g}, and this run "
+            f"{trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give a run of the other expert."
+        )
+    module = build_dit(dit, config.train.seed)
+    put_weights(module, model_state(folder, ema), str(folder))
+    return module
+
+
+def _experts(
+    trained: DiTConfig, dit: nn.Module, other: nn.Module | None, device: torch.device
+) -> tuple[nn.Module, LowNoiseExpert | None]:
+    """(for high noise, for low), or the one transformer and nothing."""
+    if other is None:
+        return dit, None
+    other = other.eval().to(device)
+    low, high = trained.sigmas
+    return (dit, LowNoiseExpert(other, low)) if high == 1.0 else (other, LowNoiseExpert(dit, high))
+
+
 def is_export(path: Path) -> bool:
     """Whether `path` is a folder of `heddle export`."""
     return (path / "heddle.yaml").is_file() and (path / "transformer" / "config.json").is_file()
@@ -87,13 +136,18 @@ def _load_export(folder: Path, device: str) -> Model:
         dit=replace(model.dit, path=here, lora_rank=0),
         vae=replace(model.vae, path=here) if model.vae.path else model.vae,
         text=replace(model.text, path=here) if model.text.path else model.text,
+        image=replace(model.image, path=here) if model.image and model.image.path else model.image,
     )
     target = pick_device(device)
     resolved, geometry = _for_device(config, model, target)
+    dit = build_dit(resolved.dit, config.train.seed).eval().to(target)
+    high, low = _experts(resolved.dit, dit, _other_expert(resolved.dit, None, True), target)
     return Model(
-        dit=build_dit(resolved.dit, config.train.seed).eval().to(target),
+        dit=high,
+        low=low,
         vae=build_vae(resolved.vae, target),
         text=build_text(resolved.text, target),
+        image=build_image(resolved.image, target),
         geometry=geometry,
         config=replace(config, model=resolved),
         step=0,

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips, write_clips
+from app.sampling.clips import ClipChanges, ClipSettings, first_frames, make_clips, write_clips
 from app.sampling.model import checkpoint_folder, is_export, load_model
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
@@ -24,6 +24,8 @@ def run(
     out: Path,
     *,
     changes: ClipChanges | None = None,
+    images: Sequence[Path] = (),
+    other: Path | None = None,
     ema: bool = True,
     device: str = "auto",
 ) -> list[Path]:
@@ -41,12 +43,13 @@ def run(
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
-    model = load_model(checkpoint, ema=ema, device=device)
+    model = load_model(checkpoint, ema=ema, device=device, other=other)
     prompts = prompts or model.config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     settings = ClipSettings.of(model.config).changed(changes)
-    videos = make_clips(model, prompts, settings)
+    first = first_frames(model, prompts, settings, images, "--image")
+    videos = make_clips(model, prompts, settings, first)
     files = write_clips(out, videos, prompts, settings.fps)
     for file in files:
         print(file)

@@ -76,7 +76,7 @@ def check(config: RunConfig) -> None:
     check_degrees(config.model, config.planner, config.workers)
     check_schedule(config.train)
     check_buckets(config.data, config.model)
-    check_sample(config.sample, config.checkpoint, config.model)
+    check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
     check_attention(config.model, config.train, config.workers)
 
 
@@ -95,9 +95,11 @@ def from_here(config: RunConfig) -> RunConfig:
             dit=replace(model.dit, path=_absolute(model.dit.path)),
             vae=replace(model.vae, path=_absolute(model.vae.path)),
             text=replace(model.text, path=_absolute(model.text.path)),
+            image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
         ),
         data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
         planner=replace(planner, profile=_absolute(planner.profile)),
+        sample=replace(config.sample, images=tuple(_absolute(image) for image in config.sample.images)),
     )
 
 

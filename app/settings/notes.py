@@ -31,7 +31,7 @@ def _unused_numbers(config: RunConfig) -> list[str]:
         true = resolve(config.model)[0].dit
     except (OSError, ValueError):  # the start refuses such a folder with the reason
         return []
-    usual, own = ModelConfig().dit, type(dit)()
+    usual, own = ModelConfig().dit, FAMILIES[dit.architecture].settings()
     unused = []
     for name in (setting.name for setting in fields(dit) if setting.name != "path"):
         value = getattr(dit, name)

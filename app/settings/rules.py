@@ -6,6 +6,7 @@ from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersC
 from app.settings.sections import SampleConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
+from ops.config import FlowConfig
 from ops.models.config import ModelConfig, geometry
 from ops.typed import ConfigError
 
@@ -51,8 +52,21 @@ def check_buckets(data: DataConfig, model: ModelConfig) -> None:
             raise ConfigError(f"data.buckets.table {shape}: {error}") from None
 
 
-def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig) -> None:
-    """Samples are made from checkpoints, in a size that the model can make."""
+def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig, flow: FlowConfig) -> None:
+    """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
+    dit = model.dit
+    if dit.path is None and sample.prompts and dit.starts_from_image and not sample.images:
+        raise ConfigError(
+            "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
+            "sample.prompts, or one for all."
+        )
+    if dit.path is None and flow.first_frame and not dit.frame_times:
+        raise ConfigError(
+            f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
+            f"of a clip; set it to 0."
+        )
+    if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
+        raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
     if not sample.prompts:
         if sample.every:
             raise ConfigError(

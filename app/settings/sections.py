@@ -26,6 +26,7 @@ class SampleConfig:
     """Pictures made during and after training, with the EMA weights where there are any."""
 
     prompts: tuple[str, ...] = ()  # or a text file with one on each line
+    images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
     steps: int = 20  # Euler steps of the sampler
     guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
@@ -42,6 +43,11 @@ class SampleConfig:
             raise ValueError(
                 f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
                 f"must be positive."
+            )
+        if len(self.images) not in (0, 1, len(self.prompts)):
+            raise ValueError(
+                f"sample.images names {len(self.images)} pictures for {len(self.prompts)} prompts; give one for each, "
+                f"or one for all."
             )
         check_numbers(
             "sample",

@@ -1,4 +1,4 @@
-"""Settings of the three modules that a worker hosts; those of a transformer stand with its family.
+"""Settings of the modules that a worker hosts; those of a transformer stand with its family.
 
 Imports neither torch nor Ray, so configs load in milliseconds.
 """
@@ -75,12 +75,48 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageConfig:
+    """The frozen image encoder (CLIP's vision tower). Without a path: a small random one, from `seed`."""
+
+    path: str | None = None  # folder that holds image_encoder/ and image_processor/, or both in one
+    size: int = 32  # the random encoder only, like the five below: height and width it sees, in pixels
+    patch: int = 16
+    d_model: int = 32
+    num_layers: int = 2
+    num_heads: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            "model.image",
+            self,
+            size=between(1, 1 << 14),
+            patch=between(1, 1 << 14),
+            d_model=between(1, 1 << 16),
+            num_layers=between(1, 1000),
+            num_heads=between(1, 1024),
+            seed=between(0, SEED),
+        )
+        if self.size % self.patch or self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.image.size {self.size} must be a multiple of patch {self.patch}, and d_model {self.d_model} "
+                f"one of num_heads {self.num_heads}."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Rows of one picture: its patches and CLIP's class token."""
+        return (self.size // self.patch) ** 2 + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The three modules a worker hosts."""
+    """The modules a worker hosts. `image` is for image-to-video weights that listen to one."""
 
     dit: AnyDiT = field(default_factory=WanConfig)
     vae: VAEConfig = field(default_factory=VAEConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    image: ImageConfig | None = None
 
 
 def geometry(model: ModelConfig) -> Geometry:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
-from ops.models.config import ModelConfig
+from ops.models.config import ImageConfig, ModelConfig
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 
 
@@ -63,7 +63,7 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
     family = classes[name]
     for key, value in family.fixed_fields.items():
         if fields.get(key, value) != value:
-            raise ValueError(f"{where} has {key} {fields[key]!r}; only {value!r} is supported (text to video).")
+            raise ValueError(f"{where} has {key} {fields[key]!r}; only {value!r} is supported.")
     known = {field.name for field in dataclasses.fields(base)} - {"architecture"}
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(family.config) if f.name in known}
     values |= {field: fields[key] for field, key in family.key_map.items() if fields.get(key) is not None}
@@ -110,19 +110,57 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
         vae = replace(vae, channels=channels, temporal=stride[0], spatial=stride[1])
     else:
         stride = (vae.temporal, vae.spatial, vae.spatial)
-    dit = _resolve_dit(model.dit, vae.channels, text.d_model)
-    return replace(model, dit=dit, vae=vae, text=text), Geometry(vae_stride=stride, patch=dit.patch)
+    image = _resolve_image(model.image) if model.image else None
+    dit = _resolve_dit(model.dit, vae.channels, stride[0], text.d_model, image.d_model if image else 0)
+    return replace(model, dit=dit, vae=vae, text=text, image=image), Geometry(vae_stride=stride, patch=dit.patch)
 
 
-def _resolve_dit(dit: AnyDiT, channels: int, text_dim: int) -> AnyDiT:
+def _resolve_image(image: ImageConfig) -> ImageConfig:
+    if not image.path:
+        return image
+    folder = component(image.path, "image_encoder")
+    fields = read_json(folder / "config.json")
+    if not str(fields.get("model_type")).startswith("clip"):
+        raise ValueError(f"{folder} is a {fields.get('model_type')} encoder; CLIP's vision towers are supported.")
+    fields = fields.get("vision_config", fields)
+    return replace(
+        image,
+        size=fields.get("image_size", 224),
+        patch=fields.get("patch_size", 32),
+        d_model=fields.get("hidden_size", 768),
+        num_layers=fields.get("num_hidden_layers", 12),
+        num_heads=fields.get("num_attention_heads", 12),
+    )
+
+
+def _resolve_dit(dit: AnyDiT, channels: int, stride_t: int, text_dim: int, image_dim: int) -> AnyDiT:
     if not dit.path:
-        return replace(dit, in_channels=channels, out_channels=channels, text_dim=text_dim)
-    folder = component(dit.path, "transformer")
+        return dit.fitted(channels, stride_t, text_dim, image_dim)
+    folder = component(dit.path, dit.part)
+    pipeline = Path(dit.path).expanduser()
+    if (pipeline / "transformer_2").is_dir() and not dit.two_experts:
+        raise ValueError(
+            f"{pipeline} holds two transformers, for high and for low noise. Set model.dit.expert to high or low; a "
+            f"run trains one of them."
+        )
+    index = pipeline / "model_index.json"
+    dit = dit.of_pipeline(read_json(index)) if index.is_file() else dit
     dit = dit_config(read_json(folder / "config.json"), dit, str(folder))
-    if (dit.in_channels, dit.out_channels) != (channels, channels):
+    if dit.image_width and not image_dim:
+        raise ValueError(
+            f"{folder} listens to image embeddings of width {dit.image_width}, and there is no model.image to "
+            f"make them. Set model.image.path to the folder of the same pipeline."
+        )
+    wanted = dit.fitted(channels, stride_t, text_dim, image_dim)
+    if (dit.in_channels, dit.out_channels) != (wanted.in_channels, channels):
         raise ValueError(
             f"{folder} takes {dit.in_channels} and gives {dit.out_channels} latent channels, model.vae "
             f"makes {channels}. Use the VAE of the same pipeline."
+        )
+    if dit.image_width != image_dim:
+        raise ValueError(
+            f"{folder} expects image embeddings of width {dit.image_width}, model.image makes {image_dim}. "
+            f"Use the image encoder of the same pipeline, or none if it has none."
         )
     if dit.text_dim != text_dim:
         raise ValueError(

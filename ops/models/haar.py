@@ -78,7 +78,8 @@ class HaarVAE:
         self.device = torch.device(device)
 
     def encode(self, video: Tensor) -> Tensor:
-        """uint8 [B, T, H, W, 3] -> fp32 latents [B, C, t, h, w]; T is r*k + 1, H and W multiples of s."""
+        """uint8 [B, T, H, W, 3], or floats from 0 to 255 -> fp32 latents [B, C, t, h, w]; T is r*k + 1, H and W
+        multiples of s."""
         r, s, _ = self.vae_stride
         batch, frames, height, width, _ = video.shape
         if (frames - 1) % r or height % s or width % s:
@@ -86,7 +87,7 @@ class HaarVAE:
                 f"{frames}x{height}x{width} cannot be cut into blocks of {r}x{s}x{s}: frames must be "
                 f"{r}*k + 1, height and width multiples of {s}."
             )
-        pixels = video.to(self.device).float().div_(127.5).sub_(1.0)
+        pixels = video.to(self.device).float().div(127.5).sub_(1.0)
         first = pixels[:, :1].expand(-1, r, -1, -1, -1)
         blocks = torch.cat([first, pixels[:, 1:]], dim=1)
         blocks = blocks.reshape(batch, -1, r, height // s, s, width // s, s, 3)

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ops.models.base.config import DiTConfig
-from ops.models.config import TextConfig, VAEConfig
+from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
     from ops.models.vae import VAE
 
@@ -40,7 +41,7 @@ def build_dit(
     dtype = dtype or torch.float32
     if config.path:
         module = first_factors(dit_skeleton(config), seed)
-        fill(module, config.path, dtype, device)
+        fill(module, config.path, dtype, device, FAMILIES[config.architecture].surplus, config.part)
     else:
         module = _random_dit(config, seed)
     return module.to(device, dtype)
@@ -56,7 +57,7 @@ def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
     from ops.models.weights import StoredWeights
 
     if config.path and not config.lora_rank:
-        stored = StoredWeights(component(config.path, "transformer"))
+        stored = StoredWeights(component(config.path, config.part))
         return lambda name: stored[name]
     module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
     return module.get_parameter
@@ -108,3 +109,12 @@ def build_text(config: TextConfig, device: torch.device | str = "cpu") -> TextEn
     from ops.models.text import folder_t5, random_t5
 
     return folder_t5(config, device) if config.path else random_t5(config, device)
+
+
+def build_image(config: ImageConfig | None, device: torch.device | str = "cpu") -> ImageEncoder | None:
+    """The frozen image encoder of `config` on `device`, where there is one."""
+    if config is None:
+        return None
+    from ops.models.image import folder_clip, random_clip
+
+    return folder_clip(config, device) if config.path else random_clip(config, device)

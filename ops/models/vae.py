@@ -32,7 +32,8 @@ class VAE(Protocol):
     vae_stride: tuple[int, int, int]
 
     def encode(self, video: Tensor) -> Tensor:
-        """uint8 [B, T, H, W, 3] -> fp32 normalised latents [B, C, t, h, w]; the posterior's mode, so deterministic."""
+        """uint8 [B, T, H, W, 3], or floats from 0 to 255 -> fp32 normalised latents [B, C, t, h, w]; the posterior's
+        mode, so deterministic."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -65,10 +66,22 @@ class DiffusersVAE:
         self.config = config
         fields = {"_class_name": type(model).__name__, **model.config}  # type: ignore[dict-item]
         self.channels, self.vae_stride = vae_numbers(fields, type(model).__name__)
-        self._mean, self._std = _normalisation(fields, self.channels, self.device)
+        self._mean, self._std = self._normalisation(fields)
         self._cog = type(model).__name__ == "AutoencoderKLCogVideoX"
         if config.tiling:
             self._set_tiles(config)
+
+    def _normalisation(self, fields: Json) -> tuple[Tensor, Tensor]:
+        """(mean, std) that take the model's latents to what the transformer was trained on, as [1, C, 1, 1, 1]."""
+        name = fields["_class_name"]
+        mean, std = VAE_CLASSES[name].normalisation(fields, self.channels, self.model)
+        if len(mean) != self.channels or len(std) != self.channels:
+            raise ValueError(
+                f"{name} has {self.channels} latent channels but {len(mean)} latents_mean and "
+                f"{len(std)} latents_std values in its config.json. Give one of each per channel."
+            )
+        view = (1, self.channels, 1, 1, 1)
+        return torch.tensor(mean, device=self.device).view(view), torch.tensor(std, device=self.device).view(view)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
@@ -229,21 +242,6 @@ def _overlap(length: int, stride: int, ratio: int) -> float:
         f"CogVideoX cannot express tiles of {length} pixels every {stride}: its overlap factor is "
         f"rounded. Use a stride of {length * 3 // 4} or {length // 2} in model.vae.tile_sample_stride."
     )
-
-
-def _normalisation(fields: Json, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(mean, std) that take the model's latents to what the transformer was trained on, as [1, C, 1, 1, 1]."""
-    mean, std = fields.get("latents_mean"), fields.get("latents_std")
-    if mean is None or std is None:
-        scale = float(fields["scaling_factor"])
-        mean, std = [fields.get("shift_factor") or 0.0] * channels, [1.0 / scale] * channels
-    if len(mean) != channels or len(std) != channels:
-        raise ValueError(
-            f"{fields['_class_name']} has {channels} latent channels but {len(mean)} latents_mean and "
-            f"{len(std)} latents_std values in its config.json. Give one of each per channel."
-        )
-    view = (1, channels, 1, 1, 1)
-    return torch.tensor(mean, device=device).view(view), torch.tensor(std, device=device).view(view)
 
 
 def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:

@@ -136,19 +136,27 @@ def check_state(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], whe
 
 
 def fill(
-    module: nn.Module, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    module: nn.Module,
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    surplus: Sequence[str] = (),
+    part: str = "transformer",
 ) -> None:
     """Give `module`, built on the meta device, the weights of a Diffusers folder. All names and shapes must agree.
 
     Each tensor goes from its file straight to `dtype` and `device`: the CPU holds one of them at a time, beside what
-    stays there. LoRA factors that the module has and the folder lacks stay as they are.
+    stays there. LoRA factors that the module has and the folder lacks stay as they are. Weights with a name that
+    contains one of `surplus` are passed over.
     """
-    folder = component(path, "transformer")
-    check_state({n: t for n, t in module.state_dict().items() if not is_lora(n)}, describe(folder), str(folder))
+    folder = component(path, part)
+    found = {name: tensor for name, tensor in describe(folder).items() if not any(part in name for part in surplus)}
+    check_state({n: t for n, t in module.state_dict().items() if not is_lora(n)}, found, str(folder))
     for file_path in weight_files(folder):
         with _opened(file_path) as file:
             # A copy also where the dtype is right: a file that somebody changes later must not change the model.
-            state = {n: file.get_tensor(n).to(device, dtype, copy=True) for n in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name in found]  # noqa: SIM118  (not a dict)
+            state = {name: file.get_tensor(name).to(device, dtype, copy=True) for name in names}
         module.load_state_dict(state, strict=False, assign=True)
 
 
@@ -199,7 +207,9 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def frozen_digests(config: ModelConfig, dit: nn.Module, vae: object, text: object) -> tuple[tuple[str, str], ...]:
+def frozen_digests(
+    config: ModelConfig, dit: nn.Module, vae: object, text: object, image: object = None
+) -> tuple[tuple[str, str], ...]:
     """(setting, SHA-256) of each folder's weights that are not trained. Equal on workers that train the same function.
 
     Parts without a folder are made from the config, by every worker alike. Takes about a second per GB.
@@ -209,6 +219,8 @@ def frozen_digests(config: ModelConfig, dit: nn.Module, vae: object, text: objec
         ("model.vae.path", config.vae.path, _tensors_of(vae)),
         ("model.text.path", config.text.path, _tensors_of(text)),
     ]
+    if config.image is not None:
+        parts.append(("model.image.path", config.image.path, _tensors_of(image)))
     return tuple((setting, _digest(tensors)) for setting, path, tensors in parts if path and tensors)
 
 

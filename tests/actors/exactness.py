@@ -20,9 +20,10 @@ from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
 from ops.comm import CancelToken, Groups
 from ops.config import FlowConfig, OptimizerConfig
-from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_text, build_vae
+from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
 
@@ -31,6 +32,17 @@ MODEL = ModelConfig(
     vae=VAEConfig(kind="haar", temporal=4, spatial=8, channels=8),
     text=TextConfig(max_length=40, d_model=16, num_layers=1, num_heads=2),
 )
+I2V = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=ImageConfig(d_model=16, num_layers=1))
+MODELS = {  # one of each family and variant
+    "wan": MODEL,
+    "wan i2v": I2V,
+    "hunyuan": replace(
+        MODEL,
+        dit=HunyuanConfig(
+            num_layers=1, num_single_layers=1, num_refiner_layers=1, num_heads=12, head_dim=8, ffn_dim=96
+        ),
+    ),
+}
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
 
@@ -58,12 +70,19 @@ def close_hosts() -> None:
         _MADE.pop().executor.leave()
 
 
-def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: int = 1, **hooks: Any) -> list[Host]:
+def make_hosts(
+    world: int,
+    dtype: torch.dtype,
+    train: TrainConfig,
+    generation: int = 1,
+    config: ModelConfig = MODEL,
+    **hooks: Any,
+) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    model, geometry = resolve(MODEL)
+    model, geometry = resolve(config)
     hosts = []
     for _ in range(world):
         dit = build_dit(model.dit, train.seed).to(dtype)
@@ -77,6 +96,7 @@ def make_hosts(world: int, dtype: torch.dtype, train: TrainConfig, generation: i
             dit=dit,
             vae=build_vae(model.vae, "cpu"),
             text=build_text(model.text, "cpu"),
+            image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS)
         hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))

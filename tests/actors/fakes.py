@@ -15,6 +15,7 @@ from actors.config import (
     TrainConfig,
     WorkersConfig,
 )
+from actors.feed.step_source import StepSource
 from actors.messages import Origin, Snapshot
 from actors.outcome import Events
 from actors.pool.membership import Membership
@@ -22,9 +23,10 @@ from actors.pool.membership_types import Limits
 from actors.records.events import RunEvent
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
-from actors.run.account import StepAccount
+from actors.run.assemble import put_together
 from actors.run.controller import Controller
 from actors.run.skips import Skips
+from actors.run.step_metrics import StepAccount
 from actors.state.commit_log import CommitLog
 from actors.state.keeper import HeldShard, Standing
 from actors.state.run_state import RunState
@@ -231,6 +233,13 @@ class SourceHere:
         self.closed = True
 
 
+def source_of(feeder: Any) -> StepSource:
+    """The controller's side of this feeder; None is one that is not open."""
+    made = StepSource(lambda: feeder, Geometry(), "sample", 10, 60.0)
+    made._feeder = feeder
+    return made
+
+
 def pool_here(**parts: Any) -> Any:
     """A pool without workers; `parts` replace what it has."""
     defaults: dict[str, Any] = {"close": lambda: None, "start": lambda count: None, "names": [], "pending": []}
@@ -255,7 +264,7 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
         "skips": Skips(10, listener.on_event),
     }
-    return Controller(config=config_of(), state=state, **{**defaults, **parts})
+    return put_together(**{"config": config_of(), "state": state, **defaults, **parts})
 
 
 def collected(step: int, generation: int, *acknowledgements: str) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 from actors.records.events import (
     FeederLost,
+    GenerationFormed,
     KeeperLost,
     MonitorRestarted,
     StepsLost,
@@ -140,6 +141,8 @@ def test_deaths_freezes_and_lost_helpers_in_one_run(lab: Lab, undisturbed: list[
 def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, undisturbed: list[float]) -> None:
     run = lab.start(lab.config("notice", model=MODEL, train={"steps": OPEN_END}, workers={"min": 1, "max": 2}))
     run.wait_for_workers(2)
+    pairs = [e.cluster for e in run.events if isinstance(e, GenerationFormed) and len(e.workers) == 2]
+    assert set(pairs) == {(2,)}, "a node has room for both"
     name = run.signal_worker(0, signal.SIGTERM)
     run.wait_for(lambda: any(isinstance(e, WorkerDrained) and e.worker == name for e in run.events), f"{name} to leave")
     run.wait_for_more_steps(3)
@@ -178,7 +181,7 @@ def test_the_death_of_the_only_node_with_workers_loses_no_step(lab: Lab, undistu
     """Its keeper is on another node, which has no worker: they lay side by side, and went together."""
     run = lab.start(lab.config("lonely", model=MODEL, train={"steps": OPEN_END}, workers={"min": 1, "max": 1}))
     run.wait_for_step(4)
-    (home,) = {run.controller.pool.info(name).node for name, _ in run.active()}
+    (home,) = {run.controller.generations.pool.info(name).node for name, _ in run.active()}
     lab.kill_node(next(node for node in lab.nodes if node.node_id == home))
     run.wait_for_recoveries(1)
     run.wait_for_more_steps(3)

@@ -11,21 +11,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actors.messages import StaleGeneration
-from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from ops.config import FlowConfig
+from ops.models.families import FAMILIES
+from tests.actors.exactness import (
+    MODELS,
+    Host,
+    items_of,
+    make_hosts,
+    one_worker,
+    random_cascades,
+    run_step,
+    train_config,
+)
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
-_CACHE: dict[tuple[int, torch.dtype], list[Host]] = {}
+_CACHE: dict[tuple[int, torch.dtype, str], list[Host]] = {}
 
 
-def hosts_of(world: int, dtype: torch.dtype) -> list[Host]:
+def hosts_of(world: int, dtype: torch.dtype, family: str = "wan") -> list[Host]:
     """Workers are kept between examples; each example ends with a clean gradient."""
-    if (world, dtype) not in _CACHE:
-        _CACHE[world, dtype] = make_hosts(world, dtype, train_config())
-    for host in _CACHE[world, dtype]:
+    if (world, dtype, family) not in _CACHE:
+        _CACHE[world, dtype, family] = make_hosts(world, dtype, train_config(), config=MODELS[family])
+    for host in _CACHE[world, dtype, family]:
         host.executor.sync.begin_step()
         host.executor._losses.clear()
         host.executor._weights.clear()
-    return _CACHE[world, dtype]
+    return _CACHE[world, dtype, family]
 
 
 def gradient(hosts: list[Host]) -> torch.Tensor:
@@ -36,13 +47,13 @@ def loss(hosts: list[Host]) -> float:
     return sum(float(value) for host in hosts for value in host.executor._losses.values())
 
 
-def compare(seed: int, world: int, dtype: torch.dtype, limit: float) -> None:
+def compare(seed: int, world: int, dtype: torch.dtype, limit: float, family: str = "wan") -> None:
     rng = np.random.default_rng(seed)
     items = items_of(rng, int(rng.integers(1, 4)))
-    reference = hosts_of(1, dtype)
+    reference = hosts_of(1, dtype, family)
     run_step(reference, items, one_worker(items), finish=False)
     expected, expected_loss = gradient(reference).clone(), loss(reference)
-    hosts = hosts_of(world, dtype)
+    hosts = hosts_of(world, dtype, family)
     run_step(hosts, items, random_cascades(rng, items, world), finish=False)
     assert loss(hosts) == pytest.approx(expected_loss, rel=limit)
     difference = (gradient(hosts) - expected).norm() / expected.norm()
@@ -58,6 +69,56 @@ def compare(seed: int, world: int, dtype: torch.dtype, limit: float) -> None:
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 6))
 def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp64(seed: int, world: int) -> None:
     compare(seed, world, torch.float64, FP64)
+
+
+@pytest.mark.parametrize("family", [name for name in MODELS if name != "wan"])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
+def test_any_legal_plan_of_every_family_gives_the_gradient_of_one_worker(family: str, seed: int, world: int) -> None:
+    compare(seed, world, torch.float64, FP64, family)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_with_first_frames_given(seed: int, world: int) -> None:
+    train = train_config(flow=FlowConfig(first_frame=0.5))
+    rng = np.random.default_rng(seed)
+    items = items_of(rng, 3)
+    reference, hosts = make_hosts(1, torch.float64, train), make_hosts(world, torch.float64, train)
+    run_step(reference, items, one_worker(items), finish=False)
+    run_step(hosts, items, random_cascades(rng, items, world), finish=False)
+    expected = gradient(reference)
+    assert (gradient(hosts) - expected).norm() / expected.norm() < FP64
+    assert loss(hosts) == pytest.approx(loss(reference), rel=FP64)
+
+
+def test_a_first_frame_that_is_given_is_another_loss() -> None:
+    items = [item for item in items_of(np.random.default_rng(5), 6) if item.frames > 1][:1]
+    losses = []
+    for first_frame in (0.0, 1.0):
+        hosts = make_hosts(1, torch.float64, train_config(flow=FlowConfig(first_frame=first_frame)))
+        run_step(hosts, items, one_worker(items), finish=False)
+        losses.append(loss(hosts))
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
+
+
+def test_every_family_runs_through_random_plans() -> None:
+    assert {model.dit.architecture for model in MODELS.values()} == set(FAMILIES)
+
+
+def test_the_gradient_depends_on_the_first_frame() -> None:
+    """Image to video: other condition channels, or another image embedding, is another gradient."""
+    rng = np.random.default_rng(3)
+    items = items_of(rng, 1)
+    hosts = hosts_of(1, torch.float64, "wan i2v")
+    run_step(hosts, items, one_worker(items), finish=False)
+    expected = gradient(hosts).clone()
+    layout = {slot.name: slot for slot in hosts[0].executor.sync.layout}
+    image, patch = layout["condition_embedder.image_embedder.ff.net.2.weight"], layout["patch_embedding.weight"]
+    assert expected[image.lo : image.hi].abs().max() > 1e-6
+    channels = expected[patch.lo : patch.hi].view(48, 20, 4).abs().amax(dim=(0, 2))
+    noisy, mask, condition = channels.split([8, 4, 8])  # of the condition, motion is zero: its picture stands still
+    assert noisy.min() > 1e-3 and mask.min() > 1e-3 and condition.max() > 1e-3
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])

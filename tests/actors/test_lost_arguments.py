@@ -20,7 +20,7 @@ import torch
 
 from actors.messages import CascadeTask, PublishedResult
 from actors.records.events import GenerationEnded
-from actors.run import controller
+from actors.run import forming
 from actors.run.dispatch import Call
 from actors.run.steps import StepRunner
 from actors.step import StepData, SubmittedCall
@@ -165,7 +165,7 @@ def run_of(lab: Lab, name: str, steps: int, workers: int, **sections: Any) -> La
 
 def losing(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> Losses:
     losses = Losses(kinds=list(kinds), gone=orphans(len(kinds)), rng=random.Random(5))
-    monkeypatch.setattr(controller, "StepRunner", partial(LosingRunner, losses=losses))
+    monkeypatch.setattr(forming, "StepRunner", partial(LosingRunner, losses=losses))
     return losses
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,8 +20,12 @@ from actors.step import Seat, StepAssignment, StepSamples
 from ops.geometry import Geometry
 from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
+from tests.actors.fakes import Handle
 
 GEOMETRY = Geometry()
+WORKER: Any = Handle(
+    **dict.fromkeys(("encode_text", "encode_vae", "dit", "finish_step", "published"), lambda *given: object())
+)
 SHAPES = ((1, 64, 96), (5, 64, 64), (17, 64, 96), (33, 64, 96))
 
 
@@ -120,17 +123,18 @@ def test_what_is_encoded_steps_ahead_is_encoded_once_and_found(lookahead: int) -
     planner = Planning()
     runner = StepRunner(
         generation=1,
-        world=tuple(Seat(name=f"w{n}", node="n", handle=MagicMock()) for n in range(3)),
+        world=tuple(Seat(name=f"w{n}", node="n", handle=WORKER) for n in range(3)),
         cluster=Cluster(nodes=(3,)),
         source=Source(),  # type: ignore[arg-type]
         planner=planner,  # type: ignore[arg-type]
         budget_s=0.01,
         lookahead=lookahead,
         exports=lambda step: False,
+        next_step=0,
         last_step=100,
         forming=[],
     )
-    for step in range(12):
-        running = runner.dispatch(step)
+    for _ in range(12):
+        running = runner.dispatch()
         assert all(call.reference is not None for call in running.calls)
     assert ("vae", f"s{11 + lookahead}.0") in planner.given and set(planner.given.values()) == {1}

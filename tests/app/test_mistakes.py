@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-negative": (
         ["plan", "--workload", "negative.json", "--profile", H100],
         2,
-        "must be a whole number of at least 1",
+        "must be at least 1",
     ),
     "plan-binary-workload": (["plan", "--workload", "raw.bin", "--profile", H100], 2, "is not UTF-8 text"),
     "plan-missing-profile": ([*WITH, "no.json"], 2, "no.json"),

@@ -268,7 +268,7 @@ def test_a_bad_profile_is_one_sentence(
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(PROFILE | {"latency": [point("dit", 5, 1, -1.0)]}))
     code, _, err = plan(monkeypatch, capsys, "--workload", files[0], "--profile", bad, "--cluster", "1x2")
-    assert code == 2 and err.count("\n") == 1 and "seconds -1.0" in err
+    assert code == 2 and err.count("\n") == 1 and "seconds is -1.0" in err
 
 
 def test_plan_errors_are_not_usage_errors() -> None:

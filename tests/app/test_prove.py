@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from app.bench.learn import independent_rate, prompted_scenes, shown_color
+from app.bench.learn import independent_rate, keeps, picture, prompted_scenes, shown_color, shown_shape
 from data.tools.synthetic import BACKGROUNDS, COLORS, Scene, mask
 
 
@@ -49,3 +50,18 @@ def test_prompts_cover_all_colours_and_do_not_tie_them_to_a_background() -> None
 def test_rate_of_independent_answers() -> None:
     assert independent_rate([("red", "red"), ("blue", "red")]) == pytest.approx(0.5)
     assert independent_rate([("red", "blue"), ("blue", "")]) == pytest.approx(0.25)
+
+
+def test_true_frames_show_their_shape_wherever_it_is() -> None:
+    scenes = prompted_scenes(48, frames=5, height=32, width=48)
+    for frame in (0, 4):
+        assert all(shown_shape(render(scene)[frame], scene) == scene.shape for scene in scenes)
+        assert all(keeps(scene, picture(scene, frame)) for scene in scenes)
+
+
+def test_another_colour_or_shape_is_not_kept() -> None:
+    for scene in prompted_scenes(24, frames=5, height=32, width=48):
+        shape = {"circle": "triangle", "square": "circle", "triangle": "square"}[scene.shape]
+        assert not keeps(scene, picture(replace(scene, shape=shape), 4))
+        assert not keeps(scene, picture(replace(scene, color="red" if scene.color != "red" else "blue"), 4))
+        assert not keeps(scene, np.full((32, 48, 3), BACKGROUNDS[scene.background], np.uint8))

@@ -51,11 +51,11 @@ def trained(dtype: torch.dtype, how: str, size: int = 3) -> list[np.ndarray]:
             mine = [] if rank == 0 and step % 2 else given
             for i in mine:
                 if how == "inside" and i == mine[-1]:
-                    sync.sum.watch()
+                    sync.watch_backward()
                 sample_loss(model, i, step).backward()
             if how != "at the end":
-                sync.sum.start()
-                assert sync.sum.started > 2
+                sync.start_sum()
+                assert sync.gradients.sum.started > 2
             bad = len(given) - len(mine)
             sync.finish_step(step, 1.0, len(mine), SAMPLES, lambda phase: None, bad_weight=bad)
         return flat_weights(model)
@@ -106,10 +106,10 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
         sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         sync.begin_step()
-        sync.sum.watch()
+        sync.watch_backward()
         if rank == 1:
             model(torch.ones(1, 8)).sum().backward()
-            early = sync.sum._pending[:1]  # of the second layer; the slow one waits at the gate of the first
+            early = sync.gradients.sum._pending[:1]  # of the second layer; the slow one waits at the gate of the first
             deadline = time.monotonic() + 10
             while not all(p.done for p in early) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -129,7 +129,7 @@ def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:
         sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         sync.begin_step()
-        sync.sum.start()
+        sync.start_sum()
         with pytest.raises(RuntimeError, match="received a gradient after the sum of its bucket"):
             sample_loss(model, 0, 0).backward()
 
@@ -146,7 +146,7 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
         groups = Groups(store, 0, (0, 1), "gloo", 0, 30.0, token, "127.0.0.1")
         sync.form(groups.world_group(), None)
         sync.begin_step()
-        sync.sum.watch()
+        sync.watch_backward()
         sample_loss(models[0], 0, 0).backward()
         formed.set()
         try:
@@ -174,6 +174,6 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
         one.form(Group.solo(), None)
         one.begin_step()
         sample_loss(model, 1, 0).backward()
-        one.sum.start()
+        one.start_sum()
         one.finish_step(0, 1.0, 1, 1, lambda phase: None)
     np.testing.assert_array_equal(flat_weights(models[0]), flat_weights(calm))

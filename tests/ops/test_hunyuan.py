@@ -7,6 +7,7 @@ import torch
 from diffusers import HunyuanVideoTransformer3DModel
 
 from ops.comm import Group
+from ops.conditions import Conditions
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.hunyuan.model import HunyuanDiT
@@ -66,7 +67,9 @@ def test_packed_samples_equal_diffusers_one_by_one() -> None:
     layout = Layout([Sequence(grid, length) for grid, length in zip(GRIDS, TEXTS)])
     with torch.no_grad():
         tokens = layout.local([patchify(latent, (1, 2, 2)) for latent in latents])
-        packed = model(tokens, timesteps, torch.cat(texts), layout, Group.solo(), pooled=pooled, guidance=guidance)
+        packed = model(
+            tokens, timesteps, torch.cat(texts), layout, Group.solo(), Conditions(pooled=pooled, guidance=guidance)
+        )
         for i, rows in enumerate(packed.split(layout.lengths)):
             expected = reference(
                 latents[i][None],
@@ -95,7 +98,7 @@ def test_without_a_second_text_encoder_the_pooled_vector_is_the_mean_text() -> N
     tokens, text = torch.randn(8, 16, generator=numbers), torch.randn(8, 24, generator=numbers)
     mean = torch.stack([text[:3].mean(0), text[3:].mean(0)])
     call = (tokens, torch.tensor([10.0, 700.0]), text, layout, Group.solo())
-    torch.testing.assert_close(model(*call), model(*call, pooled=mean), **FP32)
+    torch.testing.assert_close(model(*call), model(*call, Conditions(pooled=mean)), **FP32)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.packing import Layout, Sequence, chunk_bounds, patchify, unpatchify
+from ops.chunks import chunk_bounds
+from ops.packing import Layout, Sequence, patchify, unpatchify
 
 torch.set_num_threads(1)
 sequences = st.lists(
@@ -120,3 +121,23 @@ def test_text_mean_of_each_sequence() -> None:
     text = torch.randn(5, 4)
     expected = torch.stack([text[:3].mean(0), torch.zeros(4), text[3:].mean(0)])
     torch.testing.assert_close(layout.text_mean(torch.float32) @ text, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_clean_frames_have_table_rows_of_their_own_and_no_loss(degree: int) -> None:
+    sequences = [Sequence((3, 2, 2), 1, clean_frames=1), Sequence((2, 1, 3), 1), Sequence((2, 2, 1), 1, clean_frames=1)]
+    layouts = [Layout(sequences, degree, rank) for rank in range(degree)]
+    tables = [layout.segments.run2mod[layout.segments.run.long()].tolist() for layout in layouts]
+    noisy = [layout.noisy_rows.tolist() for layout in layouts]
+    for index, (sequence, clean) in enumerate(zip(sequences, (4, 0, 2))):
+        rows = [t for layout, table in zip(layouts, tables) for t, s in zip(table, layout.seq_index) if s == index]
+        assert rows == [3 + index] * clean + [index] * (sequence.tokens - clean)
+        kept = [k for layout, keep in zip(layouts, noisy) for k, s in zip(keep, layout.seq_index) if s == index]
+        assert kept == [False] * clean + [True] * (sequence.tokens - clean)
+    assert layouts[0].token_counts.tolist() == [8, 6, 2]
+    assert layouts[0].times(torch.tensor([5.0, 6.0, 7.0])).tolist() == [5, 6, 7, 0, 0, 0]
+
+
+def test_a_clip_of_clean_frames_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no frame that is not given"):
+        Layout([Sequence((1, 2, 2), 1, clean_frames=1)])

@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 from torch.distributed import HashStore
 
 from ops.comm import CancelToken, Group, Groups
+from ops.config import TokenShift
 from ops.geometry import Geometry
 from ops.models.folders import dit_json
 from ops.models.load import build_dit
@@ -55,6 +56,15 @@ def test_packed_batch_equals_plain_euler_of_each_prompt() -> None:
     latents = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG)
     for wanted, latent in zip(requests, latents):
         torch.testing.assert_close(latent, plain_euler(dit, wanted, CONFIG), atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+def test_each_clip_of_a_batch_has_the_shift_of_its_tokens() -> None:
+    dit, line = build_dit(DIT, seed=1), TokenShift(base_tokens=2, max_tokens=20, base=0.2, max=1.5)
+    requests = [request(1), request(2, frames=1, height=48, width=16, words=2)]
+    latents = sample_latents(dit, requests, NEGATIVE, GEOMETRY, replace(CONFIG, token_shift=line))
+    for wanted, latent, tokens in zip(requests, latents, (12, 3)):
+        alone = plain_euler(dit, wanted, replace(CONFIG, flow_shift=line.at(tokens)))
+        torch.testing.assert_close(latent, alone, atol=FP32_ATOL, rtol=FP32_ATOL)
 
 
 def test_guidance_one_is_the_prompt_alone() -> None:

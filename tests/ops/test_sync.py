@@ -1,7 +1,8 @@
 """Sync engines against one plain AdamW: uneven work, clipping, EMA, schedules, bad samples, NaN, resizing.
 
-FlatSync's ranks are threads; its sum starts at the end, after the last backward or inside it, in turns. DeepSpeed
-needs torch.distributed's default group: its ranks are processes that run this file as a script, once for all cases.
+FlatSync's ranks are threads; its sum starts at the end, after the last backward or inside it, in turns; its gradients
+are each worker's own, or those of one, two or more nodes. DeepSpeed needs torch.distributed's default group: its ranks
+are processes that run this file as a script, once for all cases.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from ops.comm import CancelToken, Group, Groups
 from ops.config import OptimizerConfig
+from ops.gradients import GradientMemory
 from ops.optimizer import lr_at
 from ops.shards import ShardState, cut
 from ops.sync import FlatSync, StepIncomplete, Sync, initial_shard, trainable
@@ -122,12 +124,12 @@ def run_generation(
         start = ("at the end", "behind", "inside")[(step + group.rank) % 3 if isinstance(sync, FlatSync) else 0]
         for index in good:
             if start == "inside" and index == good[-1]:
-                sync.sum.watch()
+                sync.watch_backward()
             loss = sample_loss(model, index, step)
             (loss * math.inf if step == case.infinite and index == 4 else loss).backward()
             total, weight = total + loss.item(), weight + 1
         if start != "at the end":
-            sync.sum.start()
+            sync.start_sum()
         phases: list[str] = []
         result = sync.finish_step(step, total, weight, SAMPLES, phases.append, bad_weight=len(mine) - weight)
         skipped = ["reduce"] if isinstance(sync, FlatSync) else ["reduce", "gather"]  # DeepSpeed does all in one call
@@ -194,13 +196,15 @@ def reference(case: Case) -> Outcome:
     return Outcome(records, [weights], ShardState(updates=updates, lo=0, hi=total, total=total, arrays=arrays))
 
 
-def on_threads(size: int, work: Callable[[int, Group], Any], generation: int = 0) -> list[Any]:
+def on_threads(
+    size: int, work: Callable[[int, Group], Any], generation: int = 0, nodes: Sequence[int] | None = None
+) -> list[Any]:
     store, token = dist.HashStore(), CancelToken()
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
-        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 20.0, token, "127.0.0.1")
+        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 20.0, token, "127.0.0.1", nodes)
         try:
             results[rank] = work(rank, groups.world_group())
         except BaseException as error:
@@ -219,9 +223,19 @@ def on_threads(size: int, work: Callable[[int, Group], Any], generation: int = 0
     return results
 
 
-def run_flat(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
+# The gradients, and the node of each of four workers.
+MEMORIES: dict[str, tuple[GradientMemory, tuple[int, ...]]] = {
+    "own": ("own", (0, 0, 0, 0)),
+    "one node": ("node", (0, 0, 0, 0)),
+    "two nodes": ("node", (0, 0, 0, 1)),
+    "three nodes": ("node", (0, 1, 1, 2)),
+}
+
+
+def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
+    gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS) for model in models]
+    syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS, gradients) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
     for number, size in enumerate(case.sizes):
@@ -230,7 +244,7 @@ def run_flat(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
         def work(rank: int, group: Group, first: int = first, given: list[ShardState] | None = given) -> Any:
             return run_generation(syncs[rank], models[rank], case, group, given, first)
 
-        done = on_threads(size, work)
+        done = on_threads(size, work, nodes=nodes[:size])
         for rank_records, _ in done:
             np.testing.assert_equal(rank_records, done[0][0])  # here NaN equals NaN
         records += done[0][0]
@@ -344,9 +358,10 @@ def assert_same_training(found: Outcome, expected: Outcome, case: Case, toleranc
 
 @pytest.mark.parametrize("name", [*CASES, *FLAT_ONLY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_flat_sync_equals_one_plain_adamw(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_flat_sync_equals_one_plain_adamw(name: str, dtype: torch.dtype, memory: str) -> None:
     case = {**CASES, **FLAT_ONLY}[name]
-    assert_same_training(run_flat(case, dtype), reference(case), case, TOLERANCE[dtype])
+    assert_same_training(run_flat(case, dtype, memory), reference(case), case, TOLERANCE[dtype])
 
 
 @pytest.mark.timeout(400)  # importing DeepSpeed takes seconds, or a minute on a machine that is busy otherwise
@@ -362,9 +377,10 @@ def test_deepspeed_generations_do_not_pile_up_descriptors(deepspeed_folder: Path
     assert counts[-1] <= counts[0] + 12, f"open files after each case: {counts}"
 
 
-def test_bfloat16_parameters_accumulate_and_update_in_fp32() -> None:
-    case = FLAT_ONLY["clip, cosine, EMA"]
-    outcome = run_flat(case, torch.bfloat16)
+@pytest.mark.parametrize("memory", ["own", "two nodes"])
+def test_bfloat16_parameters_accumulate_and_update_in_fp32(memory: str) -> None:
+    case = FLAT_ONLY["four workers"]
+    outcome = run_flat(case, torch.bfloat16, memory)
     master = outcome.state.arrays["master"]
     assert master.dtype == np.float32
     rounded = torch.from_numpy(master).bfloat16().double().numpy()
@@ -372,9 +388,10 @@ def test_bfloat16_parameters_accumulate_and_update_in_fp32() -> None:
     np.testing.assert_allclose(outcome.weights[0], reference(case).weights[0], atol=TOLERANCE[torch.bfloat16], rtol=0)
 
 
-def test_bfloat16_gradients_of_many_passes_do_not_lose_small_parts() -> None:
+@pytest.mark.parametrize("gradients", ["own", "node"])
+def test_bfloat16_gradients_of_many_passes_do_not_lose_small_parts(gradients: GradientMemory) -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    sync = FlatSync(model, PLAIN, TOTAL_STEPS, SUM_ELEMENTS)
+    sync = FlatSync(model, PLAIN, TOTAL_STEPS, SUM_ELEMENTS, gradients)
     sync.form(Group.solo(), None)
     sync.begin_step()
     for _ in range(1000):  # a bf16 sum stops growing at 256
@@ -401,9 +418,10 @@ def test_export_is_a_copy() -> None:
         np.testing.assert_array_equal(array, before[name])
 
 
-def test_a_step_without_a_single_good_sample_changes_nothing() -> None:
+@pytest.mark.parametrize("gradients", ["own", "node"])
+def test_a_step_without_a_single_good_sample_changes_nothing(gradients: GradientMemory) -> None:
     model = copy.deepcopy(START).float()
-    sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS, gradients)
     sync.form(Group.solo(), None)
     before = flat_weights(model)
     sync.begin_step()

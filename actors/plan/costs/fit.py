@@ -1,14 +1,114 @@
-"""Cost models from measured points: non-negative least squares over the forms of a module, and their quality."""
+"""A module's cost model from measured points: non-negative least squares over its forms, and their quality."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
-from actors.plan.costs.forms import FORMS, FORMS_OF, Fit, Load
+from actors.plan.costs.forms import FORMS, FORMS_OF, Load
+
+POOR_R2 = 0.9  # a fit below this, or with a residual above POOR_RESIDUAL, is reported and not used
+POOR_RESIDUAL = 0.5
+LEAST_POINTS = 6  # fewer are no fit: they scale the prior
+RESIDUAL_POINTS = 24  # of the VAE, from which its residual is tried
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A cost model: a form (see FORMS) with coefficients, its origin and quality. `worst` is a relative residual.
+
+    `residual` multiplies the prediction (XGBoost on the tile model); it is not part of the JSON.
+    """
+
+    source: str
+    form: str
+    coefficients: tuple[float, ...]
+    exponent: float = 2.0  # p of the AdaptiveLoad form
+    r2: float = 1.0
+    worst: float = 0.0
+    points: int = 0
+    residual: Callable[[Load], float] | None = None
+
+    @property
+    def poor(self) -> bool:
+        return self.r2 < POOR_R2 or self.worst > POOR_RESIDUAL
+
+    def predict(self, load: Load) -> float:
+        """Seconds of a load on one node."""
+        features = FORMS[self.form].features(load, self.exponent)
+        seconds = sum(c * x for c, x in zip(self.coefficients, features))
+        return seconds * self.residual(load) if self.residual is not None else seconds
+
+    def to_json(self) -> dict[str, Any]:
+        named = dict(zip(FORMS[self.form].names, self.coefficients))
+        if self.form == "adaptiveload":
+            named["p"] = self.exponent
+        return {
+            "source": self.source,
+            "form": self.form,
+            "coefficients": named,
+            "r2": self.r2,
+            "worst_residual": self.worst,
+            "points": self.points,
+            "poor": self.poor,
+            "residual_model": self.residual is not None,
+        }
+
+
+def model_from(
+    module: str, prior: Fit, loads: Sequence[Load], seconds: Sequence[float], device: str, residual: bool
+) -> tuple[Fit, list[str]]:
+    """(model, notes for the report): a fit of the points, at least one; the scaled prior where they are few or the fit
+    is poor. `residual`: with trees on what the VAE's fit leaves."""
+    notes = []
+    if len(loads) >= LEAST_POINTS:
+        fitted = fit(module, loads, seconds, f"fitted to {len(loads)} points of {device}")
+        if module == "vae" and residual and len(loads) >= RESIDUAL_POINTS:
+            fitted = with_residual(fitted, loads, seconds)
+        elif module == "vae" and residual:
+            notes.append(
+                f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
+                f"the plain fit is used."
+            )
+        if not fitted.poor:
+            return fitted, notes
+        notes.append(
+            f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
+            f"{fitted.worst:.0%}); missing points use the scaled FLOP model."
+        )
+    return _scaled(prior, loads, seconds), notes
+
+
+def fit(module: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
+    """The best of the module's forms on measured points, by R^2. Needs at least two points."""
+    fits = [fit_form(form, loads, seconds, source) for form in FORMS_OF[module]]
+    return max(fits, key=lambda found: (not found.poor, found.r2))
+
+
+def fit_form(form: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
+    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4] for the best R^2."""
+    target = np.array(seconds)
+    best: Fit | None = None
+    for exponent in [1.6 + 0.05 * i for i in range(17)] if form == "adaptiveload" else [2.0]:
+        columns = np.array([FORMS[form].features(load, exponent) for load in loads])
+        coefficients = nonnegative_fit(columns, target)
+        r2, worst = quality(columns @ coefficients, target)
+        if best is None or r2 > best.r2:
+            best = Fit(
+                source=f"{form} form {source}",
+                form=form,
+                exponent=exponent,
+                coefficients=tuple(float(c) for c in coefficients),
+                r2=r2,
+                worst=worst,
+                points=len(target),
+            )
+    assert best is not None
+    return best
 
 
 def nonnegative_fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -43,62 +143,6 @@ def quality(predicted: np.ndarray, target: np.ndarray) -> tuple[float, float]:
     return r2, float(np.abs(predicted / target - 1.0).max())
 
 
-def fit(module: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
-    """The best of the module's forms on measured points, by R^2. Needs at least two points."""
-    fits = [fit_form(form, loads, seconds, source) for form in FORMS_OF[module]]
-    return max(fits, key=lambda found: (not found.poor, found.r2))
-
-
-def fit_form(form: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
-    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4] for the best R^2."""
-    target = np.array(seconds)
-    best: Fit | None = None
-    for exponent in [1.6 + 0.05 * i for i in range(17)] if form == "adaptiveload" else [2.0]:
-        columns = np.array([FORMS[form].features(load, exponent) for load in loads])
-        coefficients = nonnegative_fit(columns, target)
-        r2, worst = quality(columns @ coefficients, target)
-        if best is None or r2 > best.r2:
-            best = Fit(
-                source=f"{form} form {source}",
-                form=form,
-                exponent=exponent,
-                coefficients=tuple(float(c) for c in coefficients),
-                r2=r2,
-                worst=worst,
-                points=len(target),
-            )
-    assert best is not None
-    return best
-
-
-def knapformer_constants(found: Fit, width: int) -> tuple[float, float]:
-    """(k, gamma) of a KnapFormer fit: seconds per FLOP, and the relative cost of attention FLOPs."""
-    linear, quadratic = found.coefficients
-    if linear <= 0:
-        raise ValueError(f"the fit has no linear part ({found.coefficients}); measure shorter sequences too.")
-    return linear / (24.0 * width**2), quadratic * 6.0 * width / linear
-
-
-def fit_memory(loads: Sequence[Load], peak_gib: Sequence[float]) -> tuple[float, float, Fit]:
-    """(states GiB, GiB per token of a worker) of Arachne Eq. 8, with the quality of the fit."""
-    columns = np.array([(1.0, load.batch * load.length / load.degree) for load in loads])
-    target = np.array(peak_gib)
-    states, per_token = (float(c) for c in nonnegative_fit(columns, target))
-    r2, worst = quality(columns @ np.array([states, per_token]), target)
-    return (
-        states,
-        per_token,
-        Fit(
-            source=f"states + B S m / k from {len(loads)} peaks",
-            form="captions",
-            coefficients=(states, per_token),
-            r2=r2,
-            worst=worst,
-            points=len(loads),
-        ),
-    )
-
-
 def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
     """Arachne's second stage: XGBoost on what the linear model leaves, kept if it helps on points it has not seen.
 
@@ -129,3 +173,44 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     predicted = np.array([found.predict(load) * residual(load) for load in loads])
     r2, worst = quality(predicted, np.array(seconds))
     return replace(found, source=found.source + " with an XGBoost residual", r2=r2, worst=worst, residual=residual)
+
+
+def _scaled(prior: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
+    """The prior times the median ratio of measured to predicted seconds."""
+    ratios = sorted(s / max(prior.predict(load), 1e-12) for load, s in zip(loads, seconds))
+    ratio = ratios[len(ratios) // 2]
+    return replace(
+        prior,
+        source=f"{prior.source} x {ratio:.3g} from {len(loads)} points",
+        coefficients=tuple(c * ratio for c in prior.coefficients),
+        worst=max(abs(ratio / r - 1) for r in ratios),
+        points=len(loads),
+    )
+
+
+def knapformer_constants(found: Fit, width: int) -> tuple[float, float]:
+    """(k, gamma) of a KnapFormer fit: seconds per FLOP, and the relative cost of attention FLOPs."""
+    linear, quadratic = found.coefficients
+    if linear <= 0:
+        raise ValueError(f"the fit has no linear part ({found.coefficients}); measure shorter sequences too.")
+    return linear / (24.0 * width**2), quadratic * 6.0 * width / linear
+
+
+def fit_memory(loads: Sequence[Load], peak_gib: Sequence[float]) -> tuple[float, float, Fit]:
+    """(states GiB, GiB per token of a worker) of Arachne Eq. 8, with the quality of the fit."""
+    columns = np.array([(1.0, load.batch * load.length / load.degree) for load in loads])
+    target = np.array(peak_gib)
+    states, per_token = (float(c) for c in nonnegative_fit(columns, target))
+    r2, worst = quality(columns @ np.array([states, per_token]), target)
+    return (
+        states,
+        per_token,
+        Fit(
+            source=f"states + B S m / k from {len(loads)} peaks",
+            form="captions",
+            coefficients=(states, per_token),
+            r2=r2,
+            worst=worst,
+            points=len(loads),
+        ),
+    )

@@ -1,20 +1,13 @@
-"""Cost models: seconds of a (module, shape, degree) from a few coefficients, by FLOPs or fitted to measurements.
+"""Forms of cost models: what seconds of a (module, shape, degree) grow with.
 
-B samples, S tokens per sample (video + text), k degree. Every fitted model is linear in non-negative coefficients over
-named features, so a fit is one small least-squares problem and its quality (R^2, worst residual) is stored beside it.
+B samples, S tokens per sample (video + text), k degree. Every form is linear in non-negative coefficients over named
+features, so that a fit is one small least-squares problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from ops.geometry import Geometry
-from ops.models.base.config import DiTConfig
-
-POOR_R2 = 0.9  # a fit below this, or with a residual above POOR_RESIDUAL, is reported and not used
-POOR_RESIDUAL = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,56 +26,6 @@ class Load:
     def length(self) -> int:
         """Logical length of one sample: text plus video (AdaptiveLoad's S)."""
         return self.tokens + self.text_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """A cost model: a form (see FORMS) with coefficients, its origin and quality. `worst` is a relative residual.
-
-    `residual` multiplies the prediction (XGBoost on the tile model); it is not part of the JSON.
-    """
-
-    source: str
-    form: str
-    coefficients: tuple[float, ...]
-    exponent: float = 2.0  # p of the AdaptiveLoad form
-    r2: float = 1.0
-    worst: float = 0.0
-    points: int = 0
-    residual: Callable[[Load], float] | None = None
-
-    @property
-    def poor(self) -> bool:
-        return self.r2 < POOR_R2 or self.worst > POOR_RESIDUAL
-
-    def predict(self, load: Load) -> float:
-        """Seconds of a load on one node."""
-        features = FORMS[self.form].features(load, self.exponent)
-        seconds = sum(c * x for c, x in zip(self.coefficients, features))
-        return seconds * self.residual(load) if self.residual is not None else seconds
-
-    def to_json(self) -> dict[str, Any]:
-        named = dict(zip(FORMS[self.form].names, self.coefficients))
-        if self.form == "adaptiveload":
-            named["p"] = self.exponent
-        return {
-            "source": self.source,
-            "form": self.form,
-            "coefficients": named,
-            "r2": self.r2,
-            "worst_residual": self.worst,
-            "points": self.points,
-            "poor": self.poor,
-            "residual_model": self.residual is not None,
-        }
-
-
-def token_count(geometry: Geometry, frames: int, height: int, width: int) -> int:
-    """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
-    st, sh, sw = geometry.vae_stride
-    pt, ph, pw = geometry.patch
-    latent = (frames - 1) // st + 1 if geometry.causal else max(frames // st, 1)
-    return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,35 +89,3 @@ def vae_tiles(frames: int, height: int, width: int) -> tuple[int, float]:
     for size, tile in zip((height, width), TILE[1:]):
         counts.append(1 if size <= tile else -(-(size - tile) // (tile * 3 // 4)) + 1)
     return counts[0] * counts[1] * counts[2], float(sizes[0] * sizes[1] * sizes[2])
-
-
-def flop_coefficients(
-    dit: DiTConfig,
-    tflops: float,
-    *,
-    vae_flops_per_pixel: float,
-    text_flops_per_token: float,
-    launch_s: float,
-    exchange_gbps: float,
-) -> dict[str, Fit]:
-    """The FLOP model of a transformer: 24 S d^2 + 4 S^2 d per layer (KnapFormer Eq. 1), 4x in training with recompute.
-
-    MLP width and cross-attention enter through their real sizes; Ulysses moves 4 activations of width d per layer and
-    pass.
-    """
-    rate = tflops * 1e12
-    layers = sum(dit.block_counts)
-    d = dit.dim
-    passes = 4.0 if dit.gradient_checkpointing else 3.0
-    linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate
-    quadratic = passes * layers * 4.0 * d / rate
-    exchange = passes * layers * 4.0 * d * 4.0 / (exchange_gbps * 1e9)
-    return {
-        "dit": _analytic("arachne", (launch_s * layers, linear, quadratic, exchange)),
-        "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, 0.0)),
-        "text": _analytic("captions", (launch_s * 4, text_flops_per_token / rate)),
-    }
-
-
-def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:
-    return Fit(source="FLOP model", form=form, coefficients=coefficients)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from actors.plan.costs.fit import fit, with_residual
-from actors.plan.costs.forms import FORMS_OF, Fit, Load, flop_coefficients, token_count
+from actors.plan.costs.fit import Fit, model_from
+from actors.plan.costs.flops import flop_coefficients
+from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.topology import CrossNode
-from actors.plan.types import MODULES, Module, PlanError
+from actors.plan.types import MODULES, Module, PlanError, refuse_below
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
-from ops.models.config import TextConfig, VAEConfig
+from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
+PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
 # Attention heads of published models: a degree that does not divide them cannot run (Ulysses splits heads).
 MODEL_HEADS = {
@@ -31,10 +32,18 @@ MODEL_HEADS = {
     "cogvideox-2b": 30,
     "cogvideox-5b": 48,
 }
-OBSERVE_WEIGHT = 0.3  # share of a live measurement in the running mean of its point
+OBSERVE_WEIGHT = 0.3  # weight of a new measurement in the running mean of its point
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
-RESIDUAL_POINTS = 24  # a file's VAE points from which the residual is tried; live refits stay linear
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
+# A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
+PRIORS = flop_coefficients(
+    WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True),
+    400.0,
+    vae_flops_per_pixel=2e6,
+    text_flops_per_token=1e10,
+    launch_s=2e-5,
+    exchange_gbps=100.0,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +57,9 @@ class MaxFrames:
     batch: int
     frames: int
 
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "degree", "height", "width", "batch", "frames")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handoff:
@@ -55,6 +67,9 @@ class Handoff:
 
     latency_s: float = 0.0
     gib_per_s: float = 0.0  # 0: the volume costs nothing
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "latency_s", "gib_per_s")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,8 +80,8 @@ class Profile:
     device: str = "unknown"
     source: str = ""
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    measured: dict[Key, float] = field(default_factory=dict)
-    peak_gib: dict[Key, float] = field(default_factory=dict)
+    measured: dict[PointKey, float] = field(default_factory=dict)
+    peak_gib: dict[PointKey, float] = field(default_factory=dict)
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
@@ -78,7 +93,7 @@ class Profile:
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
-    live: dict[Key, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
+    live: dict[PointKey, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _cache: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = field(default_factory=dict)
@@ -90,6 +105,7 @@ class Profile:
         vae: VAEConfig | None = None,
         text: TextConfig | None = None,
         geometry: Geometry | None = None,
+        image: ImageConfig | None = None,
         *,
         tflops: float = 0.03,
         gpu_memory_gib: float | None = None,
@@ -110,13 +126,16 @@ class Profile:
             vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
         if text_flops_per_token is None:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
+        if dit.in_channels > dit.out_channels:
+            vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
-        _refuse_degrees(degrees, dit.num_heads)
+        refuse_degrees(degrees, dit.num_heads)
         fits = flop_coefficients(
             dit,
             tflops,
             vae_flops_per_pixel=vae_flops_per_pixel,
             text_flops_per_token=text_flops_per_token,
+            image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
             launch_s=launch_s,
             exchange_gbps=exchange_gbps,
         )
@@ -137,10 +156,17 @@ class Profile:
         """Whether the module is scheduled at all: it has points or a model."""
         return module in self.models or any(key[0] == module for key in self.measured)
 
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
+        st, sh, sw = self.geometry.vae_stride
+        pt, ph, pw = self.geometry.patch
+        latent = (frames - 1) // st + 1 if self.geometry.causal else max(frames // st, 1)
+        return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
+
     def load_of(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
-        tokens = token_count(self.geometry, frames, height, width)
+        tokens = self.tokens(frames, height, width)
         return Load(
             batch=batch,
             frames=frames,
@@ -177,7 +203,7 @@ class Profile:
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
-        """Like `price`, but an unknown point is a PlanError."""
+        """As `price`, but raises PlanError for a point that it cannot price."""
         seconds = self.price(module, batch, frames, height, width, degree, text_tokens)
         if seconds is None:
             raise PlanError(
@@ -213,7 +239,7 @@ class Profile:
         """Peak GiB on one worker: measured, or Mem_states + B S Mem_token / k for the DiT (Arachne Eq. 8)."""
         peak = self.peak_gib.get((module, batch, frames, height, width, degree))
         if peak is None and module == "dit" and self.memory is not None:
-            tokens = token_count(self.geometry, frames, height, width) + text_tokens
+            tokens = self.tokens(frames, height, width) + text_tokens
             peak = self.memory[0] + batch * tokens * self.memory[1] / degree
         return peak
 
@@ -273,7 +299,7 @@ class Profile:
             raise ValueError(f"observed {module} seconds {seconds} must be positive and finite.")
         key = (module, batch, frames, height, width, degree)
         before = self.measured.get(key)
-        if before is not None:  # a file's point: the live value replaces it slowly
+        if before is not None:  # a point of a file moves slowly towards what is measured
             self.measured[key] = before + OBSERVE_WEIGHT * (seconds - before)
         else:
             mean, count, _ = self.live.get(key, (seconds, 0, text_tokens))
@@ -316,26 +342,11 @@ class Profile:
         loads, seconds = self.points(module)
         if not loads:
             return prior
-        if len(loads) >= 6:
-            fitted = fit(module, loads, seconds, f"fitted to {len(loads)} points of {self.device}")
-            if module == "vae" and self.residual == "xgboost" and not self.live:
-                fitted = self._with_residual(fitted, loads, seconds)
-            if not fitted.poor:
-                return fitted
-            self._note(
-                f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
-                f"{fitted.worst:.0%}); missing points use the scaled FLOP model."
-            )
-        return _scaled(module, prior or _default_prior(module), loads, seconds)
-
-    def _with_residual(self, fitted: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-        if len(loads) >= RESIDUAL_POINTS:
-            return with_residual(fitted, loads, seconds)
-        self._note(
-            f"vae: {len(loads)} points are too few for the residual of XGBoost, which needs {RESIDUAL_POINTS}; "
-            f"the plain fit is used."
-        )
-        return fitted
+        residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
+        found, notes = model_from(module, prior or PRIORS[module], loads, seconds, self.device, residual)
+        for note in notes:
+            self._note(note)
+        return found
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -343,33 +354,14 @@ class Profile:
             log.info(note)
 
 
-def _scaled(module: Module, prior: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-    """The prior times the median ratio of measured to predicted seconds."""
-    ratios = sorted(s / max(prior.predict(load), 1e-12) for load, s in zip(loads, seconds))
-    ratio = ratios[len(ratios) // 2]
-    return replace(
-        prior,
-        source=f"{prior.source} x {ratio:.3g} from {len(loads)} points",
-        coefficients=tuple(c * ratio for c in prior.coefficients),
-        worst=max(abs(ratio / r - 1) for r in ratios),
-        points=len(loads),
-    )
-
-
-def _default_prior(module: Module) -> Fit:
-    """A 13B-sized transformer on an H100; only its proportions matter, `_scaled` sets the level."""
-    large = WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True)
-    fits = flop_coefficients(
-        large, 400.0, vae_flops_per_pixel=2e6, text_flops_per_token=1e10, launch_s=2e-5, exchange_gbps=100.0
-    )
-    return fits[module]
-
-
-def _refuse_degrees(degrees: Sequence[int], num_heads: int) -> None:
+def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:
+    """Raises PlanError for the first that cannot run: Ulysses splits the heads evenly."""
     for degree in degrees:
-        if degree < 1 or num_heads % degree:
+        if degree < 1:
+            raise PlanError(f"degree {degree} must be at least 1.")
+        if num_heads is not None and num_heads % degree:
             legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use one of {legal}.")
+            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use some of {legal}.")
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.plan.costs.profile import MODEL_HEADS, Handoff, Key, MaxFrames, Profile
+from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, Profile, refuse_degrees
 from actors.plan.costs.topology import CrossNode
-from actors.plan.types import MODULES, Module, PlanError
+from actors.plan.types import MODULES, Module, PlanError, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
-from ops.typed import ConfigError, Names, build, node_of, read_json
+from ops.typed import ConfigError, Names, as_plain, build, node_of, read_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +30,11 @@ class LatencyPoint:
     peak_gib: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(self, "batch", "degree", *(() if self.module == "text" else ("frames", "height", "width")))
-        if self.seconds <= 0:
-            raise ValueError(
-                f"{self.module} {self.frames}f degree {self.degree} has seconds {self.seconds}; they must be a "
-                f"positive number."
-            )
-        _positive("peak_gib", self.peak_gib)
+        refuse_below(1, self, "batch", "degree", *(() if self.module == "text" else ("frames", "height", "width")))
+        refuse_unless_positive(self, "seconds", "peak_gib")
 
     @property
-    def key(self) -> Key:
+    def key(self) -> PointKey:
         return self.module, self.batch, self.frames, self.height, self.width, self.degree
 
 
@@ -51,9 +46,7 @@ class ProfileLimits:
     max_frames: tuple[MaxFrames, ...] = ()
 
     def __post_init__(self) -> None:
-        _positive("gpu_memory_gib", self.gpu_memory_gib)
-        for limit in self.max_frames:
-            at_least_one(limit, "degree", "height", "width", "batch", "frames")
+        refuse_unless_positive(self, "gpu_memory_gib")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +61,12 @@ class ProfileMemory:
 class ProfileFile:
     """A profile as it is written. Other keys, such as the fits and notes that `profile_json` adds, are passed over."""
 
-    latency: tuple[LatencyPoint, ...] = ()
     model: str = "unknown"
     device: str = "unknown"
     source: str = ""
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_heads: int | None = None  # of the model's name unless given
+    latency: tuple[LatencyPoint, ...] = ()
     limits: ProfileLimits = field(default_factory=ProfileLimits)
     extrapolate: bool = True
     residual: Literal["none", "xgboost"] = "none"
@@ -90,16 +83,7 @@ class ProfileFile:
                 raise ValueError(f"degrees names the unknown module {module!r}. Use one of {', '.join(MODULES)}.")
             if not degrees or min(degrees) < 1:
                 raise ValueError(f"degrees.{module} is {list(degrees)}; it must be a list such as [1, 2, 4].")
-        for degree in self.degrees.get("dit", ()):
-            if self.heads is not None and self.heads % degree:
-                legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-                raise ValueError(
-                    f"dit degree {degree} does not divide the {self.heads} attention heads. Use one of {legal}."
-                )
-        for part, keys in ((self.cross_node, ("penalty", "decay")), (self.handoff, ("latency_s", "gib_per_s"))):
-            for key in keys:
-                if (value := getattr(part, key)) < 0:
-                    raise ValueError(f"{key} is {value!r}; it must be a number of at least 0.")
+        refuse_degrees(self.degrees.get("dit", ()), self.heads)
         if self.residual == "xgboost" and importlib.util.find_spec("xgboost") is None:
             raise ValueError(  # an extra of the installation: only profiles that name it need it
                 "residual is 'xgboost', and that package is not installed. Install Heddle with its extra "
@@ -110,40 +94,8 @@ class ProfileFile:
     def heads(self) -> int | None:
         return MODEL_HEADS.get(self.model) if self.num_heads is None else self.num_heads
 
-    def profile(self) -> Profile:
-        """What the planner reads."""
-        return Profile(
-            model=self.model,
-            device=self.device,
-            source=self.source,
-            degrees={module: tuple(sorted(set(degrees))) for module, degrees in self.degrees.items()},
-            measured={point.key: point.seconds for point in self.latency},
-            peak_gib={point.key: point.peak_gib for point in self.latency if point.peak_gib is not None},
-            gpu_memory_gib=self.limits.gpu_memory_gib,
-            max_frames=self.limits.max_frames,
-            extrapolate=self.extrapolate,
-            cross_node=self.cross_node,
-            handoff=self.handoff,
-            geometry=self.geometry,
-            num_heads=self.heads,
-            residual=self.residual,
-            memory=(self.memory.states_gib, self.memory.gib_per_token) if self.memory is not None else None,
-        )
 
-
-def at_least_one(record: Any, *names: str) -> None:
-    """Raises ValueError for the first of these whole numbers that is below 1."""
-    for name in names:
-        if (value := getattr(record, name)) < 1:
-            raise ValueError(f"{name} is {value}; it must be a whole number of at least 1.")
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and value <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a positive number.")
-
-
-_PARTS = ("limits", "memory", "cross_node", "handoff", "geometry")  # of these, null or {} is as good as nothing
+_SAME = [f.name for f in fields(ProfileFile) if f.name not in ("degrees", "latency", "limits", "memory", "num_heads")]
 
 
 def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
@@ -155,11 +107,21 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
         raise PlanError(str(error)) from None
     if not isinstance(data, Mapping):
         raise PlanError(f'{name} is not a JSON object; write one with "latency", a list of measured points.')
-    held = {key: value for key, value in data.items() if value or key not in _PARTS}
+    held = {key: value for key, value in data.items() if value is not None and value != {}}  # as good as nothing
     try:
-        return build(ProfileFile, node_of(held), Names(others=True)).profile()
+        file = build(ProfileFile, node_of(held), Names(others=True))
     except ConfigError as error:
         raise PlanError(f"{name}: {error}") from None
+    return Profile(
+        **{key: getattr(file, key) for key in _SAME},
+        degrees={module: tuple(sorted(set(degrees))) for module, degrees in file.degrees.items()},
+        num_heads=file.heads,
+        measured={point.key: point.seconds for point in file.latency},
+        peak_gib={point.key: point.peak_gib for point in file.latency if point.peak_gib is not None},
+        gpu_memory_gib=file.limits.gpu_memory_gib,
+        max_frames=file.limits.max_frames,
+        memory=(file.memory.states_gib, file.memory.gib_per_token) if file.memory is not None else None,
+    )
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -169,50 +131,18 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 def profile_json(profile: Profile) -> dict[str, Any]:
     """What `read_profile` reads back; live points become latency entries."""
     points = {key: seconds for key, (seconds, _, _) in profile.live.items()} | profile.measured
-    latency = [
-        {
-            "module": key[0],
-            "batch": key[1],
-            "frames": key[2],
-            "height": key[3],
-            "width": key[4],
-            "degree": key[5],
-            "seconds": seconds,
-            "peak_gib": profile.peak_gib.get(key),
-        }
-        for key, seconds in sorted(points.items())
-    ]
-    data: dict[str, Any] = {
-        "model": profile.model,
-        "device": profile.device,
-        "source": profile.source,
-        "degrees": {module: list(degrees) for module, degrees in profile.degrees.items()},
-        "latency": latency,
-        "limits": {
-            "gpu_memory_gib": profile.gpu_memory_gib,
-            "max_frames": [
-                {key: getattr(limit, key) for key in ("module", "degree", "height", "width", "batch", "frames")}
-                for limit in profile.max_frames
-            ],
-        },
-        "extrapolate": profile.extrapolate,
-        "residual": profile.residual,
-        "cross_node": {
-            "penalty": profile.cross_node.penalty,
-            "decay": profile.cross_node.decay,
-            "rails_per_node": profile.cross_node.rails_per_node,
-        },
-        "handoff": {"latency_s": profile.handoff.latency_s, "gib_per_s": profile.handoff.gib_per_s},
-        "geometry": {
-            "vae_stride": list(profile.geometry.vae_stride),
-            "patch": list(profile.geometry.patch),
-            "causal": profile.geometry.causal,
-        },
+    names = ("module", "batch", "frames", "height", "width", "degree")
+    held = {
+        **{key: getattr(profile, key) for key in _SAME},
+        "degrees": profile.degrees,
+        "num_heads": profile.num_heads,
+        "latency": [
+            {**dict(zip(names, key)), "seconds": seconds, "peak_gib": profile.peak_gib.get(key)}
+            for key, seconds in sorted(points.items())
+        ],
+        "limits": ProfileLimits(gpu_memory_gib=profile.gpu_memory_gib, max_frames=profile.max_frames),
+        "memory": profile.memory and dict(zip(("states_gib", "gib_per_token"), profile.memory)),
         "fits": {module: fit.to_json() for module in MODULES if (fit := profile.model_of(module)) is not None},
-        "notes": list(profile.notes),
+        "notes": profile.notes,
     }
-    if profile.num_heads is not None:
-        data["num_heads"] = profile.num_heads
-    if profile.memory is not None:
-        data["memory"] = {"states_gib": profile.memory[0], "gib_per_token": profile.memory[1]}
-    return data
+    return {key: as_plain(value) for key, value in held.items() if value is not None}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.plan.types import Cluster
+from actors.plan.types import Cluster, refuse_below
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +16,9 @@ class CrossNode:
     penalty: float = 0.0
     decay: float = 0.0
     rails_per_node: str = ""  # one letter per worker of a node; empty: the cluster's own, or one rail for all
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "penalty", "decay")
 
     def factor(self, overlap: float) -> float:
         return 1.0 + self.penalty * math.exp(-self.decay * overlap)

@@ -258,29 +258,3 @@ def _exchange(
             change += [(int(theirs[column - 1]), bag)] if column else []
             best = (float(score[row, column]), change)
     return best[1] if best else None
-
-
-def candidate_topologies(work: Sequence[float], num_workers: int, legal: Sequence[int]) -> list[tuple[int, ...]]:
-    """Bag sizes worth trying: every homogeneous one, and mixes that give each sequence about the share it needs."""
-    legal = sorted(k for k in set(legal) if k <= num_workers)
-    found = [(size,) * (num_workers // size) for size in legal if num_workers % size == 0]
-    share = sum(work) / num_workers if num_workers else 0.0
-    for slack in (0.6, 0.8, 1.0, 1.3, 1.7):
-        counts = dict.fromkeys(legal, 0.0)
-        for weight in work:
-            need = weight / (share * slack) if share > 0 else 1.0
-            counts[next((size for size in legal if size >= need), legal[-1])] += weight / share if share > 0 else 0.0
-        left, mix = num_workers, []
-        for size in sorted(legal, reverse=True):
-            number = min(left // size, round(counts[size] / size + (0.3 if counts[size] > 0 else 0.0)))
-            mix += [size] * number
-            left -= size * number
-        smallest = legal[0]
-        mix += [smallest] * (left // smallest)
-        if sum(mix) == num_workers and tuple(sorted(mix)) not in found:
-            found.append(tuple(sorted(mix)))
-    return found
-
-
-def topology_name(sizes: Sequence[int]) -> str:
-    return "+".join(f"g{size}n{list(sizes).count(size)}" for size in sorted(set(sizes)))

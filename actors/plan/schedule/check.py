@@ -1,4 +1,4 @@
-"""The legality check: every plan passes it before it runs. Tolerant of rounding only."""
+"""The legality check, which every plan passes before it runs. It forgives rounding errors and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.schedule.evaluator import ItemKey, cascade_seconds, done_results, handoff_seconds, index_items
+from actors.plan.schedule.evaluator import cascade_seconds, handoff_seconds
+from actors.plan.schedule.problem import ItemKey, done_results, index_items
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
 TOLERANCE_S = 1e-6

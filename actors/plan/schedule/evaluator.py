@@ -13,63 +13,41 @@ from dataclasses import replace
 
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
-
-ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
-
-
-def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:
-    """Items by (step, id). Raises PlanError when an id occurs twice in a step."""
-    items: dict[ItemKey, Item] = {}
-    for number, step in enumerate(steps, first_step):
-        for item in step:
-            if (number, item.id) in items:
-                raise PlanError(f"step {number}: item {item.id!r} occurs twice. Give every item of a step its own id.")
-            items[number, item.id] = item
-    return items
+from actors.plan.schedule.problem import ItemKey, Placement, PlannedJob, Problem
+from actors.plan.types import Cascade, Item, Module, Part
 
 
-def done_results(done: Sequence[EarlyEncode], items: Mapping[ItemKey, Item]) -> list[tuple[ItemKey, EarlyEncode]]:
-    """The first item of each finished encode's id; results of items that are not planned are left out."""
-    first: dict[str, ItemKey] = {}
-    for key in items:
-        first.setdefault(key[1], key)
-    return [(first[result.item], result) for result in done if result.item in first]
+def to_cascades(problem: Problem, jobs: Sequence[PlannedJob], placed: Sequence[Placement]) -> list[Cascade]:
+    """Timed cascades of a decision, in its order."""
+    serial: dict[tuple[ItemKey, Module, int], int] = {}
+    numbers: dict[tuple[ItemKey, Module], int] = {}
+    for job in jobs:
+        serial[job.item, job.module, job.first] = numbers.setdefault((job.item, job.module), 0)
+        numbers[job.item, job.module] += 1
+    order = []
+    for decision in placed:
+        job = jobs[decision.job]
+        order.append(
+            Cascade(
+                id=f"{job.item[1]}/{job.module}/{serial[job.item, job.module, job.first]}",
+                module=job.module,
+                step=job.step,
+                degree=len(decision.workers),
+                parts=(Part(item=job.item[1], first=job.first, count=job.count),),
+                workers=decision.workers,
+                start_s=0.0,
+                end_s=0.0,
+            )
+        )
+    return simulate(problem, order)
 
 
-def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> float:
-    """Predicted duration: the parts' price at this degree times the factor of the bag.
-
-    Equal-shaped parts are priced as one batch; unequal ones (a knapsack bag) run one after the other.
-    """
-    shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
-    for part in cascade.parts:
-        item = items[cascade.step, part.item]
-        count, text = shapes.get((item.frames, item.height, item.width), (0, 0.0))
-        shapes[item.frames, item.height, item.width] = (count + part.count, text + part.count * item.text_tokens)
-    seconds = sum(
-        profile.seconds(cascade.module, count, *shape, cascade.degree, round(text / count))
-        for shape, (count, text) in shapes.items()
-    )
-    return seconds * topology.factor(cascade.workers)
-
-
-def simulate(
-    order: Iterable[Cascade],
-    steps: Sequence[Sequence[Item]],
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    first_step: int = 0,
-    done: Sequence[EarlyEncode] = (),
-    topology: Topology | None = None,
-) -> list[Cascade]:
+def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
     """Time cascades in list order; their own start_s and end_s are ignored. Starts are as early as the rules allow."""
-    topology = topology or Topology(cluster, profile.cross_node)
-    items = index_items(steps, first_step)
+    items, profile, topology = problem.items, problem.profile, problem.topology
     free = [0.0] * topology.num_workers
     encoded: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...]]]] = {}
-    for key, result in done_results(done, items):
+    for (key, _), result in problem.finished.items():
         for sample in range(items[key].batch):
             encoded.setdefault((key, sample), []).append((0.0, result.workers))
     step_end: dict[int, float] = {}
@@ -102,3 +80,20 @@ def handoff_seconds(bag: set[int], producers: Sequence[int], item: Item, count: 
     if not bag.isdisjoint(producers):
         return 0.0
     return profile.handoff_seconds(count, item.frames, item.height, item.width)
+
+
+def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> float:
+    """Predicted duration: the parts' price at this degree times the factor of the bag.
+
+    Equal-shaped parts are priced as one batch; unequal ones (a knapsack bag) run one after the other.
+    """
+    shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
+    for part in cascade.parts:
+        item = items[cascade.step, part.item]
+        count, text = shapes.get((item.frames, item.height, item.width), (0, 0.0))
+        shapes[item.frames, item.height, item.width] = (count + part.count, text + part.count * item.text_tokens)
+    seconds = sum(
+        profile.seconds(cascade.module, count, *shape, cascade.degree, round(text / count))
+        for shape, (count, text) in shapes.items()
+    )
+    return seconds * topology.factor(cascade.workers)

@@ -1,11 +1,10 @@
-"""Figures of a plan: makespan, idle share, WIR, CV_step, compute CV, peak memory; and the assembly of a Plan."""
+"""A Plan of timed cascades, with its figures: makespan, idle share, WIR, CV_step, compute CV; and bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.plan.schedule.bounds import step_bound
 from actors.plan.schedule.problem import Problem
 from actors.plan.types import MODULES, Cascade, Module, Plan, StepPlan
 
@@ -86,3 +85,30 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -
             )
         )
     return Plan(strategy=problem.options.strategy, steps=tuple(steps))
+
+
+def step_bound(problem: Problem, step: int, modules: Sequence[Module]) -> float:
+    """Seconds that a step needs at least when its work in `modules` runs within it."""
+    area, path = 0.0, 0.0
+    for key in problem.items:
+        if key[0] != step:
+            continue
+        encode, dit = 0.0, 0.0
+        for module in modules:
+            if problem.needs(key, module):
+                module_area, quick = problem.cheapest(key, module)
+                area += module_area
+                if module == "dit":
+                    dit = quick
+                else:
+                    encode = max(encode, quick)
+        path = max(path, encode + dit)
+    return max(area / sum(problem.topology.speed), path)
+
+
+def mean_bound(problem: Problem) -> float:
+    """Mean seconds per step that any plan of the whole horizon needs: all areas over all workers."""
+    area = sum(
+        problem.cheapest(key, module)[0] for key in problem.items for module in MODULES if problem.needs(key, module)
+    )
+    return area / sum(problem.topology.speed) / max(len(problem.steps), 1)

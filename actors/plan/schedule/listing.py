@@ -1,10 +1,14 @@
-"""List scheduling: jobs in a given order with given degrees go where they end first."""
+"""List scheduling: jobs in a given order with given degrees go where they end first; gaps are filled afterwards.
+
+A bag over several nodes takes as few nodes as possible, balanced, on the same NIC rails, nearest workers first.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
-from actors.plan.schedule.bags import pick_on, span
+from actors.plan.costs.topology import Topology
 from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepContext
 
 EPS = 1e-9
@@ -19,7 +23,7 @@ class ListSchedule:
         self.problem = problem
         self.context = context
         self.topology = problem.topology
-        self.jobs = jobs
+        self.jobs = list(jobs)
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
         self.handoff = problem.profile.handoff.latency_s > 0 or problem.profile.handoff.gib_per_s > 0
@@ -28,19 +32,30 @@ class ListSchedule:
         self.placed: list[Placement] = []
         self.where: dict[int, tuple[int, ...]] = {}
 
-    def with_more(self, jobs: Sequence[PlannedJob]) -> ListSchedule:
-        """The same schedule with more jobs, which are not placed yet."""
-        other = ListSchedule(self.problem, [*self.jobs, *jobs], self.context)
-        other.free, other.sorted_free = list(self.free), [list(times) for times in self.sorted_free]
-        other.begin, other.end = [*self.begin, *[0.0] * len(jobs)], [*self.end, *[0.0] * len(jobs)]
-        other.placed, other.where = list(self.placed), dict(self.where)
-        return other
+    @property
+    def step_end(self) -> float:
+        """End of the step: of its last dit, or of its last encode where it has no dit."""
+        own = [i for i, job in enumerate(self.jobs) if not job.optional and i in self.where]
+        dits = [i for i in own if self.jobs[i].module == "dit"] or own
+        return max((self.end[i] for i in dits), default=self.context.barrier_s)
 
-    def place(self, index: int, degree: int) -> float:
-        """Put a job on the workers where it ends first; returns its end. The degree must be one of its modes."""
+    @property
+    def score(self) -> float:
+        """End of the step plus what later steps pay: encodes left to them, and workers that are busy beyond it."""
+        end = self.step_end
+        optional = [i for i, job in enumerate(self.jobs) if job.optional]
+        if not optional:
+            return end
+        left = sum(self.jobs[i].worth_s for i in optional if i not in self.where)
+        over = sum(max(time_s - end, 0.0) for time_s in self.free) / len(self.free)
+        delay = max((self.end[i] - end - self.jobs[i].slack_s for i in optional if i in self.where), default=0.0)
+        return end + left + over + max(delay, 0.0)
+
+    def place(self, index: int, degree: int) -> None:
+        """Put a job on the workers where it ends first. The degree must be one of its modes."""
         job = self.jobs[index]
         ready = self._ready(index)
-        producers = {w for pred in job.preds for w in self.where.get(pred, ())}
+        producers = self._producers(job)
         best: tuple[float, int, float, tuple[int, ...]] | None = None
         seconds = job.seconds(degree)
         for workers in self._bags(degree, ready, producers):
@@ -50,46 +65,66 @@ class ListSchedule:
             if best is None or rank < best:
                 best = rank
         assert best is not None, f"degree {degree} on {self.topology.num_workers} workers"
-        return self._settle(index, best[3], best[0])
+        self.fix(index, best[3])
 
-    def put(self, index: int, degree: int, nodes: Sequence[int], turn: int = 0) -> float:
+    def put(self, index: int, degree: int, nodes: Sequence[int], turn: int = 0) -> None:
         """Put a job on the given nodes, in equal shares. `turn` varies which of equally free workers are taken."""
-        job = self.jobs[index]
         ready = self._ready(index)
-        producers = {w for pred in job.preds for w in self.where.get(pred, ())}
         if len(nodes) == 1:
-            workers = self._pick(self.topology.workers[nodes[0]], degree, ready, producers, turn)
+            producers = self._producers(self.jobs[index])
+            self.fix(index, self._pick(self.topology.workers[nodes[0]], degree, ready, producers, turn))
         else:
             given = [(node, degree // len(nodes)) for node in nodes]
-            workers = pick_on(self.topology, self.free, given, ready, turn)
-        start = max(ready, max(self.free[w] for w in workers), self._handoff_ready(job, workers))
-        return self._settle(index, workers, start + job.seconds(degree) * self.topology.factor(workers))
+            self.fix(index, _common_rails(self.topology, self.free, given, ready, turn))
 
-    def fix(self, index: int, workers: tuple[int, ...]) -> float:
-        """Put a job on exactly these workers."""
-        start = max(
-            self._ready(index), max(self.free[w] for w in workers), self._handoff_ready(self.jobs[index], workers)
-        )
-        degree = len(workers)
-        return self._settle(index, workers, start + self.jobs[index].seconds(degree) * self.topology.factor(workers))
-
-    def insert(self, index: int, workers: tuple[int, ...], start: float, end: float) -> None:
-        """Put a job into an idle gap; the caller vouches for the gap and restores the order of `placed`."""
-        self.begin[index], self.end[index], self.where[index] = start, end, workers
-        self.placed.append(Placement(index, workers))
-        for worker in workers:
-            self.free[worker] = max(self.free[worker], end)
-
-    def _settle(self, index: int, workers: tuple[int, ...], end: float) -> float:
+    def fix(self, index: int, workers: tuple[int, ...]) -> None:
+        """Put a job on exactly these workers, as early as they, its encodes and the barrier allow."""
+        job = self.jobs[index]
+        start = max(self._ready(index), max(self.free[w] for w in workers), self._handoff_ready(job, workers))
+        seconds = job.seconds(len(workers)) * self.topology.factor(workers)
+        end = start + seconds
         for worker in workers:
             self.free[worker] = end
         for node in {self.topology.node[w] for w in workers}:
             self.sorted_free[node] = sorted([self.free[w] for w in self.topology.workers[node]])
-        self.begin[index] = end - self.jobs[index].seconds(len(workers)) * self.topology.factor(workers)
-        self.end[index] = end
+        self.begin[index], self.end[index] = end - seconds, end
         self.where[index] = workers
         self.placed.append(Placement(index, workers))
-        return end
+
+    def fill(self, deadline: float, more: Sequence[PlannedJob] = ()) -> None:
+        """Encodes of later steps, `more` of them too, into idle gaps; the most urgent and largest first.
+
+        They start before the end of the step and end by it; nothing else moves. The cheapest degree that finds a gap is
+        taken, in the earliest gap. The schedule's order is by start time afterwards.
+        """
+        self.jobs += more
+        self.begin += [0.0] * len(more)
+        self.end += [0.0] * len(more)
+        left = [i for i, job in enumerate(self.jobs) if job.optional and i not in self.where]
+        if not left:
+            return
+        busy, end_s = _busy(self), self.step_end
+        for index in sorted(left, key=lambda i: (self.jobs[i].step, -self.jobs[i].worth_s, i)):
+            if time.perf_counter() > deadline:
+                break
+            for _, degree, seconds in sorted((k * s, k, s) for k, s in self.jobs[index].modes):
+                found = _gap(self, busy, degree, seconds, end_s)
+                if found is not None:
+                    self._insert(index, found[1], found[0], found[0] + seconds * self.topology.factor(found[1]), busy)
+                    break
+        self.placed.sort(key=lambda placed: self.begin[placed.job])
+
+    def _insert(
+        self, index: int, workers: tuple[int, ...], start: float, end: float, busy: list[list[tuple[float, float]]]
+    ) -> None:
+        self.begin[index], self.end[index], self.where[index] = start, end, workers
+        self.placed.append(Placement(index, workers))
+        for worker in workers:
+            self.free[worker] = max(self.free[worker], end)
+            busy[worker].append((start, end))
+
+    def _producers(self, job: PlannedJob) -> set[int]:
+        return {w for pred in job.preds for w in self.where.get(pred, ())}
 
     def _ready(self, index: int) -> float:
         job = self.jobs[index]
@@ -125,7 +160,7 @@ class ListSchedule:
                     begin = times[degree - 1]
                     ranked.append((max(begin, ready), -begin, node))
             if not ranked:
-                return [span(self.topology, self.free, degree, ready)]
+                return [_over_nodes(self.topology, self.free, degree, ready)]
             earliest = min(ranked)
             nodes = [node for begin, idle, node in ranked if begin == earliest[0] and idle == earliest[1]][:3]
             nodes += [n for n in {self.topology.node[w] for w in producers} if n not in nodes]
@@ -140,7 +175,7 @@ class ListSchedule:
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
                     bags.append(self._pick(fast, degree, ready, producers))
-        return bags or [span(self.topology, self.free, degree, ready)]
+        return bags or [_over_nodes(self.topology, self.free, degree, ready)]
 
     def _pick(
         self, workers: Sequence[int], degree: int, ready: float, producers: set[int], turn: int = 0
@@ -154,3 +189,98 @@ class ListSchedule:
         while usable < len(ordered) and free[ordered[usable]] <= start + EPS:
             usable += 1
         return tuple(sorted(ordered[usable - degree : usable]))
+
+
+def _over_nodes(topology: Topology, free: Sequence[float], degree: int, ready: float) -> tuple[int, ...]:
+    """A bag of `degree` workers over the fewest nodes that can hold it, those that are free first."""
+    order = sorted(range(len(topology.workers)), key=lambda n: -len(topology.workers[n]))
+    count, total = 0, 0
+    while total < degree:
+        total += len(topology.workers[order[count]])
+        count += 1
+    share = -(-degree // count)
+
+    def available(node: int) -> float:
+        times = sorted(free[w] for w in topology.workers[node])
+        return times[min(share, len(times)) - 1]
+
+    ranked = sorted(order, key=lambda n: (len(topology.workers[n]) < share, available(n), n))
+    nodes = ranked[:count]
+    extra = count
+    while sum(len(topology.workers[n]) for n in nodes) < degree:
+        nodes.append(ranked[extra])
+        extra += 1
+    given = _shares(degree, [len(topology.workers[n]) for n in nodes])
+    assert given is not None, f"degree {degree} exceeds {topology.num_workers} workers"
+    return _common_rails(topology, free, [(n, g) for n, g in zip(nodes, given) if g], ready)
+
+
+def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:
+    """How many workers each node gives: equal up to one, no more than it has. None when they are too few."""
+    given = [0] * len(sizes)
+    left = degree
+    while left:
+        open_nodes = [n for n in range(len(sizes)) if given[n] < sizes[n]]
+        if not open_nodes:
+            return None
+        node = min(open_nodes, key=lambda n: (given[n], -sizes[n], n))
+        given[node] += 1
+        left -= 1
+    return given
+
+
+def _common_rails(
+    topology: Topology, free: Sequence[float], given: Sequence[tuple[int, int]], ready: float, turn: int = 0
+) -> tuple[int, ...]:
+    """The given number of workers of each node: earliest common start, then common rails, then best fit."""
+    start = ready
+    for node, count in given:
+        start = max(start, sorted(free[w] for w in topology.workers[node])[count - 1])
+    usable = [[w for w in topology.workers[node] if free[w] <= start + EPS] for node, _ in given]
+    rails = sorted({topology.rail[w] for workers in usable for w in workers})
+    stock = {rail: [sum(topology.rail[w] == rail for w in workers) for workers in usable] for rail in rails}
+    # Rails present on every node first, the ones with most workers first: the overlap grows and few rails are used.
+    flip = -1 if turn % 2 else 1
+    rank = {rail: (-min(counts), -sum(counts), flip * ord(rail[0])) for rail, counts in stock.items()}
+    chosen: list[int] = []
+    for (_, count), workers in zip(given, usable):
+        workers.sort(key=lambda w: (rank[topology.rail[w]], -free[w], w))
+        chosen += workers[:count]
+    return tuple(sorted(chosen))
+
+
+def _busy(schedule: ListSchedule) -> list[list[tuple[float, float]]]:
+    """Intervals in which each worker cannot take a new job."""
+    busy: list[list[tuple[float, float]]] = [
+        [(-EPS, time_s)] if time_s > 0 else [] for time_s in schedule.context.free_s
+    ]
+    for index, workers in schedule.where.items():
+        for worker in workers:
+            busy[worker].append((schedule.begin[index], schedule.end[index]))
+    return busy
+
+
+def _gap(
+    schedule: ListSchedule, busy: list[list[tuple[float, float]]], degree: int, seconds: float, end_s: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """Earliest (start, workers) of one node, of workers with little idle time to lose."""
+    best: tuple[float, tuple[int, ...]] | None = None
+    for workers in schedule.topology.workers:
+        if len(workers) < degree:
+            continue
+        starts = sorted(
+            {end for w in workers for _, end in busy[w]} | {min(schedule.context.free_s[w] for w in workers)}
+        )
+        for start in starts:
+            if start + seconds > end_s + EPS or (best is not None and start >= best[0]):
+                break
+            idle = [
+                w
+                for w in workers
+                if all(end <= start + EPS or begin >= start + seconds - EPS for begin, end in busy[w])
+            ]
+            idle = [w for w in idle if schedule.topology.speed[w] == 1.0] if not schedule.topology.uniform else idle
+            if len(idle) >= degree:
+                best = (start, tuple(idle[:degree]))
+                break
+    return best

@@ -1,7 +1,7 @@
 """A planning problem as flat lists of jobs: what every strategy schedules.
 
 A job is one cascade to be: a module on a range of samples of an item, with its legal degrees. Strategies decide degree,
-order and workers; `to_cascades` turns their decision into cascades and `simulate` times them.
+order and workers; the evaluator makes cascades of their decision and times them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import Profile, refuse_degrees
 from actors.plan.costs.topology import Topology
-from actors.plan.schedule.evaluator import ItemKey, done_results, index_items, simulate
-from actors.plan.types import MODULES, Cascade, Cluster, EarlyEncode, Item, Module, Part, PlanError
+from actors.plan.types import MODULES, Cluster, EarlyEncode, Item, Module, PlanError
 
 ENCODERS: tuple[Module, ...] = ("text", "vae")
+
+ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
+EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +86,6 @@ class Placement:
     workers: tuple[int, ...]
 
 
-EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples
-
-
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What a step inherits from the steps before it."""
@@ -133,8 +132,8 @@ class Problem:
         self.numbers = range(first_step, first_step + len(steps))
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
-        self.cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}  # kept by bounds.py
-        self._refuse_illegal_degrees()
+        self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
+        refuse_degrees(options.degrees, profile.num_heads)
 
     def modes(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
         """Legal (degree, seconds) that this cluster can hold; seconds without any cross-node factor."""
@@ -168,7 +167,7 @@ class Problem:
         part = copy.copy(self)
         part.cluster = cluster
         part.topology = Topology(cluster, self.profile.cross_node)
-        part._modes, part.cheapest = {}, {}
+        part._modes, part._cheapest = {}, {}
         return part
 
     def jobs(
@@ -224,38 +223,29 @@ class Problem:
                     found.append(pattern)
         return found
 
-    def to_cascades(self, jobs: Sequence[PlannedJob], placed: Sequence[Placement]) -> list[Cascade]:
-        """Timed cascades of a decision, in its order."""
-        serial: dict[tuple[ItemKey, Module, int], int] = {}
-        numbers: dict[tuple[ItemKey, Module], int] = {}
-        for job in jobs:
-            serial[job.item, job.module, job.first] = numbers.setdefault((job.item, job.module), 0)
-            numbers[job.item, job.module] += 1
-        order = []
-        for decision in placed:
-            job = jobs[decision.job]
-            name = f"{job.item[1]}/{job.module}/{serial[job.item, job.module, job.first]}"
-            order.append(
-                Cascade(
-                    id=name,
-                    module=job.module,
-                    step=job.step,
-                    degree=len(decision.workers),
-                    parts=(Part(item=job.item[1], first=job.first, count=job.count),),
-                    workers=decision.workers,
-                    start_s=0.0,
-                    end_s=0.0,
-                )
-            )
-        return simulate(
-            order,
-            self.steps,
-            self.profile,
-            self.cluster,
-            first_step=self.first_step,
-            done=self.done,
-            topology=self.topology,
-        )
+    def cheapest(self, key: ItemKey, module: Module) -> tuple[float, float]:
+        """(fewest GPU-seconds, quickest seconds) of a module of an item over all cuts of its batch."""
+        item = self.items[key]
+        shape = (module, item.batch, item.frames, item.height, item.width, item.text_tokens)
+        if shape not in self._cheapest:
+            self._cheapest[shape] = self._least(key, module)
+        return self._cheapest[shape]
+
+    def _least(self, key: ItemKey, module: Module) -> tuple[float, float]:
+        area, quick = float("inf"), float("inf")
+        largest, fastest = max(self.cluster.nodes), max(self.topology.speed)
+        for pattern in self.patterns_of(key, module):
+            pattern_area, pattern_quick = 0.0, 0.0
+            for count in pattern:
+                priced = self.modes(module, self.items[key], count)
+                modes = [(k, s * (self.topology.best_span if k > largest else 1.0)) for k, s in priced]
+                if not modes:
+                    return 0.0, 0.0
+                pattern_area += min(k * s for k, s in modes)
+                pattern_quick = max(pattern_quick, min(s for _, s in modes))
+            area = min(area, pattern_area)
+            quick = min(quick, pattern_quick / fastest)
+        return area, quick
 
     def why_not(self, key: ItemKey, module: Module, count: int) -> str:
         """One sentence: why no degree can run it, and the smallest change that would help."""
@@ -309,9 +299,21 @@ class Problem:
             return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'
         return 'The profile lists no such shape: measure it, or set "extrapolate": true.'
 
-    def _refuse_illegal_degrees(self) -> None:
-        heads = self.profile.num_heads
-        for degree in self.options.degrees:
-            if degree < 1 or (heads is not None and heads % degree):
-                legal = [k for k in range(1, (heads or 8) + 1) if (heads or 8) % k == 0]
-                raise PlanError(f"degree {degree} does not divide the {heads} attention heads. Use some of {legal}.")
+
+def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:
+    """Items by (step, id). Raises PlanError when an id occurs twice in a step."""
+    items: dict[ItemKey, Item] = {}
+    for number, step in enumerate(steps, first_step):
+        for item in step:
+            if (number, item.id) in items:
+                raise PlanError(f"step {number}: item {item.id!r} occurs twice. Give every item of a step its own id.")
+            items[number, item.id] = item
+    return items
+
+
+def done_results(done: Sequence[EarlyEncode], items: Mapping[ItemKey, Item]) -> list[tuple[ItemKey, EarlyEncode]]:
+    """The first item of each finished encode's id; results of items that are not planned are left out."""
+    first: dict[str, ItemKey] = {}
+    for key in items:
+        first.setdefault(key[1], key)
+    return [(first[result.item], result) for result in done if result.item in first]

@@ -10,20 +10,20 @@ import logging
 from collections.abc import Sequence
 from itertools import combinations
 
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.figures import end_with_credit
 from actors.plan.schedule.listing import EPS, ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.strategies.knapsack import knapsack_step
-from actors.plan.strategies.search.anneal import SearchResult
-from actors.plan.strategies.search.realise import realise
-from actors.plan.strategies.search.space import useful_modes
+from actors.plan.strategies.search.improve import realise
+from actors.plan.strategies.search.space import SearchResult, useful_modes
 from actors.plan.strategies.search.step import best_schedule
 from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
 
 log = logging.getLogger(__name__)
-EXACT_S = 20.0  # it may take at least this long: a proof needs it, a budget of 0.2 s would be no yardstick
+EXACT_S = 20.0  # seconds that it may take even if the budget is smaller: a proof needs them
 RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up, the evaluator then uses the exact ones
 
 
@@ -42,7 +42,7 @@ def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
     if not start.jobs:
         return []
     best = improve_exactly(problem, start.jobs, start, seed)
-    found = problem.to_cascades(start.jobs, best.placed)
+    found = to_cascades(problem, start.jobs, best.placed)
     try:
         packed = knapsack_step(problem, step)
     except PlanError:  # knapsack has no legal plan here

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from actors.plan.schedule.evaluator import ItemKey
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.listing import ListSchedule
-from actors.plan.schedule.problem import PlannedJob, Problem
+from actors.plan.schedule.problem import ItemKey, PlannedJob, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.types import Cascade
 
@@ -36,7 +36,7 @@ def groups_step(
         for index, job in enumerate(jobs):
             if job.item == key:
                 schedule.place(index, _degree_of(job, chosen[key]))
-    return problem.to_cascades(jobs, schedule.placed)
+    return to_cascades(problem, jobs, schedule.placed)
 
 
 def _times(problem: Problem, jobs: Sequence[PlannedJob], key: ItemKey) -> dict[int, float]:

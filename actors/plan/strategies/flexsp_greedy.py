@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from actors.plan.schedule.evaluator import ItemKey
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import ItemKey, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.strategies.flexsp import Times, groups_step
 from actors.plan.types import Cascade

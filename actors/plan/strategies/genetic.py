@@ -10,7 +10,8 @@ import random
 import time
 from collections.abc import Sequence
 
-from actors.plan.schedule.allot import list_by_tail, tails
+from actors.plan.schedule.constructive import list_by_tail, tails
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
@@ -34,7 +35,9 @@ class Genetic:
 
 def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
     jobs = problem.jobs(steps=[step])
-    return problem.to_cascades(jobs, genetic_step(problem, jobs, seed, problem.options.budget_s).placed) if jobs else []
+    return (
+        to_cascades(problem, jobs, genetic_step(problem, jobs, seed, problem.options.budget_s).placed) if jobs else []
+    )
 
 
 def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> ListSchedule:

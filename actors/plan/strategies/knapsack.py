@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.plan.costs.forms import token_count
-from actors.plan.schedule.balance import Balance, assign, candidate_topologies, parse_topology
-from actors.plan.schedule.evaluator import ItemKey, simulate
-from actors.plan.schedule.problem import ENCODERS, Problem
+from actors.plan.schedule.balance import Balance, assign, parse_topology
+from actors.plan.schedule.evaluator import simulate
+from actors.plan.schedule.problem import ENCODERS, ItemKey, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.types import Cascade, Module, Part, PlanError
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is assigned as a whole: a sample, or a batch whose pieces the profile cannot price."""
+    """What goes to a bag as a whole: a sample, or a batch whose pieces the profile cannot price."""
 
     key: ItemKey
     first: int
@@ -52,15 +51,7 @@ def knapsack_step(problem: Problem, step: int, rule: Rule = assign) -> list[Casc
         for bag, members in enumerate(bags):
             mine = [unit for unit, where in zip(units, found) if where == replica * len(sizes) + bag]
             order += _bag_cascades(problem, mine, members, f"r{replica}b{bag}" if replicas > 1 else f"b{bag}")
-    return simulate(
-        order,
-        problem.steps,
-        problem.profile,
-        problem.cluster,
-        first_step=problem.first_step,
-        done=problem.done,
-        topology=problem.topology,
-    )
+    return simulate(problem, order)
 
 
 def _choose(
@@ -75,7 +66,7 @@ def _choose(
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
     work = [min(k * s for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units]
     best: tuple[float, tuple[int, ...], Balance] | None = None
-    for sizes in candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
+    for sizes in _candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
         try:
             found = _balance(problem, units, sizes, rule)
         except PlanError:
@@ -85,6 +76,28 @@ def _choose(
     if best is None:
         raise PlanError(f"knapsack: no topology of {workers} workers runs every sample. Use strategy cascade.")
     return best[1], best[2].bag_of, 1
+
+
+def _candidate_topologies(work: Sequence[float], num_workers: int, legal: Sequence[int]) -> list[tuple[int, ...]]:
+    """Bag sizes worth trying: every homogeneous one, and mixes that give each sequence about the share it needs."""
+    legal = sorted(k for k in set(legal) if k <= num_workers)
+    found = [(size,) * (num_workers // size) for size in legal if num_workers % size == 0]
+    share = sum(work) / num_workers if num_workers else 0.0
+    for slack in (0.6, 0.8, 1.0, 1.3, 1.7):
+        counts = dict.fromkeys(legal, 0.0)
+        for weight in work:
+            need = weight / (share * slack) if share > 0 else 1.0
+            counts[next((size for size in legal if size >= need), legal[-1])] += weight / share if share > 0 else 0.0
+        left, mix = num_workers, []
+        for size in sorted(legal, reverse=True):
+            number = min(left // size, round(counts[size] / size + (0.3 if counts[size] > 0 else 0.0)))
+            mix += [size] * number
+            left -= size * number
+        smallest = legal[0]
+        mix += [smallest] * (left // smallest)
+        if sum(mix) == num_workers and tuple(sorted(mix)) not in found:
+            found.append(tuple(sorted(mix)))
+    return found
 
 
 def _units(problem: Problem, step: int) -> list[Unit]:
@@ -107,9 +120,7 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
     tokens = np.zeros(len(units))
     for row, unit in enumerate(units):
         item = problem.items[unit.key]
-        tokens[row] = unit.count * (
-            item.text_tokens + token_count(problem.profile.geometry, item.frames, item.height, item.width)
-        )
+        tokens[row] = unit.count * (item.text_tokens + problem.profile.tokens(item.frames, item.height, item.width))
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
             if seconds is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.plan.schedule.allot import allot, list_by_tail
+from actors.plan.schedule.constructive import allot, list_by_tail
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
@@ -24,7 +25,7 @@ class LongestFirst:
 
 def _plan_step(problem: Problem, step: int) -> list[Cascade]:
     jobs = problem.jobs(steps=[step])
-    return problem.to_cascades(jobs, _best_of_targets(problem, jobs).placed) if jobs else []
+    return to_cascades(problem, jobs, _best_of_targets(problem, jobs).placed) if jobs else []
 
 
 def _best_of_targets(problem: Problem, jobs: Sequence[PlannedJob]) -> ListSchedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.problem import Placement, PlannedJob, Problem
 from actors.plan.schedule.strategy import Strategy, concatenated
 from actors.plan.types import Cascade, PlanError
@@ -63,7 +64,7 @@ def static_step(problem: Problem, step: int, degree: int) -> list[Cascade] | Non
                 if size is None:
                     return None
                 placed.append(Placement(index, group[:size]))
-    return problem.to_cascades(jobs, placed)
+    return to_cascades(problem, jobs, placed)
 
 
 def _degree_for(job: PlannedJob, degree: int) -> int | None:

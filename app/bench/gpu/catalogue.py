@@ -11,6 +11,7 @@ from app.bench.gpu import (
     dit_right,
     kernels_right,
     ops_speed,
+    slices,
     train_step,
     vae_speed,
 )
@@ -45,6 +46,7 @@ def catalogue(place: Place) -> list[Measurement]:
         *attention[FEW:],
         *vae_speed.measurements(),
         *counting.measurements(),
+        *slices.measurements(),
     ]
     assert len({one.name for one in found}) == len(found)
     return found

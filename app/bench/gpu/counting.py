@@ -59,7 +59,7 @@ def measurements() -> list[DispatchCount]:
     return [DispatchCount(family="wan", config=WAN_1_3B), DispatchCount(family="hunyuan", config=HUNYUAN_13B)]
 
 
-class DispatchCounter(TorchDispatchMode):
+class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
     """Counts inside its `with`. A value that is read from the stand-in is taken to be 0."""
 
     def __init__(self) -> None:

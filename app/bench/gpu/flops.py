@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.plan.costs.forms import Load, flop_coefficients
+from actors.plan.costs.flops import flop_coefficients
+from actors.plan.costs.forms import Load
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence
 

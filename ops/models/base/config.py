@@ -5,7 +5,9 @@ Imports neither torch nor Ray.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from ops.attention.names import AttentionName
 from ops.ranges import above, between, check_numbers
@@ -26,7 +28,7 @@ class DiTConfig:
     ffn_dim: int = 512
     freq_dim: int = 64  # width of the sinusoidal timestep embedding, where the family has a choice
     text_dim: int = 64  # width of the text encoder's output
-    in_channels: int = 16  # latent channels of the VAE
+    in_channels: int = 16  # latent channels of the VAE, and behind them those of conditions
     out_channels: int = 16
     patch: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
@@ -72,6 +74,55 @@ class DiTConfig:
     def rope_split(self) -> tuple[int, int, int]:
         """Head sizes that RoPE gives to (t, h, w); even, and their sum is the head's."""
         raise NotImplementedError(f"{type(self).__name__} does not say how RoPE splits a head.")
+
+    @property
+    def image_width(self) -> int:
+        """Width of the image embeddings that the blocks attend to; 0: none."""
+        return 0
+
+    @property
+    def starts_from_image(self) -> bool:
+        """Whether a clip is made from its first frame."""
+        return False
+
+    @property
+    def part(self) -> str:
+        """The folder of its weights in a pipeline of Diffusers."""
+        return "transformer"
+
+    @property
+    def sigmas(self) -> tuple[float, float]:
+        """The noise levels [low, high) that it is for: all, or those of one of two experts."""
+        return 0.0, 1.0
+
+    @property
+    def two_experts(self) -> bool:
+        """Whether another transformer is for the other noise levels."""
+        return self.sigmas != (0.0, 1.0)
+
+    def other_expert(self) -> Self:
+        """The settings of the transformer for the other noise levels, in the same folder."""
+        raise NotImplementedError(f"{type(self).__name__} knows of no second expert.")
+
+    def of_pipeline(self, index: Mapping[str, Any]) -> Self:
+        """The same with what a pipeline's model_index.json says of its transformers."""
+        return self
+
+    @property
+    def frame_times(self) -> bool:
+        """Whether frames of a clip may have times of their own, and so a first frame be given clean."""
+        return False
+
+    def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
+        """The same for a VAE of these latent channels and stride over time, and encoders of these widths (0: no image
+        encoder). Raises ValueError for an image encoder that this transformer does not listen to."""
+        del stride_t
+        if image_dim:
+            raise ValueError(
+                f"model.image makes embeddings, and a transformer of architecture {self.architecture} takes none. "
+                f"Leave model.image out."
+            )
+        return replace(self, in_channels=channels, out_channels=channels, text_dim=text_dim)
 
     @property
     def block_counts(self) -> tuple[int, ...]:

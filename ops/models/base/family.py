@@ -2,8 +2,8 @@
 
 Loading, export, LoRA, sampling, parity and the notes before a run iterate over `ops.models.families.FAMILIES` and name
 no family themselves. What all families have in common today (flow objective, T5 text at its true length or padded with
-zeros, one transformer, latents normalised by the VAE's config.json) is not a field yet: the first family that differs
-makes it one, with the old behaviour as its default.
+zeros, one transformer) is not a field yet: the first family that differs makes it one, with the old behaviour as its
+default.
 
 Imports neither torch nor Ray; the callables that need them import them when called.
 """
@@ -14,20 +14,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ops.config import FlowConfig
+
 Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are its business
+
+
+def config_normalisation(fields: Json, channels: int, module: object) -> tuple[list[float], list[float]]:
+    """From config.json alone: latents_mean and latents_std, or scaling_factor and shift_factor."""
+    del module
+    mean, std = fields.get("latents_mean"), fields.get("latents_std")
+    if mean is not None and std is not None:
+        return list(mean), list(std)
+    return [fields.get("shift_factor") or 0.0] * channels, [1.0 / float(fields["scaling_factor"])] * channels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VAEClass:
-    """A Diffusers autoencoder. `numbers` reads its config.json: (latent channels, strides over t, h, w)."""
+    """A Diffusers autoencoder. `numbers` reads its config.json: (latent channels, strides over t, h, w).
+
+    `normalisation` says what takes its latents to what the transformer was trained on: (mean, standard deviation) of
+    each channel. It sees the fields of config.json, the number of channels, and the loaded module, whose buffers hold
+    them in some classes.
+    """
 
     name: str
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
+    normalisation: Callable[[Json, int, object], tuple[list[float], list[float]]] = config_normalisation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,21 +71,27 @@ class ParitySample:
     latent: Tensor
     timestep: Tensor
     text: Tensor
+    conditions: Conditions = NOTHING
+    clean_frames: int = 0  # of the token grid, at time 0; for families with `frame_times`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """`key_map`, `fixed_fields`, `read_rest` and `write_rest` together translate between config.json and `config`."""
 
-    name: str  # model.dit.architecture
-    config: type[DiTConfig]
-    model: Callable[[], type[nn.Module]]  # module(tokens, timesteps, text, layout, group) -> velocity tokens
+    config: type[DiTConfig]  # its `architecture` is the family's name and that of its folder
+    # module(tokens, timesteps, text, layout, group, conditions) -> velocity tokens
+    model: Callable[[], type[nn.Module]]
 
     diffusers_class: str  # of the transformer, whose parameter names are ours
-    pipeline_class: str
+    pipeline_class: Callable[[Any], str]  # of a config of this family
     vae: VAEClass
     missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run does not train with
     missing_note: str = ""  # what a user must know of them
+    surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
+    # (latent [C, t, h, w] of a clip's first frame followed by grey, the VAE's stride over time) -> the channels of
+    # `config.fitted` behind the noisy ones, [Q, t, h, w]
+    first_frame: Callable[[Tensor, int], Tensor] | None = None
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
     fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong
@@ -76,11 +100,17 @@ class Family:
     write_rest: Callable[[Any], dict[str, object]]  # config -> further keys of config.json
 
     lora_names: LoraNames
-    scheduler: Callable[[float], Scheduler]  # of a flow shift
+    scheduler: Callable[[FlowConfig], Scheduler]  # of the flow that was trained
     wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
-    parity_inputs: Callable[
-        [Any, ParitySample], dict[str, Tensor]
-    ]  # (config of this family, sample) -> what the Diffusers class takes
+    # (config of this family, sample) -> what the Diffusers class takes
+    parity_inputs: Callable[[Any, ParitySample], dict[str, Tensor]]
+    parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
-    export_notes: Callable[[int], list[str]] = lambda pad_to: []  # model.text.pad_to -> how a pipeline is to be called
+    index: Callable[[FlowConfig], dict[str, object]] = lambda flow: {}  # further entries of model_index.json
+    # (config of this family, model.text.pad_to) -> how a pipeline is to be called
+    export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
+
+    def settings(self, **values: object) -> DiTConfig:
+        """The settings of a transformer of this family, with its defaults where none are given."""
+        return self.config(**values)  # type: ignore[arg-type]  # each family has its own default of `architecture`

@@ -1,7 +1,7 @@
 """Layers that the transformers share, with Diffusers' parameter names.
 
 Modules named after a norm hold parameters only; the fused ops of ops/fused.py do the arithmetic.
-S sequences, n local rows, D model width.
+S sequences, n local rows, D model width, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ops.fused import qk_norm_rope
 from ops.packing import Layout
 
 Activation = Callable[[Tensor], Tensor]
@@ -49,13 +50,15 @@ class _Projection(nn.Module):
 class FeedForward(nn.Module):
     """Diffusers' FeedForward: net.0.proj, activation, net.2."""
 
-    def __init__(self, dim: int, inner_dim: int, activation: Activation = gelu_tanh) -> None:
+    def __init__(
+        self, dim: int, inner_dim: int, activation: Activation = gelu_tanh, out_dim: int | None = None
+    ) -> None:
         super().__init__()
-        self.net = nn.ModuleList([_Projection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, dim)])
+        self.net = nn.ModuleList([_Projection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, out_dim or dim)])
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, D] -> [n, D]"""
+        """[n, D] -> [n, D], or [n, out_dim]"""
         projection = self.net[0]
         assert isinstance(projection, _Projection)
         return self.net[2](self.activation(projection.proj(x)))
@@ -70,6 +73,41 @@ class PatchEmbedding(nn.Conv3d):
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, C * patch] -> [n, D]"""
         return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class Attention(nn.Module):
+    """Projections and QK-norm weights (over all heads) of one attention."""
+
+    def __init__(self, dim: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.head_dim, self.eps = head_dim, eps
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+
+    def project(
+        self, x: Tensor, context: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised, rotated q [n, H, d] of x; k, v [m, H, d] of the context."""
+        q, k = qk_norm_rope(
+            self.to_q(x),
+            self.to_k(context),
+            self.norm_q.weight,
+            self.norm_k.weight,
+            cos,
+            sin,
+            head_dim=self.head_dim,
+            eps=self.eps,
+        )
+        v = self.to_v(context)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def output(self, heads: Tensor) -> Tensor:
+        """[n, H, d] -> [n, D]"""
+        return self.to_out[0](heads.flatten(1))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,8 @@ from ops.models.hunyuan.config import HunyuanConfig, default_rope_split
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ops.config import FlowConfig
+
 
 def _model() -> type[nn.Module]:
     from ops.models.hunyuan.model import HunyuanDiT
@@ -46,9 +48,9 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
     }
 
 
-def _scheduler(shift: float) -> Scheduler:
+def _scheduler(flow: FlowConfig) -> Scheduler:
     """HunyuanVideoPipeline passes even sigmas to FlowMatchEuler, so its own spacing does not matter."""
-    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": shift})
+    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
 
 
 def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Tensor]:
@@ -66,12 +68,11 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
-HUNYUAN = Family(
-    name="hunyuan",
+FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
     diffusers_class="HunyuanVideoTransformer3DModel",
-    pipeline_class="HunyuanVideoPipeline",
+    pipeline_class=lambda config: "HunyuanVideoPipeline",
     vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ops.attention.varlen import attention
 from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
 from ops.models.base.layers import (
     FeedForward,
@@ -75,24 +76,26 @@ class HunyuanDiT(nn.Module):
         text: Tensor,
         layout: Layout,
         group: Group,
-        pooled: Tensor | None = None,
-        guidance: Tensor | None = None,
+        conditions: Conditions = NOTHING,
     ) -> Tensor:
         """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
 
-        pooled [S, pooled_dim] is the second text encoder's vector; without one it is the mean of the text where the
-        widths agree, else zero. guidance [S] (times 1000) is read by guidance-distilled weights only; 1000 by default.
+        `conditions.pooled` is the second text encoder's vector; without one it is the mean of the text where the widths
+        agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 by default.
         Collective over the group like WanDiT. Raises ValueError for shapes that do not fit the layout.
         """
         check_inputs(tokens, self.in_features, timesteps, text, layout)
         check_degree(layout.degree, self.config.num_heads)
+        if layout.has_clean_frames:
+            raise ValueError("a clip with clean frames: HunyuanVideo's blocks take one time for all of a clip.")
         mean = layout.text_mean(text.dtype) @ text
+        pooled = conditions.pooled
         if pooled is None:
             wanted = self.config.pooled_dim or self.config.text_dim
             pooled = mean if wanted == self.config.text_dim else text.new_zeros(len(layout), wanted)
         x = self.x_embedder(tokens)
         context = self.context_embedder(text, mean, timesteps, layout).index_select(0, layout.text_rows)
-        condition = F.silu(self.time_text_embed(timesteps, pooled, guidance))
+        condition = F.silu(self.time_text_embed(timesteps, pooled, conditions.guidance))
         shared = HunyuanBlockInputs(condition, *self._rope(layout, condition.dtype), layout, group)
         keep = self.config.gradient_checkpointing
         for block in self.transformer_blocks:

@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from ops.models.base.config import DiTConfig
+from ops.ranges import above, between, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanConfig(DiTConfig):
-    """Wan2.1 text to video."""
+    """Wan2.1 and 2.2: text to video, and image to video with the first frame as further input channels."""
 
     architecture: Literal["wan"] = "wan"
     cross_attn_norm: bool = True
+    # channels: the latent of (first frame, then grey) and a mask of its frames are joined to the noisy latent, as in
+    # Wan's image-to-video weights; none: text to video
+    first_frame: Literal["none", "channels"] = "none"
+    # Wan2.2 A14B has a transformer for high noise (transformer/) and one for low (transformer_2/); a run trains one
+    expert: Literal["none", "high", "low"] = "none"
+    boundary: float = 0.875  # the noise level between them; 0.9 for image to video; a folder's own counts
+    image_dim: int = 0  # width of the image encoder's output, whose rows the blocks attend to; follows model.image
+
+    def __post_init__(self) -> None:
+        DiTConfig.__post_init__(self)
+        check_numbers("model.dit", self, image_dim=between(0, 1 << 16), boundary=above(0, 0.999))
 
     @property
     def rope_split(self) -> tuple[int, int, int]:
         """Wan's 44, 42, 42 of 128: a third of the pairs each for h and w, the rest for t."""
         spatial = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * spatial, spatial, spatial
+
+    @property
+    def part(self) -> str:
+        return "transformer_2" if self.expert == "low" else "transformer"
+
+    @property
+    def sigmas(self) -> tuple[float, float]:
+        return {"none": (0.0, 1.0), "high": (self.boundary, 1.0), "low": (0.0, self.boundary)}[self.expert]
+
+    def other_expert(self) -> Self:
+        return replace(self, expert="low" if self.expert == "high" else "high")
+
+    def of_pipeline(self, index: Mapping[str, Any]) -> Self:
+        return replace(self, boundary=index.get("boundary_ratio") or self.boundary)
+
+    @property
+    def image_width(self) -> int:
+        return self.image_dim
+
+    @property
+    def starts_from_image(self) -> bool:
+        return self.first_frame != "none"
+
+    @property
+    def frame_times(self) -> bool:
+        return self.first_frame == "none"
+
+    def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
+        """See the base. Published image-to-video weights: 16 noisy channels, 4 of the mask, 16 of the condition."""
+        if image_dim and self.first_frame == "none":
+            raise ValueError(
+                "model.image makes embeddings of first frames, but model.dit.first_frame is none. Set it to channels, "
+                "or leave model.image out."
+            )
+        told = channels + stride_t if self.first_frame == "channels" else 0
+        return replace(self, in_channels=channels + told, out_channels=channels, text_dim=text_dim, image_dim=image_dim)

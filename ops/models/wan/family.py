@@ -1,4 +1,4 @@
-"""Wan2.1 text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""Wan2.1, text to video and image to video: Diffusers' names and numbers, and how they differ from other families."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ops.models.wan.config import WanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from ops.config import FlowConfig
 
 
 def _model() -> type[nn.Module]:
@@ -25,15 +27,45 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("z_dim", 16), (stride_t, stride_s, stride_s)
 
 
+_IMAGE_TO_VIDEO_TEXT = 512  # Diffusers' class takes all rows but so many of its context for those of the image
+
+
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    return {"patch": tuple(fields.get("patch_size", (1, 2, 2)))}
+    width = known["num_heads"] * known["head_dim"]
+    if fields.get("added_kv_proj_dim") not in (None, width):
+        raise ValueError(f"added_kv_proj_dim {fields['added_kv_proj_dim']} is not the transformer's width {width}.")
+    return {
+        "patch": tuple(fields.get("patch_size", (1, 2, 2))),
+        "first_frame": "channels" if known["in_channels"] != known["out_channels"] else "none",
+        "image_dim": fields.get("image_dim") or 0,
+    }
 
 
 def _write_rest(config: WanConfig) -> dict[str, object]:
-    return {"patch_size": list(config.patch), "rope_max_seq_len": 1024}
+    return {
+        "patch_size": list(config.patch),
+        "rope_max_seq_len": 1024,
+        "image_dim": config.image_dim or None,
+        "added_kv_proj_dim": config.dim if config.image_dim else None,
+    }
 
 
-def _scheduler(shift: float) -> Scheduler:
+def _pipeline_class(config: WanConfig) -> str:
+    return "WanPipeline" if config.first_frame == "none" else "WanImageToVideoPipeline"
+
+
+def _first_frame(latent: Tensor, stride_t: int) -> Tensor:
+    """[C, t, h, w] of (first frame, then grey) -> [stride_t + C, t, h, w]: a mask, 1 where a frame is given, before it.
+
+    A latent frame stands for `stride_t` frames of the clip, each with a channel of the mask (WanImageToVideoPipeline).
+    """
+    joined = latent.new_zeros(stride_t + len(latent), *latent.shape[1:])
+    joined[:stride_t, 0] = 1
+    joined[stride_t:] = latent
+    return joined
+
+
+def _scheduler(flow: FlowConfig) -> Scheduler:
     """WanPipeline passes no sigmas, and FlowMatchEuler's own end one step early, near 0.001. DPMSolver of order 1 is
     Euler, too, with the spacing of Wan's published schedulers."""
     settings = {
@@ -41,17 +73,25 @@ def _scheduler(shift: float) -> Scheduler:
         "solver_order": 1,
         "prediction_type": "flow_prediction",
         "use_flow_sigmas": True,
-        "flow_shift": shift,
+        "flow_shift": flow.flow_shift,
     }
     return Scheduler(name="DPMSolverMultistepScheduler", settings=settings)
 
 
 def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]:
-    return {
+    inputs = {
         "hidden_states": sample.latent[None],
         "timestep": sample.timestep,
         "encoder_hidden_states": sample.text[None],
     }
+    if sample.clean_frames:  # a time for each token
+        t, h, w = config.patch
+        times = sample.timestep.expand(sample.latent[0, ::t, ::h, ::w].shape).clone()
+        times[: sample.clean_frames] = 0
+        inputs["timestep"] = times.reshape(1, -1)
+    if sample.conditions.image is not None:
+        inputs["encoder_hidden_states_image"] = sample.conditions.image[None]
+    return inputs
 
 
 def _notes(path: str | None, pad_to: int) -> list[str]:
@@ -63,8 +103,15 @@ def _notes(path: str | None, pad_to: int) -> list[str]:
     ]
 
 
-def _export_notes(pad_to: int) -> list[str]:
-    """How WanPipeline is given the text conditioning of the training; it pads prompts with zeros."""
+def _export_notes(config: WanConfig, pad_to: int) -> list[str]:
+    """How the pipeline is given the text conditioning of the training; it pads prompts with zeros."""
+    if config.image_dim:
+        if pad_to == _IMAGE_TO_VIDEO_TEXT:
+            return []
+        return [
+            f"WanImageToVideoPipeline counts {_IMAGE_TO_VIDEO_TEXT} rows of text, and this run trained with "
+            f"model.text.pad_to {pad_to}: its clips differ from those of `heddle sample`."
+        ]
     if pad_to:
         return [
             f"WanPipeline pads prompts with zeros; pass max_sequence_length={pad_to} for the conditioning of the "
@@ -77,12 +124,13 @@ def _export_notes(pad_to: int) -> list[str]:
     ]
 
 
-WAN = Family(
-    name="wan",
+FAMILY = Family(
     config=WanConfig,
     model=_model,
     diffusers_class="WanTransformer3DModel",
-    pipeline_class="WanPipeline",
+    pipeline_class=_pipeline_class,
+    first_frame=_first_frame,
+    surplus=("norm_added_q",),  # of older image-to-video folders; no code has ever read it
     vae=VAEClass(name="AutoencoderKLWan", numbers=_vae_numbers),
     key_map={
         "num_layers": "num_layers",
@@ -96,18 +144,18 @@ WAN = Family(
         "cross_attn_norm": "cross_attn_norm",
         "eps": "eps",
     },
-    fixed_fields={
-        "qk_norm": "rms_norm_across_heads",
-        "image_dim": None,
-        "added_kv_proj_dim": None,
-        "pos_embed_seq_len": None,
-    },
+    fixed_fields={"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None},
     read_rest=_read_rest,
     write_rest=_write_rest,
-    lora_names=LoraNames(blocks=("blocks.",), projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")),
+    lora_names=LoraNames(
+        blocks=("blocks.",),
+        projections=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "net.0.proj", "net.2"),
+    ),
     scheduler=_scheduler,
     wan_steps=True,
     parity_inputs=_parity_inputs,
+    parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
+    index=lambda flow: {"expand_timesteps": True} if flow.first_frame else {},
     notes=_notes,
     export_notes=_export_notes,
 )

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.conditions import NOTHING, Conditions
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.models.base.layers import (
+    Attention,
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
@@ -40,7 +42,8 @@ class WanBlockInputs(NamedTuple):
     """What all blocks of one forward share."""
 
     text: Tensor  # [T, D]
-    modulation: Tensor  # [S, 6, D]
+    image: Tensor | None  # [I, D]
+    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
     cos: Tensor  # [n, d / 2]
     sin: Tensor
     layout: Layout
@@ -63,8 +66,19 @@ class WanDiT(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
         init_linear(self, head=self.proj_out)
 
-    def forward(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout, group: Group) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        layout: Layout,
+        group: Group,
+        conditions: Conditions = NOTHING,
+    ) -> Tensor:
         """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
+
+        Of the C channels the first C_out are noisy; image-to-video weights take a mask and the condition behind them
+        (`WanConfig.first_frame`), and with an `image_dim` the rows of `conditions.image`.
 
         Features are channel first on both sides, as `patchify` makes them. Collective over the group: every rank of
         the bag calls it (and its backward) for the same layouts in the same order, also with n = 0.
@@ -73,9 +87,10 @@ class WanDiT(nn.Module):
         check_inputs(tokens, self.in_features, timesteps, text, layout)
         check_degree(layout.degree, self.config.num_heads)
         x = self.patch_embedding(tokens)
-        time, modulation, text = self.condition_embedder(timesteps, text)
+        time, modulation, text = self.condition_embedder(layout.times(timesteps), text)
+        image = self.condition_embedder.image(conditions, layout)
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
-        shared = WanBlockInputs(text, modulation, cos, sin, layout, group)
+        shared = WanBlockInputs(text, image, modulation, cos, sin, layout, group)
         for block in self.blocks:
             x = maybe_checkpoint(self.config.gradient_checkpointing, block, x, shared)
         shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
@@ -92,6 +107,8 @@ class ConditionEmbedder(nn.Module):
         self.time_embedder = TwoLayerMLP(config.freq_dim, config.dim, nn.functional.silu)
         self.time_proj = nn.Linear(config.dim, 6 * config.dim)
         self.text_embedder = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
+        self.image_dim = config.image_dim
+        self.image_embedder = ImageEmbedding(config.image_dim, config.dim) if config.image_dim else None
 
     def forward(self, timesteps: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """timesteps [S], text [T, text_dim] -> time [S, D], modulation [S, 6, D], text [T, D]."""
@@ -103,40 +120,53 @@ class ConditionEmbedder(nn.Module):
         at_least_fp32 = torch.promote_types(weight.dtype, torch.float32)
         return time.to(at_least_fp32), modulation.to(at_least_fp32), self.text_embedder(text)
 
+    def image(self, conditions: Conditions, layout: Layout) -> Tensor | None:
+        """[I, D] of the first frames, where the weights listen to them. Raises ValueError for rows that do not fit."""
+        if self.image_embedder is None:
+            return None
+        rows, wanted = conditions.image, (sum(s.image_tokens for s in layout.sequences), self.image_dim)
+        if rows is None or tuple(rows.shape) != wanted:
+            raise ValueError(
+                f"image {None if rows is None else tuple(rows.shape)} does not fit the layout of {len(layout)} "
+                f"sequences: expected {wanted}."
+            )
+        return self.image_embedder(rows)
 
-class Attention(nn.Module):
-    """Projections and QK-norm weights (over all heads) of one attention."""
 
-    def __init__(self, dim: int, head_dim: int, eps: float) -> None:
+class ImageEmbedding(nn.Module):
+    """Diffusers' WanImageEmbedding: from an image encoder's rows to the width of the blocks."""
+
+    def __init__(self, in_dim: int, dim: int) -> None:
         super().__init__()
-        self.head_dim, self.eps = head_dim, eps
-        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
-        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+        self.norm1, self.norm2 = nn.LayerNorm(in_dim), nn.LayerNorm(dim)
+        self.ff = FeedForward(in_dim, in_dim, nn.functional.gelu, out_dim=dim)
 
-    def project(
-        self, x: Tensor, context: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised, rotated q [n, H, d] of x; k, v [m, H, d] of the context."""
-        q, k = qk_norm_rope(
-            self.to_q(x),
-            self.to_k(context),
-            self.norm_q.weight,
-            self.norm_k.weight,
-            cos,
-            sin,
-            head_dim=self.head_dim,
-            eps=self.eps,
-        )
-        v = self.to_v(context)
-        return self._heads(q), self._heads(k), self._heads(v)
+    def forward(self, rows: Tensor) -> Tensor:
+        """[I, in_dim] -> [I, D]"""
+        rows = ln_modulate(rows, weight=self.norm1.weight, bias=self.norm1.bias, eps=self.norm1.eps)
+        return ln_modulate(self.ff(rows), weight=self.norm2.weight, bias=self.norm2.bias, eps=self.norm2.eps)
 
-    def output(self, heads: Tensor) -> Tensor:
-        """[n, H, d] -> [n, D]"""
-        return self.to_out[0](heads.flatten(1))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+class ContextAttention(Attention):
+    """Cross-attention to the text and, in image-to-video weights, to the image: a softmax for each, and their sum."""
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__(config.dim, config.head_dim, config.eps)
+        self.backend = config.attention
+        if config.image_dim:
+            self.add_k_proj, self.add_v_proj = nn.Linear(config.dim, config.dim), nn.Linear(config.dim, config.dim)
+            self.norm_added_k = nn.RMSNorm(config.dim, config.eps)
+
+    def forward(self, x: Tensor, shared: WanBlockInputs) -> Tensor:
+        """[n, D] -> [n, D]"""
+        layout = shared.layout
+        q, k, v = self.project(x, shared.text)
+        heads = attention(q, k, v, layout.local_lengths, layout.text, self.backend)
+        if shared.image is not None:
+            k = self._heads(self.norm_added_k(self.add_k_proj(shared.image)))
+            v = self._heads(self.add_v_proj(shared.image))
+            heads = heads + attention(q, k.to(q.dtype), v, layout.local_lengths, layout.image, self.backend)
+        return self.output(heads)
 
 
 class WanBlock(nn.Module):
@@ -146,7 +176,7 @@ class WanBlock(nn.Module):
         super().__init__()
         self.eps, self.backend = config.eps, config.attention
         self.attn1 = Attention(config.dim, config.head_dim, config.eps)
-        self.attn2 = Attention(config.dim, config.head_dim, config.eps)
+        self.attn2 = ContextAttention(config)
         self.norm2 = nn.LayerNorm(config.dim, config.eps) if config.cross_attn_norm else None
         self.ffn = FeedForward(config.dim, config.ffn_dim)
         self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
@@ -167,8 +197,7 @@ class WanBlock(nn.Module):
             x, h = gate_residual_ln_modulate(
                 x, y, gate, None, None, segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=self.eps
             )
-        q, k, v = self.attn2.project(h, shared.text)
-        y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text, self.backend))
+        y = self.attn2(h, shared)
 
         x, h = gate_residual_ln_modulate(x, y, None, mlp_scale, mlp_shift, segments, eps=self.eps)
         return gate_residual(x, self.ffn(h), mlp_gate, segments)

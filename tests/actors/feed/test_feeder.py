@@ -29,7 +29,8 @@ from data.dataset.dataset import Dataset
 from data.ledger import Fault, Reason
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import resolve
 
 MODEL = ModelConfig()
 WIDTH = 48 * 4
@@ -174,6 +175,34 @@ def test_the_names_of_encoders_cover_every_file_of_their_folders(tmp_path: Path,
     (tmp_path / file).write_text("x")
     after = encoders(tmp_path)
     assert (before.vae != after.vae, before.text != after.text) == (changes == "vae", changes == "text")
+
+
+def test_latents_of_image_to_video_have_names_of_their_own() -> None:
+    """They hold what is told of the first frame, too: shapes, frames and names of a text-to-video run do not fit."""
+    plain = resolve(MODEL)[0]
+    told = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=ImageConfig(d_model=16))
+    models = [MODEL, told, replace(told, image=ImageConfig(d_model=16, seed=1)), replace(told, image=None)]
+    encoders = [Encoders.of(resolve(model)[0]) for model in models]
+    assert len({one.vae for one in encoders}) == 4
+    assert encoders[0].vae == Encoders.of(plain).vae and "first_frame" not in encoders[0].vae
+    widths = [(one.latent_width, one.latent_tail) for one in encoders]
+    assert widths == [(48 * 4, 0), (100 * 4, 1), (100 * 4, 1), (100 * 4, 0)]  # 5 rows of 16 numbers fit in one
+
+
+@pytest.mark.parametrize(("more", "found"), [(0, False), (1, True)])
+def test_cached_results_of_image_to_video_have_the_rows_of_the_image(
+    clips: Path, tmp_path: Path, more: int, found: bool
+) -> None:
+    dit = replace(MODEL.dit, first_frame="channels")
+    model, geometry = resolve(replace(MODEL, dit=dit, image=ImageConfig(d_model=16)))
+    feeder = Feeder(config(clips, tmp_path / "cache"), geometry, 0, Encoders.of(model), str(tmp_path))
+    item = feeder.dataset.step(0).items[0]
+    tokens = geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
+    names = feeder._cache_keys(item)[0]
+    assert feeder._cache is not None
+    for name in names:
+        feeder._cache.put("latents", name, np.ones((tokens + more, 400), np.float32))
+    assert (feeder._load("vae", 0, item, names) is not None) == found
 
 
 def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:

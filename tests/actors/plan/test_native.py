@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +20,14 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search import native
-from actors.plan.strategies.search.realise import realise
+from actors.plan.strategies.search.improve import realise
 from actors.plan.strategies.search.space import Space, build
-from actors.plan.strategies.search.step_jobs import StepsAhead, step_jobs
+from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="the C search was not built")
+ROOT = Path(__file__).resolve().parents[3]
 SHAPES = [(6, 5), (6, 13), (5, 25), (3, 41), (2, 57), (1, 81), (1, 97), (1, 113), (1, 129)]
 
 
@@ -33,7 +41,7 @@ def step_of(*numbers: int) -> list[Item]:
 def idle(problem: Problem) -> tuple[StepContext, list[PlannedJob]]:
     """The jobs of the first step and the encodes of all later ones, before anything ran."""
     context = StepContext.idle(problem.topology.num_workers)
-    return context, step_jobs(problem, context, 0, StepsAhead(tuple(range(1, len(problem.steps)))))
+    return context, choices(problem, context, 0, StepsAhead(tuple(range(1, len(problem.steps)))))[0]
 
 
 def plainest(space: Space) -> tuple[np.ndarray, np.ndarray]:
@@ -101,3 +109,42 @@ def test_the_wall_clock_ends_a_search(h100: Profile) -> None:
     started = time.perf_counter()
     native.anneal(space, [plainest(space)], 100.0, 0, 0.0, 0.05)
     assert time.perf_counter() - started < 2.0
+
+
+@pytest.fixture
+def looked_up() -> Iterator[None]:
+    """`native.library` looks again, in this test and after it."""
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("looked_up")
+def test_a_search_built_from_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
+    assert native.library() is None
+
+
+@needs_compiler
+@pytest.mark.usefixtures("looked_up")
+def test_a_copy_of_the_tree_without_built_files_uses_the_installed_search(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a job submitted to a cluster runs."""
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "actors" / "plan" / "strategies" / "search" / "native.py"))
+    assert native.library() is not None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_a_wheel_carries_the_search_and_is_made_without_a_compiler_too(compiler: str, tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "actors", tmp_path / "actors", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "made", "."]
+    environment = {**os.environ, "CC": compiler}
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    assert made.returncode == 0, made.stderr
+    (wheel,) = (tmp_path / "made").iterdir()
+    assert (str(native.BUILT) in zipfile.ZipFile(wheel).namelist()) == (compiler == "cc")

@@ -12,7 +12,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.evaluator import simulate
-from actors.plan.schedule.problem import PlanOptions
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search import native
 from actors.plan.types import Cluster, Item, Plan, PlanError
 from actors.planning.make_plan import make_plan
@@ -94,7 +94,7 @@ def test_the_evaluator_reproduces_every_start_from_the_order_alone(h100: Profile
     steps, cluster = workload("A-16gpu", 1)
     plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.05))
     order = sorted(plan.steps[0].cascades, key=lambda c: c.start_s)
-    for ours, again in zip(order, simulate(order, steps, h100, cluster)):
+    for ours, again in zip(order, simulate(Problem(steps, h100, cluster, PlanOptions()), order)):
         assert (ours.start_s, ours.end_s) == pytest.approx((again.start_s, again.end_s))
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
-from actors.plan.strategies.search.anneal import SearchResult
-from actors.plan.strategies.search.realise import draw_bag, realise
+from actors.plan.strategies.search.improve import draw_bag, realise
+from actors.plan.strategies.search.space import SearchResult
 from actors.plan.types import Cluster, Item
 
 CLUSTER = Cluster(nodes=(8, 8), rails="AABBCCDD")

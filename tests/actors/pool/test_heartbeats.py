@@ -221,3 +221,11 @@ def test_a_new_controller_numbers_anew_and_inherits_no_wish_that_a_worker_leaves
     monitor.scale(3)
     begun = monitor.begin()
     assert begun.wishes == OperatorRequests(target=3) and begun.generation == 4 and begun.seen == {}
+
+
+def test_a_met_wish_to_stop_does_not_stop_the_next_controller() -> None:
+    monitor = Monitor()
+    monitor.scale(3)
+    monitor.stop("Ctrl-C")
+    monitor.stopped()
+    assert monitor.report().wishes.stop == "" and monitor.report().wishes.target == 3

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import ray
 
 from actors.config import WorkersConfig
 from actors.messages import LOADING, Progress
+from actors.outcome import silent
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Refused
 from actors.pool.monitor import Monitor
 from actors.pool.weights import weights_bytes
 from actors.pool.workers import PoolNews
+from actors.records.events import WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
+from tests.actors.fakes import Handle, Listening
+
+CONFIG = WorkersConfig(min=1, max=4, device="cpu")
+
+
+class Starting:
+    """A pool: `pending` start, `names` are known, `lost` could not start at each look."""
+
+    def __init__(self, *pending: str, names: Sequence[str] = (), lost: tuple[str, str] | None = None) -> None:
+        self.pending, self.names, self.removed = list(pending), [*pending, *names], list[str]()
+        self._lost = (lost,) if lost is not None else ()
+
+    def poll(self) -> PoolNews:
+        return PoolNews(lost=self._lost)
+
+    def remove(self, name: str) -> None:
+        self.removed.append(name)
 
 
 @pytest.mark.parametrize(
@@ -45,23 +64,20 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
             )
         )
         monkeypatch.setattr(time, "monotonic", lambda: now)
-    handle, pool, told = Mock(), Mock(pending=["w3"], names=["w3"]), Mock()
-    pool.poll.return_value = PoolNews()
-    handle.collect.remote.return_value = monitor.collect()
+    handle, pool, listener = Handle(collect=monitor.collect), Starting("w3"), Listening()
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(ray, "available_resources", dict)
-    events: list[Any] = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, told, start_s=600).look()
+    events: list[Any] = Lookout(CONFIG, pool, handle, listener.on_event, start_s=600).look()
     assert (Refused(count=1) in events) == given_up
-    assert pool.remove.called == handle.remove.remote.called == told.called == given_up
+    assert pool.removed == [name for (name,) in handle.remove.asked] == (["w3"] if given_up else [])
+    assert listener.kinds == ([WorkerLost] if given_up else [])
 
 
 def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, pool = Mock(), Mock(pending=[], names=[])
-    pool.poll.return_value = PoolNews(lost=(("w5", "CUDA error: unknown"),))
-    handle.collect.remote.return_value = Monitor().collect()
+    handle, pool = Handle(collect=Monitor().collect), Starting(lost=("w5", "CUDA error: unknown"))
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(ray, "available_resources", dict)
-    lookout = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, Mock())
+    lookout = Lookout(CONFIG, pool, handle, silent)
     for _ in range(3):
         lookout.look()
     assert "CUDA error" in lookout.hopeless
@@ -72,7 +88,7 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
 
 
 def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monitor, handle, pool = Monitor(), Mock(), Mock(pending=[], names=["w1", "w2"])
+    monitor, pool = Monitor(), Starting(names=["w1", "w2"])
     for name, waiting_in in (("w1", ""), ("w2", "sum")):
         monitor.beat(
             Progress(
@@ -87,11 +103,10 @@ def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.
                 waiting_in=waiting_in,
             )
         )
-    pool.poll.return_value = PoolNews()
-    handle.collect.remote.return_value = monitor.collect()
+    handle = Handle(collect=monitor.collect)
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(ray, "available_resources", dict)
-    lookout = Lookout(WorkersConfig(min=1, max=4, device="cpu"), pool, handle, Mock())
+    lookout = Lookout(CONFIG, pool, handle, silent)
     lookout.look()
     assert lookout.doing("w2") == " in 'dit 9f 64x96 b2 sp1 s7' (phase backward) of step 7"
     assert "w1" in lookout.late() and lookout.doing("w9") == ""

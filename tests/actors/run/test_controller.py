@@ -1,198 +1,251 @@
-"""Parts of the controller that a small run does not bring up."""
+"""A whole run out of parts that answer at once: its steps, its generations, its end. No Ray is started."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import ray
 
-from actors.clock import PatientClock
-from actors.feed.step_source import StepSource
-from actors.messages import Origin
-from actors.pool.monitor import Monitor
-from actors.state import checkpoint_files as checkpoint
-from actors.state.checkpoint_writer import root_of
-from actors.state.commit_log import CommitLog, Stuck
-from actors.state.keeper import HeldShard, Standing
-from actors.state.recovery import recovery_from
-from actors.state.survivors import Survivors
-from actors.step import DataLost, GenerationLost, Seat
-from data.errors import DataIOError
+from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
+from actors.outcome import Events
+from actors.plan.types import Cascade, Item, Part, StepPlan
+from actors.pool.membership import Membership
+from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
+from actors.records.events import (
+    GenerationEnded,
+    GenerationFormed,
+    RunFinished,
+    RunStarted,
+    StepsRecovered,
+    WorkerDied,
+    WorkerDrained,
+)
+from actors.state.commit_log import CommitLog
+from actors.state.recovery import Recovery, recovery_from
+from actors.step import StepAssignment, StepData, StepItems, StepSamples
 from ops.geometry import Geometry
-from ops.shards import ShardState
-from tests.actors.exactness import MODEL
-from tests.actors.fakes import Handle, KeepersHere, Writing, collected, snapshot, state_of
+from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here
 
-ANOTHER_POSITION = {"step": 3}
+STEPS = 6
 
 
-def test_time_in_which_nobody_was_looked_at_is_held_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    clock, seen = PatientClock(), []
-    for now in (100.2, 102.0, 702.0, 702.2):  # the data took ten minutes to open
-        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        seen.append(clock.now())
-    assert seen == pytest.approx([100.2, 102.0, 107.0, 107.2])
+@pytest.fixture(autouse=True)
+def ray_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References are values here; an exception stands for a call that failed."""
 
-
-def held(step: int) -> HeldShard:
-    return HeldShard(step=step, generation=3, lo=0, hi=10, total=10, num_bytes=0)
-
-
-def write_checkpoint(run_dir: Path, step: int, token: dict[str, Any]) -> None:
-    folder = checkpoint.step_folder(root_of(run_dir), step)
-    checkpoint.begin(folder)
-    shard = ShardState(updates=step, lo=0, hi=4, total=4, arrays={"master": np.zeros(4, np.float32)})
-    file = checkpoint.write_shard(folder, shard)
-    checkpoint.seal(folder, {"step": step, "data_token": token, "parameters": []}, [(0, 4)], [file])
-
-
-def source(feeder: Any) -> StepSource:
-    made = StepSource(lambda: feeder, Geometry(), "sample", 10, 60.0)
-    made._feeder = feeder
-    return made
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ray.exceptions.ActorDiedError(),
-        ray.exceptions.OutOfMemoryError("killed"),
-        ray.exceptions.NodeDiedError("gone"),
-        ray.exceptions.ActorUnschedulableError("its node is gone"),
-    ],
-)
-def test_a_feeder_that_is_gone_is_lost_data_whatever_ray_calls_it(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    monkeypatch.setattr(ray, "get", Mock(side_effect=error))
-    with pytest.raises(DataLost):
-        source(Mock()).token(3)
-
-
-def test_storage_that_fails_keeps_its_name_on_the_way_to_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = ray.exceptions.RayTaskError("items", "traceback", DataIOError("storage: no answer from s3"))
-    monkeypatch.setattr(ray, "get", Mock(side_effect=failed))
-    with pytest.raises(DataIOError, match="no answer"):
-        source(Mock()).token(3)
-
-
-def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    feeder = Mock()
-    feeder.items.remote.side_effect = lambda step: f"items {step}"
-    feeder.batches.remote.side_effect = lambda step: f"batches {step}"
-    done = ["items 3", "items 4", "batches 3"]  # the batches of step 4 never come
-    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (done, [a for a in asked if a not in done]))
-
-    def get(reference: str, timeout: float) -> None:
-        if reference == "batches 3":
-            raise ray.exceptions.RayTaskError("batches", "traceback", DataIOError("00001.tar is gone"))
+    def get(value: Any, timeout: float | None = None) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
 
     monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(DataIOError, match=r"00001\.tar"):
-        source(feeder).has(3)
+    monkeypatch.setattr(ray, "wait", lambda values, num_returns, timeout: (list(values), []))
+    monkeypatch.setattr(ray, "kill", lambda handle, no_restart: None)
+    monkeypatch.setattr("actors.run.controller._LOOK_S", 0.0)
 
 
-@pytest.mark.parametrize("open_", [True, False])
-def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_known(open_: bool) -> None:
-    keepers = KeepersHere(Standing(committed=7, position=(7, ANOTHER_POSITION)), a=[held(7)])
-    positions = SimpleNamespace(token=lambda step: {"step": step}) if open_ else source(None)
-    commits, written = CommitLog(committed=7), []
-    writer = Writing()
-    writer.save_origin = lambda origin, meta: written.append(meta["data_token"])  # type: ignore[method-assign]
-    state_of(keepers=keepers, positions=positions, commits=commits, writer=writer, model=MODEL).keep_last(())
-    assert written == [{"step": 8} if open_ else ANOTHER_POSITION]
+class Source:
+    """One image in every step, decoded at once."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+
+    def open(self, first_step: int, token: object) -> dict[str, Any]:
+        self.opened.append(first_step)
+        return {}
+
+    def has(self, step: int, timeout_s: float) -> bool:
+        return True
+
+    def items(self, step: int) -> StepItems | None:
+        image = Item(id=f"s{step}", batch=1, frames=1, height=64, width=96, text_tokens=7)
+        return StepItems(step=step, items=(image,), keys=(("a/0/0",),)) if step < STEPS else None
+
+    def data(self, step: int) -> StepData:
+        items = self.items(step)
+        assert items is not None
+        samples = StepSamples.of(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry(), "sample")
+        batches: dict[str, Any] = {f"s{step}": "pixels"}
+        return StepData(items=items, samples=samples, batches=batches, cached={})
+
+    def request(self, step: int) -> None: ...
+    def ledger(self) -> dict[str, Any]:
+        return {}
+
+    def release(self, step: int) -> None: ...
+    def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("keepers", "disk", "expected"),
-    [
-        (7, None, "keepers"),
-        (7, 7, "keepers"),
-        (7, 5, "keepers"),
-        (3, 7, "disk"),
-        (3, 5, "disk"),
-        (None, 5, "disk"),
-        (8, 5, "disk"),
-        (3, 8, "keepers"),
-        (8, None, None),
-        (None, None, None),
-    ],
-)
-def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
-    tmp_path: Path, keepers: int | None, disk: int | None, expected: str | None
-) -> None:
-    position = (keepers, {"from": "keepers"}) if keepers is not None else None
-    if disk is not None:
-        write_checkpoint(tmp_path, disk, {"from": "disk"})
-    commits, kept = CommitLog(committed=7), KeepersHere(Standing(position=position))
-    state = state_of(tmp_path, keepers=kept, commits=commits)
-    assert state.data_token() == ({"from": expected} if expected else None)
+class Planning:
+    """All on the first worker."""
+
+    def plan(self, step: int, window: Any, cluster: Any, done: Any, budget_s: float) -> StepAssignment:
+        part = Part(item=f"s{step}", first=0, count=1)
+        cascades = tuple(
+            Cascade(
+                id=f"s{step}/{module}/0",
+                module=module,
+                step=step,
+                parts=(part,),
+                degree=1,
+                workers=(0,),
+                start_s=0,
+                end_s=1,
+            )
+            for module in ("text", "vae", "dit")
+        )
+        plan = StepPlan(step=step, cascades=cascades, makespan_s=1, lower_bound_s=1, planning_s=0, idle_ratio=0)
+        return StepAssignment(step=plan, cascades=cascades, planning_s=0.0)
+
+    def request(self, *question: Any) -> None: ...
+    def observe(self, *measured: Any) -> None: ...
+    def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("generation", [3, 4])
-def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(generation: int) -> None:
-    """A loss finds finished steps that nobody has committed yet: they are, when their state is found to be whole."""
-    commits, survivors, keepers = CommitLog(committed=6), Survivors(), KeepersHere(a=[held(7)])
-    state = state_of(keepers=keepers, commits=commits, survivors=survivors)
-    commits.add(collected(7, 3))
-    survivors.ended(3)
-    survivors.part(0, Handle(hand_over=lambda step: "w0"))  # type: ignore[arg-type]
-    survivors.exports = (snapshot(7),)
-    recovery = state.recover(4, ())
-    assert recovery.step == 7 and [done.running.step for done in recovery.newly_safe] == [7]
-    for done in recovery.newly_safe:
-        commits.commit(done.running.step)
-        state.committed(done, {})
-    commits.restart(recovery.step)
-    state.begin(recovery)
-    assert commits.committed == 7 and survivors.exports == (snapshot(7),) and keepers.told == [("rollback", 7, 4)]
-    state.committed(collected(8, generation), {})
-    assert bool(survivors.exports) == (generation < 4), "the new generation's first commit lets them go"
+class Held(StateHere):
+    """Every step is held as soon as it is finished; nothing is on disk before the end."""
+
+    def __init__(self, commits: CommitLog) -> None:
+        super().__init__(-1, STEPS - 1, first=-1)
+        self._commits, self.keepers = commits, SimpleNamespace(of=lambda rank: ())
+        self.recovered: list[int] = []
+
+    def recover(self, generation: int, holders: Sequence[Any]) -> Recovery:
+        newest = self._commits.newest
+        self.recovered.append(newest)
+        origin = Origin(step=newest) if newest >= 0 else None
+        return recovery_from(origin, generation, self._commits.committed, self._commits.finished)
+
+    def begin(self, recovery: Recovery) -> None: ...
+    def place_keepers(self, nodes: Sequence[str]) -> None: ...
+    def is_exported(self, step: int) -> bool:
+        return False
+
+    def finished(self, done: Any) -> None: ...
+    def committed(self, done: Any, position: object) -> None: ...
 
 
-def test_a_generation_goes_on_from_what_is_held_and_says_what_is_lost() -> None:
-    finished = [collected(step, 3) for step in (7, 8)]
-    safe = recovery_from(Origin(step=7), 4, 6, finished)
-    assert (safe.step, safe.newly_safe, safe.lost_steps) == (7, (finished[0],), 0)
-    lost = recovery_from(Origin(step=4), 4, 6, finished)
-    assert (lost.step, lost.newly_safe, lost.lost_steps) == (4, (), 2)
-    assert recovery_from(None, 4, 6, finished).lost_steps == 7
+class Workers:
+    """Two of them; `dies` says whether a worker dies in a step."""
+
+    def __init__(self, dies: Callable[[str, int], bool] = lambda name, step: False) -> None:
+        self._dies = dies
+        self.handles: dict[str, Any] = {name: self._worker(name) for name in ("w0", "w1")}
+        self.formed: list[FormTask] = []
+
+    def _worker(self, name: str) -> Handle:
+        def finish(task: FinishTask) -> tuple[StepReport, Snapshot | None] | Exception:
+            if self._dies(name, task.step):
+                return ray.exceptions.ActorDiedError()
+            return report(name, task.step), None
+
+        return Handle(
+            form=lambda task: self.formed.append(task),
+            finish_step=finish,
+            hand_over=lambda step: Handover(worker=name, exports=()),
+        )
+
+    def info(self, name: str) -> WorkerInfo:
+        return WorkerInfo(worker=name, node="n", host="h", pid=1, device="cpu", gpu_memory_gib=0.0)
+
+    def remove(self, name: str, frozen: bool = False) -> None:
+        del self.handles[name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.handles)
 
 
-def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_repair(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    newest = snapshot(7, "newest shard of w1")
-    answers: dict[str, Any] = {"w0": None, "w1": ray.exceptions.ActorDiedError()}
-    world = [Seat(name=name, node="n", handle=Handle(set_keepers=lambda given, name=name: name)) for name in answers]  # type: ignore[arg-type]
-
-    def get(reference: str) -> Any:
-        if isinstance(answers[reference], Exception):
-            raise answers[reference]
-        return answers[reference]
-
-    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: (references[:1], references[1:]))
-    monkeypatch.setattr(ray, "get", get)
-    stuck = Stuck(why="w1 is gone")
-    with pytest.raises(GenerationLost) as lost:
-        state_of(model=MODEL).repair_keepers(stuck, world, quiet=True)
-    assert lost.value.dead == ("w1",)
-    answers["w1"] = newest
-    assert state_of(model=MODEL).repair_keepers(stuck, world, quiet=True) == [newest]
+def report(worker: str, step: int) -> StepReport:
+    return StepReport(
+        worker=worker,
+        step=step,
+        loss=1.0,
+        weight=1.0,
+        grad_norm=1.0,
+        lr=1e-4,
+        applied=True,
+        spans=(),
+        peak_memory_gib=0.0,
+        rss_gib=0.0,
+    )
 
 
-def test_a_met_wish_to_stop_does_not_stop_the_next_controller() -> None:
-    monitor = Monitor()
-    monitor.scale(3)
-    monitor.stop("Ctrl-C")
-    monitor.stopped()
-    assert monitor.report().wishes.stop == "" and monitor.report().wishes.target == 3
+class Run:
+    """A run of two workers that come up at its first look; `later` are events by the step that is dispatched next."""
+
+    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None) -> None:
+        self.listener, self.commits = Listening(), CommitLog(committed=-1)
+        self.source, self.state = Source(), Held(self.commits)
+        coming: dict[int, list[Event]] = later or {}
+        up = [*(Joined(worker=n, node="n") for n in (0, 1)), *(Loaded(worker=n) for n in (0, 1))]
+
+        def look() -> list[Event]:
+            runner = self.controller.generations.runner
+            if runner is None:
+                return [up.pop(0) for _ in list(up)]
+            return coming.pop(runner.next_step, [])
+
+        self.controller = controller_of(
+            self.state,
+            config=config_of(),
+            listener=self.listener,
+            events=Events(self.listener),
+            commits=self.commits,
+            source=self.source,
+            planner=Planning(),
+            membership=Membership(Limits(min=1, max=2, wait_s=0.1), generation=0),
+            pool=pool_here(
+                info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
+            ),
+            lookout=SimpleNamespace(
+                look=look, stop="", hopeless="", doing=lambda name: "", late=lambda: "", try_again=lambda: None
+            ),
+        )
+        self.outcome = self.controller.train()
+
+    def told(self, *kinds: type) -> list[Any]:
+        return [event for event in self.listener.told if isinstance(event, kinds)]
+
+
+def test_a_run_takes_every_step_once_and_ends_with_the_last_on_disk() -> None:
+    run = Run(Workers())
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and run.source.opened == [0]
+    assert [type(event) for event in run.told(GenerationFormed, RunStarted, RunFinished)] == [
+        GenerationFormed,
+        RunStarted,
+        RunFinished,
+    ]
+    assert run.told(GenerationFormed)[0].workers == ("w0", "w1") and run.told(GenerationFormed)[0].from_step == 0
+    assert run.state.asked == ["keep_last", "free_memory"] and run.controller.left == ""
+
+
+def test_the_step_in_which_a_worker_dies_is_computed_again_by_the_others() -> None:
+    workers = Workers(dies=lambda name, step: (name, step) == ("w1", 3))
+    run = Run(workers)
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)), "each step counts once"
+    assert [event.worker for event in run.told(WorkerDied)] == ["w1"] and workers.names == ["w0"]
+    first, second = run.told(GenerationFormed)
+    assert (second.workers, second.from_step) == (("w0",), 3) and run.state.recovered == [-1, 2]
+    assert [event.clean for event in run.told(GenerationEnded)] == [False]
+    assert [event.step for event in run.told(StepsRecovered)] == [3]
+    assert [(task.generation, task.world) for task in workers.formed] == [
+        *[(first.generation, 2)] * 2,
+        (second.generation, 1),
+    ]
+
+
+def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_steps() -> None:
+    workers = Workers()
+    run = Run(workers, later={2: [Leaving(worker=1)]})
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and workers.names == ["w0"]
+    assert [event.worker for event in run.told(WorkerDrained)] == ["w1"] and not run.told(GenerationEnded, WorkerDied)
+    assert run.told(GenerationFormed)[1].from_step == run.state.recovered[1] + 1 == 2
+
+
+def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:
+    run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), later={})
+    assert run.outcome.code == 75 and run.outcome.last_step == 3 and run.listener.steps == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.state.keeper import HeldShard, Keeper, forecast_bytes, place, recoverable, sources
-from actors.state.memory import node_room
+from ops.node_room import node_room
 from ops.shards import ShardState, cut, missing, shard_bounds
 
 TOTAL = 1000

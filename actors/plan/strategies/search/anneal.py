@@ -1,4 +1,4 @@
-"""Anytime improvement: a population of schedules annealed in lockstep with the vectorised list scheduler.
+"""The search in numpy: a population of N schedules annealed in lockstep by a vectorised list scheduler.
 
 Work is counted in decoded jobs, not in seconds, so the same input, seed and budget give the same plan on any machine;
 the wall clock only stops a search that is far slower than the calibration (see `rounds_for`).
@@ -12,35 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.plan.schedule.problem import PlannedJob
-from actors.plan.strategies.search.space import NEVER, PopulationSchedules, Space, decode
+from actors.plan.strategies.search.space import NEVER, SearchResult, Space
 from actors.plan.strategies.search.waves import waves
 
-SMALL = 10  # jobs up to which more candidates beat more rounds
+SMALL = 10  # up to this many jobs, more candidates are better than more rounds
 POPULATIONS = (512, 256)  # of a small and of a larger problem
-ROUNDS = 60  # fewer candidates rather than fewer rounds than this
+ROUNDS = 60  # where a budget allows fewer rounds, the population is halved first
 ISLAND = 32  # candidates that compete with each other
 CYCLE = 400  # rounds between reheatings
 HEAT = 0.015  # starting temperature as a share of the makespan
 SOFT = 12
-WAVE_ROUNDS = 20  # fewer rounds than this are spent on the constructive starts alone
+WAVE_ROUNDS = 20  # with fewer rounds only the constructive starts are searched
 DRAWS = 8  # waves drawn for every one that is kept
+FIT = 1e-5  # seconds of start time that a second of idle time is worth when nodes are compared
 # Calibration on one busy core: seconds that placing one job of every candidate takes, by calls, by candidates and by
 # free-time cells. A fifth is added, so that an idle machine ends before the budget does.
 CALL_S, ROW_S, CELL_S = 1.2e-4, 3e-7, 6e-9
-
-
-@dataclass(slots=True)
-class SearchResult:
-    """The best candidate: jobs in order; degree, nodes and start of each job."""
-
-    makespan: float
-    cost: float
-    order: list[int]
-    degree: list[int]
-    nodes: list[tuple[int, ...]]
-    start: list[float]
-    rounds: int
 
 
 def rounds_for(space: Space, budget_s: float, population: int) -> int:
@@ -81,7 +68,7 @@ def anneal(
         state = decode(space, *genes)
     best = _best(state, cost, genes[1], space)
     heat = HEAT * (best.makespan - space.barrier)
-    ahead = bool(space.worth.any())  # later steps' encodes are at stake: then the cost decides, else the makespan alone
+    ahead = bool(space.worth.any())  # with encodes of later steps the cost decides, without them the makespan alone
     for number in range(rounds):
         if (best.makespan <= bound * (1 + 1e-9) and not ahead) or time.perf_counter() > deadline:
             break
@@ -199,17 +186,95 @@ def _mutate(
         ranks[turned, jobs] = np.where(random.random(len(turned)) < 0.5, 0, other)
 
 
-def start_from(
-    space: Space, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A candidate (keys, modes) that repeats a constructive plan."""
-    keys = np.empty(len(jobs))
-    for position, index in enumerate(order):
-        keys[index] = (position + 0.5) / len(jobs)
-    modes = np.zeros(len(jobs), dtype=np.intp)
-    for index, degree in enumerate(degrees):
-        fitting = np.flatnonzero(space.degree[index, : space.num_modes[index]] <= degree)
-        modes[index] = fitting[-1] if len(fitting) else 0
-        same = np.flatnonzero(space.degree[index, : space.num_modes[index]] == space.degree[index, modes[index]])
-        modes[index] = same[0]
-    return keys, modes
+@dataclass(slots=True)
+class PopulationSchedules:
+    """Schedules of a population."""
+
+    makespan: np.ndarray  # [N] end of the last job that counts
+    area: np.ndarray  # [N] mean free time of a worker at the end: breaks ties, guides the search
+    order: np.ndarray  # [N, J] jobs in order of placement
+    node: np.ndarray  # [N, J, spans] nodes of the bag by job, -1 where unused
+    start: np.ndarray  # [N, J]
+    end: np.ndarray  # [N, J]
+
+
+def decode(space: Space, keys: np.ndarray, modes: np.ndarray, ranks: np.ndarray) -> PopulationSchedules:
+    """Place every candidate's jobs in the order of its keys [N, J] with its modes, on its ranks-th best nodes.
+
+    Written with flat `take` and per-position columns: this loop is where planning time goes.
+    """
+    count, num_jobs = keys.shape
+    num_nodes, size = space.nodes.shape
+    width = int(space.span.max())
+    order = _order(space, keys)
+    flat_modes = np.arange(num_jobs) * space.seconds.shape[1] + modes  # [N, J] by job
+    by_position = np.take_along_axis(flat_modes, order, axis=1).T  # [J, N], rows contiguous below
+    seconds = space.seconds.ravel().take(by_position)
+    spans = space.span.ravel().take(by_position)
+    shares = space.degree.ravel().take(by_position) // spans
+    turned = np.minimum(np.take_along_axis(ranks, order, axis=1).T, num_nodes - spans)
+    floor = np.where(space.waits, np.maximum(space.release, space.barrier), space.release).take(order.T)
+    before = space.preds.take(order.T, axis=0)  # [J, N, P]
+
+    rows = np.arange(count)
+    free = np.tile(space.nodes.ravel(), count).reshape(count * num_nodes, size)
+    node_base = rows * num_nodes
+    cell_base = (node_base[:, None] + np.arange(num_nodes)) * size  # [N, G] of the first free time of a node
+    end = np.zeros((count, num_jobs + 1))  # the last column stands for "no predecessor"
+    end_base = rows * (num_jobs + 1)
+    begin_of = np.empty((count, num_jobs))
+    node_of = np.full((count, num_jobs, width), -1, dtype=np.intp)
+    workers, offsets = np.arange(size), np.arange(width)
+    for position in range(num_jobs):
+        job, share, span = order[:, position], shares[position], spans[position]
+        ready = np.maximum(end.ravel().take(end_base[:, None] + before[position]).max(axis=1), floor[position])
+        kth = free.ravel().take(cell_base + (share - 1)[:, None])  # [N, G] when the node's share-th worker is free
+        begin = np.maximum(kth, ready[:, None])
+        chosen = _nodes(begin + FIT * (begin - kth), turned[position], offsets)
+        starts = begin.ravel().take(node_base[:, None] + chosen)
+        used = offsets < span[:, None]
+        start = starts[:, 0] if width == 1 else np.where(used, starts, 0.0).max(axis=1)
+        finish = start + seconds[position]
+        begin_of[rows, job] = start
+        end[rows, job] = finish
+        for slot in range(width):
+            active = rows if slot == 0 else np.flatnonzero(used[:, slot])
+            if not len(active):
+                break
+            node = chosen[:, 0] if slot == 0 else chosen[active, slot]
+            node_of[active, job[active], slot] = node
+            where = node_base[active] + node
+            times = free.take(where, axis=0)
+            usable = (times <= start[active, None] + 1e-9).sum(axis=1)[:, None]
+            taken = (workers >= usable - share[active, None]) & (workers < usable)
+            times = np.where(taken, finish[active, None], times)
+            times.sort(axis=1)
+            free[where] = times
+    finished = end[:, :-1]
+    makespan = np.maximum(np.where(space.counts, finished, 0.0).max(axis=1), space.barrier)
+    real = space.nodes.ravel() < NEVER
+    area = np.where(real, free.reshape(count, -1), 0.0).sum(axis=1) / real.sum()
+    return PopulationSchedules(makespan, area, order, node_of, begin_of, finished)
+
+
+def _order(space: Space, keys: np.ndarray) -> np.ndarray:
+    """Jobs [N, J] by ascending key; within a chain the keys are dealt in precedence order."""
+    sorted_keys = keys.copy()
+    for number, length in enumerate(space.chain_length):
+        if length > 1:
+            members = space.chain_jobs[number, :length]
+            sorted_keys[:, members] = np.sort(keys[:, members], axis=1)
+    return np.argsort(sorted_keys, axis=1, kind="stable")
+
+
+def _nodes(score: np.ndarray, turned: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Nodes [N, spans] from the `turned`-th lowest score on."""
+    num_nodes = score.shape[1]
+    if num_nodes == 1:
+        return np.zeros((len(score), 1), dtype=np.intp)
+    if num_nodes == 2:
+        first = (score[:, 1] < score[:, 0]).astype(np.intp) ^ (turned & 1)
+        return first[:, None] if len(offsets) == 1 else np.stack([first, 1 - first], axis=1)
+    ranked = np.argsort(score, axis=1)
+    picked = np.minimum(turned[:, None] + offsets, num_nodes - 1)
+    return np.take_along_axis(ranked, picked, axis=1)

@@ -1,4 +1,5 @@
-/* Simulated annealing over list schedules: the inner loop of native.py, which compiles and describes it.
+/* Simulated annealing over list schedules: the inner loop of native.py, which describes it. No contraction of floating
+   point (pyproject.toml): the same plan on every machine.
 
    A candidate is a key per job (their order is the order of placement), a mode per job and a rank (which of the best
    nodes). Placement is greedy, as in space.py: the node with the earliest start, best fit among its workers. A mode
@@ -14,6 +15,9 @@
 enum { JOBS = 96, NODES = 32, SIZE = 64, AUTO = 2 }; /* as in native.py */
 static const double WEIGHT[AUTO] = {0.004, 0.03}; /* seconds of end that a GPU-second is worth */
 static const double FIT = 1e-5, SELF = 0.4;
+
+/* Raise it, here and in native.py, with every change of Space, of the arrays' sizes or of what anneal takes and leaves. */
+int annealer_version(void) { return 1; }
 
 typedef struct {
   int jobs, nodes, size, modes, chains, reversible, ahead;

@@ -7,24 +7,24 @@ items between the slowest and the quickest cell finish the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from actors.plan.schedule.constructive import constructive, side_by_side
 from actors.plan.schedule.listing import ListSchedule
-from actors.plan.schedule.problem import Placement, PlannedJob, Problem
+from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepContext
+from actors.plan.strategies.search.improve import improved
 from actors.plan.strategies.search.space import chains
-from actors.plan.strategies.search.strips import Strip, Strips
+from actors.plan.strategies.search.strips import Strip, balanced_strips
 from actors.plan.types import Cluster
 
 CELL_WORKERS = 16  # small enough for a strong search, large enough for bags over two nodes
-MANY_JOBS = 48  # jobs of a step; up to so many, one search over the whole cluster is stronger
-BALANCE_S = 0.1  # for the strips, whatever the budget
-TRY_S = 0.008  # planning time of one cell at a time
-SHARE = 0.8  # of the budget; the rest is for making a plan of the cells
-
-PlanCell = Callable[[Problem, Sequence[PlannedJob], float], tuple[float, list[Placement]]]
+BALANCE_S = 0.1  # seconds for balancing strips, also where the budget is smaller
+POPULATION = 64  # candidates of the vectorised search of one cell
+TRY_S = 0.008  # seconds of search for one cell in the first round; later rounds have more
+SHARE = 0.8  # of the budget goes to searching; the rest to making one plan of all cells
 
 
 @dataclass(slots=True)
@@ -39,41 +39,62 @@ class Cell:
     searched: bool = False
 
 
-def worth_cells(problem: Problem, jobs: Sequence[PlannedJob]) -> bool:
-    """Whether the cluster is large against its jobs' degrees and has several chains for every cell."""
-    nodes = problem.cluster.nodes
-    workers = problem.topology.num_workers
-    return (
-        len(jobs) > MANY_JOBS
-        and len(nodes) > 1
-        and len(set(nodes)) == 1
-        and problem.topology.uniform
-        and workers >= 2 * CELL_WORKERS
-        and len(chains(jobs)) * CELL_WORKERS >= 4 * workers
-        and max(min(k for k, _ in job.modes) for job in jobs) <= max(nodes)
-    )
-
-
-def plan_cells(problem: Problem, jobs: Sequence[PlannedJob], plan_cell: PlanCell, budget_s: float) -> list[Placement]:
-    """Placements of all jobs. `plan_cell(problem, jobs, budget)` plans one cell; budget 0 is its constructive plan."""
-    deadline = time.perf_counter() + SHARE * budget_s
+def plan_cells(
+    problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, seed: int, budget_s: float
+) -> ListSchedule | None:
+    """A schedule of all jobs from idle workers; None where the cluster is not large against the jobs' degrees or has
+    too few chains for every cell."""
     groups = chains(jobs)
+    if not _worth_cells(problem, jobs, len(groups)):
+        return None
+    deadline = time.perf_counter() + SHARE * budget_s
     areas = np.array([sum(jobs[i].area for i in group) for group in groups])
     cells = _cells(problem)
-    balancer = Strips(jobs, groups, len(problem.cluster.nodes), problem.cluster.nodes[0])
-    strips = balancer.balanced(time.perf_counter() + max(0.25 * budget_s, BALANCE_S))
+    strips = balanced_strips(
+        jobs,
+        groups,
+        len(problem.cluster.nodes),
+        problem.cluster.nodes[0],
+        time.perf_counter() + max(0.25 * budget_s, BALANCE_S),
+    )
     for cell, own in zip(cells, _dealt(strips, [len(cell.problem.cluster.nodes) for cell in cells])):
         cell.chains = [chain for strip in own for chain in strip.chains]
         _lay(cell, jobs, own)
     try_s = TRY_S
     while time.perf_counter() < deadline:
-        _even_out(cells, jobs, groups, areas, plan_cell, try_s, deadline)
+        _even_out(cells, jobs, groups, areas, seed, try_s, deadline)
         try_s = min(3 * try_s, max(TRY_S, 0.1 * budget_s))
         for cell in cells:
             cell.searched = False
-    return [
-        Placement(p.job, tuple(w + cell.first_worker for w in p.workers)) for cell in cells for p in cell.placed or []
-    ]
+    schedule = ListSchedule(problem, jobs, context)
+    for cell in cells:
+        for decision in cell.placed or []:
+            schedule.fix(decision.job, tuple(w + cell.first_worker for w in decision.workers))
+    return schedule
+
+
+def _worth_cells(problem: Problem, jobs: Sequence[PlannedJob], num_chains: int) -> bool:
+    nodes = problem.cluster.nodes
+    workers = problem.topology.num_workers
+    return (
+        len(nodes) > 1
+        and len(set(nodes)) == 1
+        and problem.topology.uniform
+        and workers >= 2 * CELL_WORKERS
+        and num_chains * CELL_WORKERS >= 4 * workers
+        and max(min(k for k, _ in job.modes) for job in jobs) <= max(nodes)
+    )
+
+
+def _cells(problem: Problem) -> list[Cell]:
+    size = problem.cluster.nodes[0]
+    per_cell = max(1, CELL_WORKERS // size)
+    cells, node = [], 0
+    while node < len(problem.cluster.nodes):
+        nodes = problem.cluster.nodes[node : node + per_cell]
+        cells.append(Cell(problem.on(Cluster(nodes=nodes, rails=problem.cluster.rails)), node * size, []))
+        node += per_cell
+    return cells
 
 
 def _dealt(strips: Sequence[Strip], counts: Sequence[int]) -> list[list[Strip]]:
@@ -96,7 +117,7 @@ def _even_out(
     jobs: Sequence[PlannedJob],
     groups: Sequence[Sequence[int]],
     areas: np.ndarray,
-    plan_cell: PlanCell,
+    seed: int,
     try_s: float,
     deadline: float,
 ) -> None:
@@ -105,28 +126,15 @@ def _even_out(
     while failures < 24 and time.perf_counter() < deadline:
         worst = max(range(len(cells)), key=lambda c: cells[c].makespan)
         if try_s and not cells[worst].searched:
-            _plan(cells[worst], jobs, groups, plan_cell, try_s)
+            _plan(cells[worst], jobs, groups, seed, try_s)
             continue
         ranked = sorted((c for c in range(len(cells)) if c != worst), key=lambda c: cells[c].makespan)
         partner = cells[ranked[failures % max(1, min(8, len(ranked)))]]
-        swapped = _swap(cells[worst], partner, jobs, groups, areas, plan_cell, failures // 8, try_s)
+        swapped = _swap(cells[worst], partner, jobs, groups, areas, seed, failures // 8, try_s)
         failures = 0 if swapped else failures + 1
 
 
-def _cells(problem: Problem) -> list[Cell]:
-    size = problem.cluster.nodes[0]
-    per_cell = max(1, CELL_WORKERS // size)
-    cells, node = [], 0
-    while node < len(problem.cluster.nodes):
-        nodes = problem.cluster.nodes[node : node + per_cell]
-        cells.append(Cell(problem.on(Cluster(nodes=nodes, rails=problem.cluster.rails)), node * size, []))
-        node += per_cell
-    return cells
-
-
-def _plan(
-    cell: Cell, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], plan_cell: PlanCell, budget_s: float
-) -> None:
+def _plan(cell: Cell, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], seed: int, budget_s: float) -> None:
     """Plan a cell; keeps its earlier plan where that was better."""
     cell.searched = budget_s > 0
     indices = [i for chain in cell.chains for i in groups[chain]]
@@ -140,9 +148,20 @@ def _plan(
         )
         for i in indices
     ]
-    makespan, placed = plan_cell(cell.problem, own, budget_s) if own else (0.0, [])
+    makespan, placed = _planned(cell.problem, own, seed, budget_s) if own else (0.0, [])
     if cell.placed is None or makespan < cell.makespan:
         cell.makespan, cell.placed = makespan, [Placement(indices[p.job], p.workers) for p in placed]
+
+
+def _planned(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> tuple[float, list[Placement]]:
+    """(makespan, placements) of one cell; with budget 0 its constructive plan."""
+    idle = StepContext.idle(problem.topology.num_workers)
+    if budget_s <= 0:
+        made = constructive(problem, jobs, idle, 0.0)
+        return made.score, made.schedule.placed
+    until = time.perf_counter() + 4 * budget_s
+    found = improved(problem, jobs, idle, side_by_side(problem, jobs), budget_s, seed, until, POPULATION)
+    return (float("inf"), []) if found is None else (max(found.end), found.placed)
 
 
 def _swap(
@@ -151,7 +170,7 @@ def _swap(
     jobs: Sequence[PlannedJob],
     groups: Sequence[Sequence[int]],
     areas: np.ndarray,
-    plan_cell: PlanCell,
+    seed: int,
     attempt: int,
     try_s: float,
 ) -> bool:
@@ -170,7 +189,7 @@ def _swap(
     one = Cell(slow.problem, slow.first_worker, [c for c in slow.chains if c != give] + taken)
     two = Cell(fast.problem, fast.first_worker, [c for c in fast.chains if c not in taken] + [give])
     for cell in (one, two):
-        _plan(cell, jobs, groups, plan_cell, try_s)
+        _plan(cell, jobs, groups, seed, try_s)
         if cell.makespan >= slow.makespan - 1e-9:
             return False
     for old, new in ((slow, one), (fast, two)):

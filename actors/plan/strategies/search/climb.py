@@ -1,5 +1,5 @@
-"""Search for workers of unequal speed or nodes of unequal size: one schedule at a time, small changes that do not hurt
-are kept. Slower than the population search, but it sees every worker."""
+"""Search for workers of unequal speed or nodes of unequal size: one schedule is changed in small ways, and a change
+that does no harm is kept. Slower than the population search, but it sees every worker."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import random
 import time
 from collections.abc import Sequence
 
+from actors.plan.schedule.constructive import Start, listed
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
-from actors.plan.strategies.search.score import score
 from actors.plan.strategies.search.space import chains
-from actors.plan.strategies.search.starts import Start
 
 PLACE_S = 4e-5  # calibration: placing one job
 
@@ -30,20 +29,18 @@ def climb(
     groups = chains(jobs)
     chain = {index: number for number, group in enumerate(groups) for index in group}
 
-    def listed(order: Sequence[int], degrees: Sequence[int]) -> tuple[float, ListSchedule]:
-        schedule = ListSchedule(problem, jobs, context)
+    def in_chains(order: Sequence[int], degrees: Sequence[int]) -> tuple[float, ListSchedule]:
         turn = [iter(group) for group in groups]
-        for index in order:
-            schedule.place(own := next(turn[chain[index]]), degrees[own])
-        return score(schedule), schedule
+        schedule = listed(problem, jobs, [next(turn[chain[index]]) for index in order], degrees, context)
+        return schedule.score, schedule
 
     own = [([i for i in order if not jobs[i].optional], degrees) for order, degrees in starts]
-    best = min(((*listed(order, degrees), order, degrees) for order, degrees in own), key=lambda found: found[0])
+    best = min(((*in_chains(order, degrees), order, degrees) for order, degrees in own), key=lambda found: found[0])
     for _ in range(int(budget_s / (len(own[0][0]) * PLACE_S))):
         if time.perf_counter() > deadline:
             break
         order, degrees = _changed(source, jobs, best[2], best[3])
-        reached, schedule = listed(order, degrees)
+        reached, schedule = in_chains(order, degrees)
         if reached <= best[0]:
             best = (reached, schedule, order, degrees)
     return best[1]

@@ -1,20 +1,21 @@
-"""Consecutive steps, planned in order: what ran ahead for later steps, and how long workers stay busy, is handed on.
+"""Consecutive steps, planned in order: each is told which encodes have run already and how long workers are busy.
 
-A long horizon is planned as a beam: the best few pasts are kept, each goes on with different worths of running ahead,
-and what the rest of the horizon needs at least decides between them. A step's trials share its budget.
+A long horizon is planned by beam search: the best few plans of the steps so far are kept, and each is continued with
+different values of running ahead. What the rest of the horizon needs at least decides between them. The trials of a
+step share its budget.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from actors.plan.schedule.bounds import cheapest
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.problem import EncodeKey, Placement, PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.step import PlannedStep, plan_step, rough_step
 from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade
 
-WORTHS = ((1.05, 0.8), (1.4, 1.1))  # see StepsAhead; the first pair is that of a short horizon
+WORTHS = ((1.05, 0.8), (1.4, 1.1))  # see StepsAhead.worths; a short horizon is planned with the first pair only
 BEAM = 2  # pasts that are kept over a long horizon
 LONG_HORIZON = 4  # steps
 
@@ -24,7 +25,7 @@ def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
     numbers = problem.numbers
     long = len(numbers) >= LONG_HORIZON and budget_s > 0
     width, worths = (BEAM, WORTHS) if long else (1, WORTHS[:1])
-    beam = [EarlierSteps(StepContext.idle(problem.topology.num_workers), [], [])]
+    beam = [EarlierSteps(StepContext((0.0,) * problem.topology.num_workers), [], [])]
     for step in numbers:
         ahead = tuple(s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers)
         rough = problem.options.replans and step != numbers[0]
@@ -32,11 +33,11 @@ def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
         trials = []
         for past in beam:
             for number, worth in enumerate(worths):
-                if rough:
-                    planned = rough_step(problem, past.context, step)
-                else:
+                if not rough:
                     later = StepsAhead(ahead, worth)
                     planned = plan_step(problem, past.context, step, later, seed + number, share)
+                else:
+                    planned = rough_step(problem, past.context, step)
                 trials.append(past.after(planned))
         beam = _best(problem, trials, width)
     return min(beam, key=lambda past: past.context.barrier_s).cascades(problem)
@@ -83,11 +84,11 @@ class EarlierSteps:
         total = sum(problem.topology.speed)
         over = sum(max(time_s - context.barrier_s, 0.0) for time_s in context.free_s)
         ran = {(item, module) for item, module, _, _ in context.ran}
-        return context.barrier_s + (over - sum(cheapest(problem, *key)[0] for key in ran)) / total
+        return context.barrier_s + (over - sum(problem.cheapest(*key)[0] for key in ran)) / total
 
     def cascades(self, problem: Problem) -> list[Cascade]:
         """All that was placed, timed."""
         keep = sorted({decision.job for decision in self.placed})
         index = {old: new for new, old in enumerate(keep)}
         placed = [replace(decision, job=index[decision.job]) for decision in self.placed]
-        return problem.to_cascades([self.jobs[i] for i in keep], placed)
+        return to_cascades(problem, [self.jobs[i] for i in keep], placed)

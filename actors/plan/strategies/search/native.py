@@ -1,41 +1,40 @@
 """The population search's inner loop in C: some 10 times as many candidates per second as the vectorised one.
 
-`annealer.c` is compiled once per machine with the C compiler that Triton needs too, and kept in the user's cache. Where
-there is none, or a problem is larger than its fixed arrays, `cascade` searches with `search.anneal` instead.
+`annealer.c` is built when Heddle is installed, if there is a C compiler. If there was none, or a problem is larger than
+its fixed arrays, `improve` searches with `anneal` instead.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
+import json
 import logging
-import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from actors.plan.strategies.search.anneal import SearchResult
-from actors.plan.strategies.search.space import NEVER, Space
+from actors.plan.strategies.search.space import NEVER, SearchResult, Space
 
 log = logging.getLogger(__name__)
 
+BUILT = Path("actors", "plan", "strategies", "search", f"_annealer{sysconfig.get_config_var('EXT_SUFFIX')}")
+VERSION = 1  # of what crosses to C, as in annealer.c
 JOBS, NODES, SIZE = 96, 32, 64  # of the arrays in annealer.c
-FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=off")  # no contraction: the same plan on every machine
-COMPILE_S = 60.0
-# Calibration on one busy core, seconds: placing one job, for every node and worker of a node it looks at.
+# Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
 JOB_S, NODE_S = 6.2e-8, 6e-9
-LENGTH = 30  # evaluations of a restart, times the square of the jobs
-PATIENCE = 4  # restarts per job without a better plan, besides twice as many as the best needed
-HEATS = (0.03, 0.008)  # starting temperature, share of the makespan: of a step alone, with encodes of later ones
-ENOUGH = 4  # restarts that a budget should allow, by shorter ones if it must
-# Threads of a search, always as many: the plan must not depend on the machine. Small budgets are over before they pay.
+LENGTH = 30  # a restart has this many evaluations, times the square of the number of jobs
+ENOUGH = 4  # a budget allows at least this many restarts: where it is small, restarts are shorter
+PATIENCE = 4  # a search ends after twice the restarts that its best plan took, and this many more for every job
+HEATS = (0.03, 0.008)  # first temperature, as a share of the makespan: of a step alone; with encodes of later steps
+# A search always has the same number of threads, so that the plan does not depend on the machine. A budget below
+# WORTH_THREADS_S is over before two of them pay.
 THREADS, WORTH_THREADS_S = 2, 0.1
 SECOND_SEED = 0x5EED
 
@@ -58,33 +57,34 @@ class _Space(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled search, or None where it cannot be compiled. The first call on a machine takes a second."""
-    source = Path(__file__).with_name("annealer.c")
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or not source.is_file():
-        log.info("no C compiler: plans are searched with numpy, about 10 times slower")
-        return None
-    text = source.read_bytes()
-    name = f"annealer-{hashlib.sha256(text + ' '.join(FLAGS).encode()).hexdigest()[:16]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heddle"
+    """The compiled search, or None where this installation has none."""
+    for folder in _folders():
+        try:
+            found = ctypes.CDLL(str(folder / BUILT))
+        except OSError:
+            continue
+        found.annealer_version.restype = ctypes.c_int
+        if found.annealer_version() != VERSION:
+            log.warning("%s was built from another version of Heddle. Install it again (make install).", folder / BUILT)
+            continue
+        found.anneal.restype = ctypes.c_long
+        return found
+    log.info("the C search was not built: plans are searched with numpy, about 10 times slower")
+    return None
+
+
+def _folders() -> Iterator[Path]:
+    """Where the built search may lie: in this tree; else in the installed one, as what `ray job submit` uploads has no
+    built files."""
+    yield Path(__file__).parents[4]
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (cache / name).is_file():
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                built = Path(folder) / name
-                subprocess.run(
-                    [compiler, *FLAGS, "-o", str(built), str(source), "-lm"],
-                    check=True,
-                    capture_output=True,
-                    timeout=COMPILE_S,
-                )
-                built.replace(cache / name)  # whole or not at all: other processes may look for it
-        found = ctypes.CDLL(str(cache / name))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.info("the C search cannot be built (%s): plans are searched with numpy, about 10 times slower", error)
-        return None
-    found.anneal.restype = ctypes.c_long
-    return found
+        installed = distribution("heddle")
+    except PackageNotFoundError:
+        return
+    yield Path(str(installed.locate_file("")))
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # of an installation that points to a tree
+    if (url := urlsplit(origin.get("url", ""))).scheme == "file":
+        yield Path(unquote(url.path))
 
 
 def fits(space: Space) -> bool:
@@ -108,9 +108,9 @@ def anneal(
     seconds: float,
 ) -> SearchResult | None:
     """Restarts from the starting candidates (keys [J], modes [J]) and from random ones, until the budget's evaluations
-    are spent, more of them seem useless, or `bound` is met. None when the seconds of wall clock end before that.
+    are spent, more of them promise nothing, or `bound` is met. None when `seconds` of wall clock end before that.
 
-    A budget of some size is spent twice at the same time, by threads with other seeds and lengths of a restart.
+    A budget of WORTH_THREADS_S or more is spent twice at the same time, by threads with different seeds.
     """
     compiled = library()
     assert compiled is not None, "fits() was not asked"

@@ -1,9 +1,9 @@
-"""Many schedules at once: a vectorised list scheduler over a population of candidates.
+"""What is searched: jobs as arrays. J jobs, M modes of a job, P predecessors, G nodes, S workers of a node.
 
-N candidates, J jobs, G nodes, S workers of a node. A candidate is a key per job slot (their order is the order of
-placement) and a mode per job (degree, and over how many nodes). Placement is greedy: the node with the earliest start,
-best fit among its workers. Every semi-active schedule is reachable, so the search over keys and modes is complete for
-equal workers. Free times of a node are kept sorted, identities come back when the winner is placed for real.
+A candidate is a key per job (their order is the order of placement), a mode per job (degree, and over how many nodes)
+and a rank per job (which of the best nodes). Placement is greedy: the node with the earliest start, best fit among its
+workers. Every semi-active schedule is reachable, so the search over keys and modes is complete for equal workers. Free
+times of a node are kept sorted; who of a node takes part is decided when the winner is placed for real.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
 NEVER = 1e15  # free time of a worker that does not exist
 FEW_NODES = 4  # up to which bags over more nodes than necessary are tried
-FIT = 1e-5  # seconds of start time that a second of idle time is worth when nodes are compared
 
 
 @dataclass(slots=True)
 class Space:
-    """Jobs as arrays: what `decode` needs. Built once per search."""
+    """Jobs as arrays: what the engines need. Built once per search."""
 
     chain_of: np.ndarray  # [J] chain (connected jobs of an item) of each job slot
     chain_jobs: np.ndarray  # [chains, longest] job indices of a chain in precedence order
@@ -130,94 +129,13 @@ def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) ->
 
 
 @dataclass(slots=True)
-class PopulationSchedules:
-    """Schedules of a population."""
+class SearchResult:
+    """The best candidate: jobs in order; degree, nodes and start of each job."""
 
-    makespan: np.ndarray  # [N] end of the last job that counts
-    area: np.ndarray  # [N] mean free time of a worker at the end: breaks ties, guides the search
-    order: np.ndarray  # [N, J] jobs in order of placement
-    node: np.ndarray  # [N, J, spans] nodes of the bag by job, -1 where unused
-    start: np.ndarray  # [N, J]
-    end: np.ndarray  # [N, J]
-
-
-def decode(space: Space, keys: np.ndarray, modes: np.ndarray, ranks: np.ndarray) -> PopulationSchedules:
-    """Place every candidate's jobs in the order of its keys [N, J] with its modes, on its ranks-th best nodes.
-
-    Written with flat `take` and per-position columns: this loop is where planning time goes.
-    """
-    count, num_jobs = keys.shape
-    num_nodes, size = space.nodes.shape
-    width = int(space.span.max())
-    order = _order(space, keys)
-    flat_modes = np.arange(num_jobs) * space.seconds.shape[1] + modes  # [N, J] by job
-    by_position = np.take_along_axis(flat_modes, order, axis=1).T  # [J, N], rows contiguous below
-    seconds = space.seconds.ravel().take(by_position)
-    spans = space.span.ravel().take(by_position)
-    shares = space.degree.ravel().take(by_position) // spans
-    turned = np.minimum(np.take_along_axis(ranks, order, axis=1).T, num_nodes - spans)
-    floor = np.where(space.waits, np.maximum(space.release, space.barrier), space.release).take(order.T)
-    before = space.preds.take(order.T, axis=0)  # [J, N, P]
-
-    rows = np.arange(count)
-    free = np.tile(space.nodes.ravel(), count).reshape(count * num_nodes, size)
-    node_base = rows * num_nodes
-    cell_base = (node_base[:, None] + np.arange(num_nodes)) * size  # [N, G] of the first free time of a node
-    end = np.zeros((count, num_jobs + 1))  # the last column stands for "no predecessor"
-    end_base = rows * (num_jobs + 1)
-    begin_of = np.empty((count, num_jobs))
-    node_of = np.full((count, num_jobs, width), -1, dtype=np.intp)
-    workers, offsets = np.arange(size), np.arange(width)
-    for position in range(num_jobs):
-        job, share, span = order[:, position], shares[position], spans[position]
-        ready = np.maximum(end.ravel().take(end_base[:, None] + before[position]).max(axis=1), floor[position])
-        kth = free.ravel().take(cell_base + (share - 1)[:, None])  # [N, G] when the node's share-th worker is free
-        begin = np.maximum(kth, ready[:, None])
-        chosen = _nodes(begin + FIT * (begin - kth), turned[position], offsets)
-        starts = begin.ravel().take(node_base[:, None] + chosen)
-        used = offsets < span[:, None]
-        start = starts[:, 0] if width == 1 else np.where(used, starts, 0.0).max(axis=1)
-        finish = start + seconds[position]
-        begin_of[rows, job] = start
-        end[rows, job] = finish
-        for slot in range(width):
-            active = rows if slot == 0 else np.flatnonzero(used[:, slot])
-            if not len(active):
-                break
-            node = chosen[:, 0] if slot == 0 else chosen[active, slot]
-            node_of[active, job[active], slot] = node
-            where = node_base[active] + node
-            times = free.take(where, axis=0)
-            usable = (times <= start[active, None] + 1e-9).sum(axis=1)[:, None]
-            taken = (workers >= usable - share[active, None]) & (workers < usable)
-            times = np.where(taken, finish[active, None], times)
-            times.sort(axis=1)
-            free[where] = times
-    finished = end[:, :-1]
-    makespan = np.maximum(np.where(space.counts, finished, 0.0).max(axis=1), space.barrier)
-    real = space.nodes.ravel() < NEVER
-    area = np.where(real, free.reshape(count, -1), 0.0).sum(axis=1) / real.sum()
-    return PopulationSchedules(makespan, area, order, node_of, begin_of, finished)
-
-
-def _order(space: Space, keys: np.ndarray) -> np.ndarray:
-    """Jobs [N, J] by ascending key; within a chain the keys are dealt in precedence order."""
-    sorted_keys = keys.copy()
-    for number, length in enumerate(space.chain_length):
-        if length > 1:
-            members = space.chain_jobs[number, :length]
-            sorted_keys[:, members] = np.sort(keys[:, members], axis=1)
-    return np.argsort(sorted_keys, axis=1, kind="stable")
-
-
-def _nodes(score: np.ndarray, turned: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Nodes [N, spans] from the `turned`-th lowest score on."""
-    num_nodes = score.shape[1]
-    if num_nodes == 1:
-        return np.zeros((len(score), 1), dtype=np.intp)
-    if num_nodes == 2:
-        first = (score[:, 1] < score[:, 0]).astype(np.intp) ^ (turned & 1)
-        return first[:, None] if len(offsets) == 1 else np.stack([first, 1 - first], axis=1)
-    ranked = np.argsort(score, axis=1)
-    picked = np.minimum(turned[:, None] + offsets, num_nodes - 1)
-    return np.take_along_axis(ranked, picked, axis=1)
+    makespan: float
+    cost: float
+    order: list[int]
+    degree: list[int]
+    nodes: list[tuple[int, ...]]
+    start: list[float]
+    rounds: int

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.plan.schedule.bounds import cheapest
-from actors.plan.schedule.evaluator import ItemKey
-from actors.plan.schedule.problem import ENCODERS, PlannedJob, Problem, StepContext
+from actors.plan.schedule.problem import ENCODERS, ItemKey, PlannedJob, Problem, StepContext
 from actors.plan.types import MODULES, Module
 
 FEW_WORKERS = 8
@@ -25,11 +23,13 @@ class StepsAhead:
     worths: tuple[float, float] = (1.05, 0.8)
 
 
-def step_jobs(
-    problem: Problem, context: StepContext, step: int, ahead: StepsAhead, patterns: Patterns | None = None
-) -> list[PlannedJob]:
-    """The step's jobs that have not run yet, then the encodes of the steps ahead, which are optional."""
-    return [*own_jobs(problem, context, step, patterns), *later_jobs(problem, context, step, ahead)]
+def choices(problem: Problem, context: StepContext, step: int, ahead: StepsAhead) -> list[list[PlannedJob]]:
+    """The step's jobs that have not run yet, then the encodes of the steps ahead, which are optional: with the batches
+    whole, and with them cut in every way worth a try."""
+    whole = own_jobs(problem, context, step)
+    later = later_jobs(problem, context, step, ahead)
+    cut = [own_jobs(problem, context, step, patterns) for patterns in _cuts(problem, context, step)]
+    return [[*own, *later] for own in (whole, *cut)]
 
 
 def own_jobs(problem: Problem, context: StepContext, step: int, patterns: Patterns | None = None) -> list[PlannedJob]:
@@ -51,7 +51,7 @@ def later_jobs(problem: Problem, context: StepContext, step: int, ahead: StepsAh
         return []
     dits = {
         number: [
-            (key, *cheapest(problem, key, "dit"))
+            (key, *problem.cheapest(key, "dit"))
             for key in problem.items
             if key[0] == number and problem.needs(key, "dit")
         ]
@@ -85,7 +85,7 @@ def _last_encode(context: StepContext, job: PlannedJob) -> float:
     )
 
 
-def cuts(problem: Problem, context: StepContext, step: int) -> list[Patterns]:
+def _cuts(problem: Problem, context: StepContext, step: int) -> list[Patterns]:
     """Ways to cut the step's batches: every item that is long against the step into pieces of at most a share of it."""
     if not problem.options.split:
         return []
@@ -94,7 +94,7 @@ def cuts(problem: Problem, context: StepContext, step: int) -> list[Patterns]:
     ]
     started = {item for item, _, _, _ in context.ran} | {key for key, _ in problem.finished}
     total = sum(
-        cheapest(problem, key, module)[0]
+        problem.cheapest(key, module)[0]
         for key in problem.items
         if key[0] == step
         for module in MODULES

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from actors.plan.schedule.problem import PlannedJob
 
-PARTNERS = 40  # quickest strips that are tried as partner of the slowest
+PARTNERS = 40  # so many of the quickest strips are tried as partners of the slowest
 PAIRS = 4  # exchanges tried with each
 
 
@@ -26,7 +26,19 @@ class Strip:
     order: tuple[tuple[int, int], ...]  # (job, degree)
 
 
-class Strips:
+def balanced_strips(
+    jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], count: int, size: int, deadline: float
+) -> list[Strip]:
+    """Chains over `count` nodes of `size` workers each, so that no exchange of two makes the slowest strip quicker; or
+    the best until the deadline."""
+    balancer = _Strips(jobs, groups, count, size)
+    strips = balancer.dealt()
+    while time.perf_counter() < deadline and balancer.relieve(strips):
+        pass
+    return strips
+
+
+class _Strips:
     """Balances chains over `count` nodes of `size` workers each."""
 
     def __init__(self, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], count: int, size: int) -> None:
@@ -44,20 +56,17 @@ class Strips:
         ]
         self._known: dict[tuple[int, ...], Strip] = {}
 
-    def balanced(self, deadline: float) -> list[Strip]:
-        """Strips whose slowest no exchange with another makes quicker, or the best until the deadline."""
+    def dealt(self) -> list[Strip]:
+        """Largest chain first, each to the node with the least to do."""
         heap = [(0.0, node) for node in range(self.count)]
         chains: list[list[int]] = [[] for _ in heap]
         for chain in sorted(range(len(self.groups)), key=lambda c: (-self.about[c], c)):
             load, node = heapq.heappop(heap)
             chains[node].append(chain)
             heapq.heappush(heap, (load + self.about[chain], node))
-        strips = [self.strip(own) for own in chains]
-        while time.perf_counter() < deadline and self._relieve(strips):
-            pass
-        return strips
+        return [self.strip(own) for own in chains]
 
-    def _relieve(self, strips: list[Strip]) -> bool:
+    def relieve(self, strips: list[Strip]) -> bool:
         """One exchange that makes the slowest strip and its partner both quicker than the slowest was."""
         ranked = sorted(range(len(strips)), key=lambda node: (strips[node].seconds, node))
         slow = ranked[-1]

@@ -11,9 +11,9 @@ import numpy as np
 
 from actors.plan.strategies.search.space import Space
 
-STRAY = 0.04  # share of jobs whose mode is drawn freely
+STRAY = 0.04  # share of jobs whose mode is drawn at random from all its modes
 WASTE = 0.15  # a degree suits a job when it takes at most this much more GPU-seconds than the cheapest
-HASTE = (0.0, 0.3, 1.0, 4.0)  # how much an encode's time counts beside its GPU-seconds
+HASTE = (0.0, 0.3, 1.0, 4.0)  # weight of an encode's duration, where its GPU-seconds have weight 1
 
 
 def waves(space: Space, count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +45,7 @@ def waves(space: Space, count: int, random: np.random.Generator) -> tuple[np.nda
 def _modes(
     space: Space, cost: np.ndarray, dit: np.ndarray, wave: np.ndarray, count: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Per wave one degree for all dits and one haste for all encodes; a few modes are drawn freely."""
+    """Every wave has one degree for all its dits and one haste for all its encodes; a few modes are drawn at random."""
     suits = (cost <= (1 + WASTE) * cost.min(axis=1, keepdims=True)) & dit[:, None]
     degrees, votes = np.unique(space.degree[suits], return_counts=True)
     wanted = random.choice(degrees, p=votes / votes.sum(), size=(count, 3)) if len(degrees) else np.zeros((count, 3))
@@ -65,7 +65,7 @@ def _modes(
 
 
 def _spread(space: Space, dit: np.ndarray, wave: np.ndarray, modes: np.ndarray, random: np.random.Generator) -> None:
-    """Of more dits in a wave than nodes, the one beyond takes what several nodes have left over."""
+    """Where a wave has more dits than there are nodes, the last ones run on left-over workers of several nodes."""
     num_nodes = len(space.nodes)
     if num_nodes == 1:
         return

@@ -1,21 +1,19 @@
-"""Constructive plans of a step: what a search starts from, and what a step is given without one."""
+"""Constructive schedules: degrees for a target time, then jobs by their longest remaining path; the best of a few.
+
+What a search starts from, and what a step is given without one.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.plan.schedule.allot import allot, list_by_tail, tails
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
-from actors.plan.strategies.search.clock import deadline
-from actors.plan.strategies.search.score import fill_gaps, score
 
 TARGETS_OF_PATH = (1.0, 1.2)  # target times, as multiples of the longest path
 TARGETS_OF_AREA = (0.5, 0.7, 1.0, 1.25, 1.6, 2.2)  # and of the jobs' area over all workers
 ENCODE_SHARES = (0.12, 0.2, 0.3)  # of the area: seconds that an encode may take while nodes encode side by side
-FILL_S = 0.05  # budget for filling the gaps of the best schedule
 
 Start = tuple[list[int], list[int]]  # order of jobs, degree of every job
 
@@ -29,32 +27,26 @@ class ConstructiveStarts:
     tried: list[Start]
 
 
-def rough_schedule(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> ListSchedule:
-    """Some legal plan, in a millisecond: a run plans the step again before it is executed."""
-    degrees = allot(problem, jobs, sum(job.area for job in jobs) / sum(problem.topology.speed))
-    return list_by_tail(problem, jobs, degrees, context)
-
-
-def constructive(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> ConstructiveStarts:
+def constructive(
+    problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, fill_until: float
+) -> ConstructiveStarts:
     """Allotments for a few target times, own jobs only first; encodes of later steps then fill the best one's gaps."""
     own = [i for i, job in enumerate(jobs) if not job.optional]
     ahead = [i for i, job in enumerate(jobs) if job.optional]
     tried = [*_by_targets(problem, jobs, own), *side_by_side(problem, jobs, own)]
     best: tuple[float, ListSchedule] | None = None
     for order, degrees in tried:
-        schedule = ListSchedule(problem, jobs, context)
-        for index in order:
-            schedule.place(index, degrees[index])
-        reached = score(schedule)
+        schedule = listed(problem, jobs, order, degrees, context)
+        reached = schedule.score
         if best is None or reached < best[0] - 1e-9:
             best = (reached, schedule)
     assert best is not None
     reached, schedule = best
     if ahead:
-        fill_gaps(schedule, deadline(time.perf_counter(), FILL_S))
+        schedule.fill(fill_until)
         degrees = [len(schedule.where[i]) if i in schedule.where else job.modes[0][0] for i, job in enumerate(jobs)]
         tried.insert(0, ([placed.job for placed in schedule.placed], degrees))
-        reached = score(schedule)
+        reached = schedule.score
     return ConstructiveStarts(
         reached, schedule, [(order + [i for i in ahead if i not in order], degrees) for order, degrees in tried]
     )
@@ -72,6 +64,75 @@ def _by_targets(problem: Problem, jobs: Sequence[PlannedJob], own: Sequence[int]
     return found
 
 
+def allot(problem: Problem, jobs: Sequence[PlannedJob], target: float) -> list[int]:
+    """Degree of every job: the fewest GPU-seconds with which encode + dit of its item stay within `target`.
+
+    Where nothing does, the quickest degree. Bags over several nodes are charged their best cross-node factor.
+    """
+    largest = max(problem.cluster.nodes)
+    span = problem.topology.best_span
+    degrees = [0] * len(jobs)
+    for index, job in enumerate(jobs):
+        if job.module == "dit":
+            quickest_encode = max((jobs[p].quickest for p in job.preds), default=0.0)
+            degrees[index] = _cheapest_within(job, target - quickest_encode, largest, span)
+    for index, job in enumerate(jobs):
+        if job.module == "dit":
+            left = target - job.seconds(degrees[index])
+            for pred in job.preds:
+                degrees[pred] = _cheapest_within(jobs[pred], left, largest, span)
+    for index, job in enumerate(jobs):
+        if not degrees[index]:
+            degrees[index] = _cheapest_within(job, target, largest, span)
+    return degrees
+
+
+def _cheapest_within(job: PlannedJob, limit: float, largest: int, span: float) -> int:
+    best = min(((k * s, s, k) for k, s in _effective(job, largest, span) if s <= limit), default=None)
+    if best is None:
+        return min((s, k) for k, s in _effective(job, largest, span))[1]
+    return best[2]
+
+
+def _effective(job: PlannedJob, largest: int, span: float) -> list[tuple[int, float]]:
+    return [(k, s * span if k > largest else s) for k, s in job.modes]
+
+
+def list_by_tail(
+    problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequence[int], context: StepContext | None = None
+) -> ListSchedule:
+    """Schedule the jobs by decreasing tail."""
+    return listed(problem, jobs, sorted(range(len(jobs)), key=_by_tail(jobs, degrees)), degrees, context)
+
+
+def listed(
+    problem: Problem,
+    jobs: Sequence[PlannedJob],
+    order: Sequence[int],
+    degrees: Sequence[int],
+    context: StepContext | None = None,
+) -> ListSchedule:
+    """Every job of the order, one after the other, where it ends first."""
+    schedule = ListSchedule(problem, jobs, context)
+    for index in order:
+        schedule.place(index, degrees[index])
+    return schedule
+
+
+def _by_tail(jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> Callable[[int], tuple[float, int]]:
+    tail = tails(jobs, degrees)
+    return lambda index: (-tail[index], index)
+
+
+def tails(jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> list[float]:
+    """Seconds from the start of each job to the end of its item's dit."""
+    tail = [job.seconds(k) for job, k in zip(jobs, degrees)]
+    for index, job in enumerate(jobs):
+        for pred in job.preds:
+            tail[pred] = max(tail[pred], jobs[pred].seconds(degrees[pred]) + tail[index])
+    return tail
+
+
 def side_by_side(problem: Problem, jobs: Sequence[PlannedJob], own: Sequence[int] | None = None) -> list[Start]:
     """Nodes encode all items side by side, then run their dits, longest or shortest first."""
     own = range(len(jobs)) if own is None else own
@@ -84,11 +145,6 @@ def side_by_side(problem: Problem, jobs: Sequence[PlannedJob], own: Sequence[int
             order = sorted(own, key=lambda i: (jobs[i].module == "dit", sign * length[i], i))
             found.append((order, whole))
     return found
-
-
-def _by_tail(jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> Callable[[int], tuple[float, int]]:
-    tail = tails(jobs, degrees)
-    return lambda index: (-tail[index], index)
 
 
 def _whole_nodes(problem: Problem, jobs: Sequence[PlannedJob], limit: float) -> list[int]:

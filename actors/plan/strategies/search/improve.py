@@ -1,0 +1,150 @@
+"""A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
+
+An engine decides node and time of every job, not who of the node runs it. Workers of a node are equal but for their NIC
+rails, which a bag over several nodes wants in common. First the placement rules decide (earliest start, common rails,
+best fit). Where rails are then missing later, bags are drawn at random at the found times, rail by rail, so that whole
+rails stay free: within a node any free workers will do, since the found schedule never needs more than there are.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.plan.schedule.constructive import Start
+from actors.plan.schedule.listing import EPS, ListSchedule
+from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
+from actors.plan.strategies.search import anneal, native
+from actors.plan.strategies.search.climb import climb
+from actors.plan.strategies.search.space import SearchResult, Space, build
+
+TURNS = 6  # ways to resolve equal workers by rule
+# Where no rule keeps the found makespan, at most DRAWS random choices follow, within SHARE of the budget. PLACE_S is
+# the calibration of that: seconds for placing one job.
+DRAWS, SHARE, PLACE_S = 60, 0.1, 3e-5
+SAME = 1e-6  # seconds
+
+
+def improved(
+    problem: Problem,
+    jobs: Sequence[PlannedJob],
+    context: StepContext,
+    starts: Sequence[Start],
+    budget_s: float,
+    seed: int,
+    until: float,
+    population: int = 0,
+) -> ListSchedule | None:
+    """What the search makes of the jobs; None when the clock ended it before it found anything.
+
+    The compiled engine where it can be used, else the vectorised one with `population` candidates.
+    """
+    space = build(problem, jobs, context)
+    if space is None or not problem.topology.uniform:
+        return climb(problem, jobs, context, starts, budget_s, seed, until)
+    candidates = [_candidate(space, jobs, order, degrees) for order, degrees in starts]
+    bound = _bound(problem, jobs, context)
+    if native.fits(space):
+        found = native.anneal(space, candidates, budget_s, seed, bound, until - time.perf_counter())
+    else:
+        found = anneal.anneal(space, candidates, budget_s, seed, bound, until, population)
+    return None if found is None else realise(problem, jobs, context, found, budget_s)
+
+
+def _candidate(
+    space: Space, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A candidate (keys, modes) that repeats a constructive plan."""
+    keys = np.empty(len(jobs))
+    for position, index in enumerate(order):
+        keys[index] = (position + 0.5) / len(jobs)
+    modes = np.zeros(len(jobs), dtype=np.intp)
+    for index, degree in enumerate(degrees):
+        fitting = np.flatnonzero(space.degree[index, : space.num_modes[index]] <= degree)
+        modes[index] = fitting[-1] if len(fitting) else 0
+        same = np.flatnonzero(space.degree[index, : space.num_modes[index]] == space.degree[index, modes[index]])
+        modes[index] = same[0]
+    return keys, modes
+
+
+def _bound(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> float:
+    """No schedule of these jobs ends earlier; a search that reaches it may stop."""
+    if context.barrier_s:
+        return context.barrier_s
+    own = [job for job in jobs if not job.optional]
+    area = sum(job.area for job in own) / sum(problem.topology.speed)
+    return max(area, _longest_path(problem, own)) if context.fresh else area
+
+
+def _longest_path(problem: Problem, jobs: Sequence[PlannedJob]) -> float:
+    """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
+    largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
+    quick = [
+        min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest for job in jobs
+    ]
+    return max((quick[i] + max((quick[p] for p in job.preds), default=0.0) for i, job in enumerate(jobs)), default=0.0)
+
+
+def realise(
+    problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, found: SearchResult, budget_s: float
+) -> ListSchedule:
+    """The found schedule with workers: the first way that keeps its makespan, or the best of all that are tried."""
+    best: tuple[float, ListSchedule] | None = None
+    source = random.Random(0)
+    in_time = sorted(found.order, key=lambda index: (found.start[index], bool(jobs[index].preds)))
+    spans = any(len(found.nodes[index]) > 1 for index in found.order)
+    draws = min(DRAWS, int(SHARE * budget_s / (PLACE_S * len(in_time)))) if spans else 0
+    for turn in range(TURNS + draws):
+        schedule = ListSchedule(problem, jobs, context)
+        if turn < TURNS:
+            for position, index in enumerate(found.order):
+                flip = turn >> (position % 3) if turn else 0
+                schedule.put(index, found.degree[index], found.nodes[index], flip)
+        else:
+            for index in in_time:
+                schedule.fix(index, draw_bag(schedule, index, found, source))
+        last = max((schedule.end[index] for index in found.order if not jobs[index].optional), default=0.0)
+        if best is None or last < best[0] - EPS:
+            best = (last, schedule)
+        if last <= found.makespan + SAME:
+            break
+    assert best is not None
+    return best[1]
+
+
+def draw_bag(schedule: ListSchedule, index: int, found: SearchResult, source: random.Random) -> tuple[int, ...]:
+    """Workers of the found nodes that are free at the found start, rail by rail in random order; over several nodes
+    the same rails on each."""
+    topology, nodes = schedule.topology, found.nodes[index]
+    share = found.degree[index] // len(nodes)
+    idle = []
+    for node in nodes:
+        by_time = sorted(topology.workers[node], key=lambda worker: (schedule.free[worker], worker))
+        count = sum(schedule.free[worker] <= found.start[index] + SAME for worker in by_time)
+        idle.append(by_time[: max(count, share)])
+    rails = sorted({topology.rail[worker] for workers in idle for worker in workers})
+    source.shuffle(rails)
+    common = [r for r in rails if all(any(topology.rail[w] == r for w in workers) for workers in idle)]
+    chosen: list[str] = []
+    for rail in common:
+        if all(sum(topology.rail[w] in chosen for w in workers) >= share for workers in idle):
+            break
+        chosen.append(rail)
+    rank = {rail: number for number, rail in enumerate(chosen)}
+    bag: list[int] = []
+    for workers in idle:
+        firsts = {topology.rail[w]: w for w in reversed(workers)}
+        several = len(nodes) > 1  # then one worker of every chosen rail comes first: the overlap is of rails
+        bag += sorted(
+            workers,
+            key=lambda w: (
+                topology.rail[w] not in rank,
+                several and firsts[topology.rail[w]] != w,
+                rank.get(topology.rail[w], 0),
+                w,
+            ),
+        )[:share]
+    return tuple(sorted(bag))

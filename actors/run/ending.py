@@ -1,0 +1,93 @@
+"""The end of a run: its last committed step goes to disk, its actors are ended, and what is left is named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from actors.config import RuntimeConfig
+from actors.outcome import Events, Exit, StopRun, only_in_memory
+from actors.pool.monitor import MonitorHandle
+from actors.ray_calls import kill
+from actors.records.events import RunFinished
+from actors.run.committer import Committer
+from actors.step import Seat
+
+log = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    """A part that has started actors."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """Ends one run, whatever ended its steps.
+
+    ending.finish(world)        # all steps are committed; or, where they are not:
+    ending.keep_last(world)
+    ending.close()              # in any case, last
+    """
+
+    config: RuntimeConfig
+    events: Events
+    committer: Committer
+    monitor: MonitorHandle
+    parts: Sequence[Closable]  # whose actors end with the run
+    left: str = ""  # afterwards: what is not on disk, and how to go on
+
+    def finish(self, world: Sequence[Seat]) -> None:
+        """Returns when the last step is on disk: an attempt may have lost its shards with their workers, and `world`
+        still holds them. Raises StopRun when it cannot be written."""
+        state, last = self.committer.state, self.config.train.steps - 1
+        state.writer.wait()
+        if state.step_on_disk() < last:
+            state.keep_last(world)
+        if state.step_on_disk() < last:
+            reason = (
+                f"all steps are done, but the checkpoint of step {last} was not written (see "
+                f"{self._run_dir}/events.jsonl). Make room in {self._run_dir} and continue with --resume."
+            )
+            raise StopRun(self.committer.outcome(Exit.FAILURE, reason))
+        self.events.tell(RunFinished(step=self.committer.committed, ledger=self.committer.source.ledger()))
+        self._free_memory()
+
+    def keep_last(self, world: Sequence[Seat]) -> None:
+        """The run ends before its last step: what can be resumed goes to disk, nothing stays behind. `world` are
+        workers that wait between two steps. Never raises."""
+        self.events.end()
+        try:
+            self.committer.commit_until(self.committer.state.keep_last(world))
+        except Exception:  # whatever it is, the rest of the end must come
+            log.exception("the last committed step was not written")
+        try:
+            self._free_memory()
+        except Exception:
+            log.exception("keepers and monitor could not be ended")
+
+    def close(self) -> None:
+        """End the run's workers and helpers, but for keepers and monitor: after an error that Ray Train answers with
+        another controller they are what it continues from."""
+        for part in self.parts:
+            try:
+                part.close()
+            except Exception:  # Ray may be gone: the others are ended all the same, and the first error is the one told
+                log.warning("%s could not be ended", type(part).__name__, exc_info=True)
+
+    def _free_memory(self) -> None:
+        """End keepers and monitor, unless a step is held nowhere else."""
+        if self.committer.state.free_memory():
+            kill(self.monitor)
+            return
+        self.monitor.stopped.remote()
+        on_disk = self.committer.state.step_on_disk()
+        self.left = only_in_memory(self.committer.committed, on_disk, self._run_dir)
+
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self.config.run_dir)

@@ -1,0 +1,201 @@
+"""Who runs the steps: feeds the membership with what is seen of the workers and carries out what it decides.
+
+The decisions are made in `actors.pool.membership`; the start of a generation is in `actors.run.forming`. Here a
+generation ends, and single workers go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from actors.clock import PatientClock
+from actors.config import RuntimeConfig
+from actors.outcome import Events, StopRun
+from actors.pool.lookout import Lookout, worker_name, worker_number
+from actors.pool.membership import Membership
+from actors.pool.membership_types import (
+    Broken,
+    Dead,
+    Decision,
+    Drain,
+    End,
+    Event,
+    Fail,
+    Finished,
+    Form,
+    HandedOver,
+    Replace,
+    Request,
+    View,
+    Wait,
+)
+from actors.pool.monitor import MonitorHandle
+from actors.pool.workers import Pool
+from actors.ray_calls import wait
+from actors.records.events import (
+    GenerationEnded,
+    GenerationFormed,
+    RunFailed,
+    StepsRecovered,
+    WorkerDied,
+    WorkerDrained,
+    WorkerReplaced,
+    WorkersAwaited,
+)
+from actors.run.committer import Committer
+from actors.run.forming import Forming
+from actors.run.steps import StepRunner
+from actors.state.survivors import Survivors
+from actors.step import CollectedStep, GenerationLost, Seat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class GenerationManager:
+    """The generations of one run, one after the other; `runner` runs the steps of the present one."""
+
+    config: RuntimeConfig
+    events: Events
+    pool: Pool
+    monitor: MonitorHandle
+    lookout: Lookout
+    membership: Membership
+    survivors: Survivors
+    forming: Forming
+    committer: Committer
+    clock: PatientClock = field(default_factory=PatientClock)
+    runner: StepRunner | None = None  # None between two generations
+
+    def __post_init__(self) -> None:
+        self.view: View = self.membership.view()
+        self.events.begin(self.view.generation)
+        self._broken_at: float | None = None  # unix seconds
+        self._proven = 0  # the newest generation that has finished a step
+
+    @property
+    def world(self) -> tuple[Seat, ...]:
+        """The workers of the running generation, in order of ranks; nobody between two."""
+        return self.runner.world if self.runner is not None else ()
+
+    @property
+    def quiet_world(self) -> tuple[Seat, ...]:
+        """The workers, where they wait between two steps; else nobody."""
+        return self.world if self.runner is not None and not self.runner.running else ()
+
+    # -- what is seen --------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Take in everything that has changed with the workers, outside the running step."""
+        for parted in self.survivors.poll():  # before anybody's patience is up: they may have answered long ago
+            if parted.died:
+                self._remove(worker_name(parted.worker))
+                self.observe(Dead(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))
+            else:
+                self.observe(HandedOver(worker=parted.worker))
+        for event in self.lookout.look():
+            self.observe(event)
+
+    def lost(self, lost: GenerationLost) -> None:
+        """The running generation cannot go on."""
+        generation = self.view.generation
+        log.warning("generation %d: %s", generation, lost)
+        self._broken_at = self._broken_at or time.time()
+        for name in lost.dead:
+            self._remove(name)
+            where = self.lookout.doing(name)
+            self.events.tell(WorkerDied(worker=name, why=where.strip()))
+            self.observe(Dead(worker=worker_number(name), reason=f"died{where}"))
+        if lost.pixels_lost:
+            self.committer.reopen_data("decoded batches were lost")
+        if lost.failed:
+            self.observe(Broken(generation=generation, reason=f"{lost}{self.lookout.late()}"))
+
+    def finished(self, done: CollectedStep) -> None:
+        """All workers have finished a step: the run has recovered, and the generation has proven itself."""
+        if self._broken_at is not None:
+            seconds = round(done.collected_at - self._broken_at, 3)
+            self.events.tell(StepsRecovered(step=done.running.step, seconds=seconds))
+            self._broken_at = None
+        if self._proven < done.running.generation:
+            self._proven = done.running.generation
+            self.observe(Finished())
+
+    def observe(self, event: Event) -> None:
+        """Let the membership decide what follows, and do it. Raises StopRun when it cannot go on."""
+        self.view, decisions = self.membership.observe(event, self.clock.now())
+        self.events.begin(self.view.generation)
+        for decision in decisions:
+            self._apply(decision)
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, decision: Decision) -> None:
+        match decision:
+            case Form():
+                self._form(decision)
+            case End():
+                self._end(decision)
+            case Drain():
+                self.events.tell(WorkerDrained(worker=worker_name(decision.worker), why=decision.reason))
+                self._await_formed()  # it may hold state that the others still fetch
+                self._remove(worker_name(decision.worker))
+            case Replace():
+                self.events.tell(WorkerReplaced(worker=worker_name(decision.worker), why=decision.reason))
+                self._remove(worker_name(decision.worker), frozen=True)
+            case Request():
+                missing = self.view.requested - len(self.pool.pending)
+                if missing > 0:
+                    self.pool.start(missing)
+            case Wait():
+                log.warning("%s", decision)
+                self.events.tell(WorkersAwaited(detail=str(decision)))
+            case Fail():
+                self.events.tell(RunFailed(why=decision.reason, code=decision.code))
+                raise StopRun(self.committer.outcome(decision.code, decision.reason))
+
+    def _end(self, decision: End) -> None:
+        """The generation is over. After a failure its survivors must leave the groups; then they can join again."""
+        self.events.tell(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
+        self.survivors.ended(decision.generation)
+        self.lookout.try_again()
+        if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
+            self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
+            if self.runner is not None:
+                self.survivors.take(self.world, self.committer.log.newest)
+            self.runner = None
+            return
+        self.runner = None
+        self._broken_at = self._broken_at or time.time()
+        self.monitor.announce.remote(decision.generation + 1)
+        for member in self.view.members:
+            name = worker_name(member.worker)
+            if member.phase == "recovering" and name in self.pool.names:
+                self.survivors.part(member.worker, self.pool.handle(name))
+
+    def _form(self, decision: Form) -> None:
+        started = time.time()
+        runner = self.runner = self.forming.form(decision, self.world)
+        self.committer.account.last_ended_at = started
+        self.events.tell(
+            GenerationFormed(
+                generation=decision.generation,
+                workers=tuple(seat.name for seat in runner.world),
+                cluster=runner.cluster.nodes,
+                why=decision.reason,
+                from_step=runner.next_step,
+                seconds=round(time.time() - started, 3),
+            )
+        )
+
+    def _await_formed(self) -> None:
+        """Returns when every worker has formed the generation, or one has failed to, or time is up."""
+        forming = self.runner.forming if self.runner is not None else []
+        if forming:
+            wait(forming, num_returns=len(forming), timeout=self.config.workers.collective_timeout_s)
+
+    def _remove(self, name: str, frozen: bool = False) -> None:
+        self.pool.remove(name, frozen=frozen)
+        self.monitor.remove.remote(name)

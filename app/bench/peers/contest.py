@@ -1,0 +1,214 @@
+"""`heddle bench peers`: other ways to train the same model on the same clips, on this machine's workers, in one run.
+
+Every way trains from the same weights, in the same order, with the same noise, so the losses must agree step by step.
+All of them are commands of their own; this one starts one after the other, looks at its processes, and writes a table:
+
+    ddp              torchrun, DistributedDataParallel over a bucketed DataLoader       app/bench/peers/ddp.py
+    ray + deepspeed  Ray Train's TorchTrainer, DeepSpeed's ZeRO-1, Ray Data             app/bench/peers/ray_deepspeed.py
+    ddp + ulysses    DistributedDataParallel, static sequence parallelism               app/bench/peers/ddp_sequence.py
+    heddle NAME      `heddle train` with that strategy, snapshots and planning included
+
+Rounds take turns, so that what else a machine does strikes all alike; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from app.bench.peers.figures import FinishedLine, LoopRun, PeerFigures, figures_of, lines_of_code, table
+from app.bench.tree import Tree
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+CONFIG = ROOT / "configs" / "bench" / "peers.yaml"
+SETS = {
+    "uniform": ["17x64x96"],
+    "mixed": ["1x64x96", "9x64x96", "17x64x96", "33x64x96"],
+}
+REFERENCE = "ddp"
+STRATEGIES = ("static", "cascade", "knapsack")
+LEFT = 2  # last steps that are not counted: nothing is decoded or encoded ahead of an end
+_CLIPS = 120
+_PATIENCE_S = 900.0  # without another finished step
+_END_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """A way to train: how its command is made, which file holds it, and how its steps are read."""
+
+    name: str
+    command: Callable[[Path, int, Path, int], list[str]]  # (config, steps, lines, workers)
+    file: str | None = None  # beside this one
+    strategy: str = ""  # Heddle's own
+
+
+class PeerFailed(RuntimeError):
+    """A loop ended early, or did not get on."""
+
+
+def run(
+    steps: Annotated[int, typer.Option(help="Steps that are counted, of every peer in every round.")] = 12,
+    warm: Annotated[int, typer.Option(help="Steps before them.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often every peer runs.")] = 3,
+    workers: Annotated[int, typer.Option(help="Processes that train.")] = 2,
+    only: Annotated[list[str] | None, typer.Option("--peer", help=f"Besides {REFERENCE}. Repeatable; all.")] = None,
+    buckets: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}. Repeatable; all.")] = None,
+    config: Annotated[Path, typer.Option(help="Model, data and training of all peers.")] = CONFIG,
+    out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
+) -> None:
+    """Train all ways in turn and print one table per set of buckets; exit code 1 if losses differ."""
+    peers = _chosen("--peer", only, PEERS)
+    sets = _chosen("--set", buckets, SETS)
+    if REFERENCE not in peers:
+        peers = [REFERENCE, *peers]
+    found: dict[str, dict[str, list[PeerFigures]]] = {}
+    glue = {name: lines_of_code(HERE / file) if (file := PEERS[name].file) else None for name in peers}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sets:
+            own = Path(folder) / name
+            path, samples = prepare(own, config, SETS[name], warm + steps + LEFT, workers)
+            found[name] = {peer: [] for peer in peers}
+            for turn in range(rounds):
+                for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
+                    seen = train(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
+                    found[name][peer].append(figures_of(seen, samples, warm, LEFT))
+            print(table(f"{name}, {workers} workers", found[name], REFERENCE, glue), end="\n\n", flush=True)
+    if out is not None:
+        plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
+        out.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
+    if any(" ! |" in table("", of, REFERENCE, glue) for of in found.values()):
+        raise typer.Exit(1)
+
+
+def _chosen(option: str, given: list[str] | None, known: dict[str, Any]) -> list[str]:
+    if unknown := [name for name in given or [] if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}.", param_hint=option)
+    return [name for name in known if not given or name in given]
+
+
+def prepare(folder: Path, config: Path, buckets: Sequence[str], steps: int, workers: int) -> tuple[Path, list[int]]:
+    """Make clips and their index, and the run file that all peers read. Returns it, and the samples of each step."""
+    from app.bench.peers.recipe import Recipe
+    from data.tools.synthetic import SynthConfig, synthesize
+
+    synthesize(folder / "data", SynthConfig(clips=_CLIPS, images=_CLIPS // 4, shards=2, koala=False))
+    shards = sorted(str(path) for path in (folder / "data" / "shards").glob("*.tar"))
+    tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+    tree["run"] = {"name": "peers", "dir": str(folder / "runs")}
+    tree["data"] |= {"sources": [{"path": "::".join(shards)}], "buckets": {"table": list(buckets)}}
+    tree["train"] = {**tree.get("train", {}), "steps": steps}
+    tree["workers"] = {**tree.get("workers", {}), "min": workers, "max": workers}
+    path = folder / "peers.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path, [sum(len(micro.keys) for micro in step) for step in Recipe(path).steps(steps)]
+
+
+def train(peer: Peer, config: Path, steps: int, workers: int, folder: Path) -> LoopRun:
+    """Run one peer to its end and look at its processes. Raises PeerFailed with the end of what it has said."""
+    folder.mkdir(parents=True)
+    lines, log = folder / "lines.jsonl", folder / "log.txt"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment.pop("RAY_ADDRESS", None)
+    started = time.time()
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            peer.command(config, steps, lines, workers),
+            env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
+        )  # fmt: skip
+        try:
+            with Tree(1.0, process.pid, course=True) as tree:
+                _await_end(process, lambda: len(_finished(peer, folder)), log)
+        finally:
+            _end(process)
+    finished = _finished(peer, folder)
+    if process.returncode or len(finished) != steps:
+        raise PeerFailed(f"{peer.name} ended with {process.returncode} after {len(finished)} steps:\n{_tail(log)}")
+    return LoopRun(started=started, pids=_pids(peer, folder), steps=tuple(finished), looks=tuple(tree.looks))
+
+
+def _await_end(process: subprocess.Popen[bytes], done: Callable[[], int], log: Path) -> None:
+    count, since = 0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.5)
+        if (now := done()) > count:
+            count, since = now, time.monotonic()
+        elif time.monotonic() - since > _PATIENCE_S:
+            raise PeerFailed(f"no step was finished for {_PATIENCE_S:g} s after {count}:\n{_tail(log)}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
+
+
+def _finished(peer: Peer, folder: Path) -> list[FinishedLine]:
+    path = folder / ("runs/peers/metrics.jsonl" if peer.strategy else "lines.jsonl")
+    return [FinishedLine(step=o["step"], time=o["time"], loss=o["loss"]) for o in _objects(path) if "loss" in o]
+
+
+def _pids(peer: Peer, folder: Path) -> tuple[int, ...]:
+    if peer.strategy:
+        return tuple(o["pid"] for o in _objects(folder / "runs/peers/events.jsonl") if o["event"] == "ready")
+    return tuple(_objects(folder / "lines.jsonl")[0]["pids"])
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file that may be written at this moment, or not be there yet."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def _torchrun(name: str) -> Callable[[Path, int, Path, int], list[str]]:
+    def command(config: Path, steps: int, lines: Path, workers: int) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        return [*torchrun, "-m", f"app.bench.peers.{name}", str(config), str(steps), str(lines)]
+
+    return command
+
+
+def _ray_train(config: Path, steps: int, lines: Path, workers: int) -> list[str]:
+    return [sys.executable, "-m", "app.bench.peers.ray_deepspeed", str(config), str(steps), str(lines), str(workers)]
+
+
+def _heddle(strategy: str) -> Callable[[Path, int, Path, int], list[str]]:
+    def command(config: Path, steps: int, lines: Path, workers: int) -> list[str]:
+        settings = {"run.dir": lines.parent / "runs", "planner.strategy": strategy}
+        options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        return [sys.executable, "-m", "app.cli", "train", "--config", str(config), *options]
+
+    return command
+
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(name=REFERENCE, command=_torchrun("ddp"), file="ddp.py"),
+        Peer(name="ray + deepspeed", command=_ray_train, file="ray_deepspeed.py"),
+        Peer(name="ddp + ulysses", command=_torchrun("ddp_sequence"), file="ddp_sequence.py"),
+        *(Peer(name=f"heddle {name}", command=_heddle(name), strategy=name) for name in STRATEGIES),
+    )
+}

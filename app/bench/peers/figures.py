@@ -1,0 +1,160 @@
+"""From what was seen of a loop while it ran to its figures, and from those of several rounds to tables."""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import statistics
+import tokenize
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.bench.tree import TreeLook
+
+SAME = 1e-5  # relative; losses of the same arithmetic in another order, fp32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedLine:
+    """One finished step of a loop."""
+
+    step: int
+    time: float  # unix seconds
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopRun:
+    """What was seen of one run of one loop: its processes, its steps, and the tree of processes over time."""
+
+    started: float  # unix seconds
+    pids: tuple[int, ...]  # the processes that train
+    steps: tuple[FinishedLine, ...]
+    looks: tuple[TreeLook, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerFigures:
+    """Of the counted steps of one run. CPU seconds are those of all its processes."""
+
+    start_s: float  # from the command to the end of the first step, less one step
+    step_s: float
+    samples_per_s: float
+    cpu_s: float  # for one step
+    samples_per_cpu_s: float
+    services_s: float  # of `cpu_s`, what the services of a Ray cluster took
+    idle: float  # share of a step in which the processes that train do not run; other programs on the machine add to it
+    memory_mib: float  # the most private memory of all processes together
+    losses: tuple[float, ...]
+
+
+def figures_of(run: LoopRun, samples: Sequence[int], warm: int, left: int) -> PeerFigures:
+    """`samples` of each step; the first `warm` and the last `left` steps are not counted, as nothing is loaded ahead
+    at an end. Raises ValueError when no step is left."""
+    counted = run.steps[warm : len(run.steps) - left]
+    if warm < 1 or not counted:
+        raise ValueError(f"{len(run.steps)} steps without the first {warm} and the last {left} leave none to count.")
+    begin, end = run.steps[warm - 1].time, counted[-1].time
+    wall, clips = end - begin, sum(samples[line.step] for line in counted)
+    cpu = _between(run.looks, lambda look: sum(look.cpu_s.values()), begin, end)
+    trained = _between(run.looks, lambda look: sum(look.cpu_s.get(pid, 0.0) for pid in run.pids), begin, end)
+    services = _between(run.looks, lambda look: look.services_s, begin, end)
+    step_s = wall / len(counted)
+    return PeerFigures(
+        start_s=run.steps[0].time - run.started - step_s,
+        step_s=step_s,
+        samples_per_s=clips / wall,
+        cpu_s=cpu / len(counted),
+        samples_per_cpu_s=clips / cpu,
+        services_s=services / len(counted),
+        idle=1.0 - trained / (wall * len(run.pids)),
+        memory_mib=max((look.private_mib for look in run.looks if look.time <= end), default=math.nan),
+        losses=tuple(line.loss for line in run.steps),
+    )
+
+
+def _between(looks: Sequence[TreeLook], of: Callable[[TreeLook], float], begin: float, end: float) -> float:
+    """What a figure grew by from one time to another, straight lines between looks."""
+    times, values = [look.time for look in looks], [of(look) for look in looks]
+    return _at(times, values, end) - _at(times, values, begin)
+
+
+def _at(times: Sequence[float], values: Sequence[float], when: float) -> float:
+    later = next((n for n, time in enumerate(times) if time >= when), len(times) - 1)
+    if later == 0:
+        return values[0]
+    span = times[later] - times[later - 1]
+    share = min(1.0, (when - times[later - 1]) / span) if span else 1.0
+    return values[later - 1] + share * (values[later] - values[later - 1])
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines that hold more than a comment or a docstring."""
+    text = path.read_text(encoding="utf-8")
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    held = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in ignored
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            held -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(held)
+
+
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of two runs' losses, step by step."""
+    return max(abs(one - other) / abs(other) for one, other in zip(losses, reference, strict=True))
+
+
+def table(
+    title: str, rounds: Mapping[str, Sequence[PeerFigures]], reference: str, glue: Mapping[str, int | None]
+) -> str:
+    """Markdown: medians over the rounds of every peer. Ratios are medians of those within a round, to `reference`."""
+    head = (
+        "s / step",
+        "clips / s",
+        "clips / CPU-s",
+        f"of {reference}'s",
+        "CPU-s / step",
+        "Ray's services",
+        "idle",
+        "memory",
+        "start",
+        "code",
+        "loss differs",
+    )
+    lines = [f"| {title} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for name, runs in rounds.items():
+        ratios = ratios_of(runs, rounds.get(reference, ()))
+        lost = max((difference(r.losses, rounds[reference][0].losses) for r in runs), default=math.nan)
+        cells = (
+            f"{_median(r.step_s for r in runs):.2f}",
+            f"{_median(r.samples_per_s for r in runs):.2f}",
+            f"{_median(r.samples_per_cpu_s for r in runs):.2f}",
+            f"{statistics.median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
+            f"{_median(r.cpu_s for r in runs):.2f}",
+            f"{_median(r.services_s for r in runs):.2f}",
+            f"{_median(r.idle for r in runs):.0%}",
+            f"{_median(r.memory_mib for r in runs) / 1024:.2f} GiB",
+            f"{_median(r.start_s for r in runs):.0f} s",
+            "-" if glue[name] is None else f"{glue[name]} lines",
+            "-" if name == reference else f"{lost:.0e}" + ("" if lost <= SAME else " !"),
+        )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratios_of(runs: Sequence[PeerFigures], reference: Sequence[PeerFigures]) -> list[float]:
+    """Clips per CPU-second beside those of the reference, round by round."""
+    return [own.samples_per_cpu_s / other.samples_per_cpu_s for own, other in zip(runs, reference, strict=True)]
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,156 @@
+"""What every loop here trains: the model, clips, order, noise and loss of one run file, from Heddle's libraries.
+
+A loop differs from another in what it does with several processes, which is the rest of its file:
+
+    recipe = Recipe(config)
+    for step in recipe.steps(100):
+        for micro in step:                        # one bucket batch
+            batch = decode_job(micro.job)
+            loss = recipe.loss(dit, micro, recipe.latents(batch.video), recipe.words(batch.captions))
+            loss.backward()                       # over all bucket batches of the step: the gradient of its mean loss
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
+
+from app.settings.config import RunConfig
+from data.dataset.dataset import Dataset
+from data.decode import decode_job
+from data.types import Batch, DecodeJob
+from ops.comm import Group
+from ops.flow import draw, flow_loss, interpolate
+from ops.models.folders import resolve
+from ops.models.load import build_dit, build_text, build_vae
+from ops.optimizer import ema_decay_at
+from ops.packing import Layout, patchify
+from ops.packing import Sequence as PackedSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One bucket batch of a step: what to decode, and what names the noise of each of its samples."""
+
+    step: int
+    job: DecodeJob
+    keys: tuple[str, ...]
+    weight: float  # of one sample: 1 / samples of the whole step
+
+
+class Recipe:
+    """Equal in every process that builds it from the same file: weights, order of the clips, noise."""
+
+    def __init__(self, config: Path) -> None:
+        torch.set_num_threads(1)
+        self.config = RunConfig.load(config)
+        model, self.geometry = resolve(self.config.model)
+        self.train = self.config.train
+        self.dit = build_dit(model.dit, self.train.seed).train()
+        self.vae, self.text = build_vae(model.vae), build_text(model.text)
+
+    def steps(self, count: int) -> list[list[MicroBatch]]:
+        """The bucket batches of the first steps, in the order in which Heddle numbers them."""
+        dataset = Dataset.open(self.config.data, self.geometry, self.train.seed)
+        return [
+            [
+                MicroBatch(
+                    step=number,
+                    job=dataset.job(item),
+                    keys=tuple(f"{s.source}/{s.epoch}/{s.row}" for s in item.samples),
+                    weight=1.0 / dataset.step(number).num_samples,
+                )
+                for item in dataset.step(number).items
+            ]
+            for number in range(count)
+        ]
+
+    def optimizer(self) -> torch.optim.AdamW:
+        settings = self.train.optimizer
+        return torch.optim.AdamW(
+            self.dit.parameters(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def latents(self, video: np.ndarray) -> Tensor:
+        """uint8 [B, T, H, W, 3] -> latents [B, C, t, h, w]."""
+        return self.vae.encode(torch.from_numpy(video))
+
+    @torch.no_grad()
+    def words(self, captions: Sequence[str]) -> list[Tensor]:
+        """One [L, dim] per caption."""
+        return self.text.encode(list(captions))
+
+    def loss(
+        self, dit: nn.Module, micro: MicroBatch, latents: Tensor, words: list[Tensor], group: Group | None = None
+    ) -> Tensor:
+        """The share of a bucket batch in the mean loss of its step; with `group`, the part of this rank of the group,
+        over which each sequence is cut."""
+        group = group or Group.solo()
+        flow, patch = self.train.flow, self.geometry.patch
+        grid = tuple(size // part for size, part in zip(latents.shape[2:], patch, strict=True))
+        shape, tokens = tuple(latents.shape[1:]), math.prod(grid)
+        draws = [draw(flow, self.train.seed, micro.step, key, shape, tokens) for key in micro.keys]
+        pairs = [interpolate(clean, one.noise, one.sigma) for clean, one in zip(latents, draws, strict=True)]
+        sequences = [PackedSequence(grid=grid, text_tokens=len(text)) for text in words]  # type: ignore[arg-type]
+        layout = Layout(sequences, group.size, group.rank)
+        noisy = layout.local([patchify(noisy, patch) for noisy, _ in pairs])
+        target = layout.local([patchify(target, patch) for _, target in pairs])
+        timesteps = torch.tensor([one.sigma for one in draws]) * flow.num_train_timesteps
+        predicted = dit(noisy, timesteps, torch.cat(words), layout, group)
+        return flow_loss(predicted, target, layout, torch.full((len(words),), micro.weight))
+
+
+class Average:
+    """The moving average of the weights, as samplers use them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._config = recipe.train.optimizer
+        self._live: list[Tensor] = list(recipe.dit.parameters())
+        self._average = [p.detach().clone() for p in self._live]
+        self._updates = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._updates += 1
+        torch._foreach_lerp_(self._average, self._live, 1.0 - ema_decay_at(self._config, self._updates))
+
+
+class Clips(TorchDataset[Batch]):
+    """The batches of one rank, for a DataLoader whose workers decode."""
+
+    def __init__(self, jobs: Sequence[DecodeJob]) -> None:
+        self._jobs = jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, index: int) -> Batch:
+        batch = decode_job(self._jobs[index])
+        batch.video = batch.video.copy()  # the decoder's memory is used again for the next batch
+        return batch
+
+
+def line_writer(path: Path, pids: Sequence[int]) -> Callable[[int, float], None]:
+    """Writes what the comparison reads of a loop: the processes that train, then a line for every finished step."""
+    path.write_text(json.dumps({"pids": list(pids)}) + "\n")
+
+    def write(step: int, loss: float) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), "loss": loss}) + "\n")
+
+    return write

@@ -1,0 +1,380 @@
+"""Spatial-temporal layers on real ranks over Gloo whose link is throttled: DSP, intra, inter and Ulysses in one round.
+
+Ranks are processes of this machine. Their exchanges are Gloo's; a result may be read only when a link of given delay
+and bandwidth, which carries one message at a time, would have delivered it. Paced ranks compute the real layers, then
+wait until a device of given speed would have ended: ranks that share cores then behave like ranks with one device each.
+Without pacing the layers take what they take here, and the link is set to half of that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from app.bench.timing import peak_bytes
+from ops.comm import CancelToken, Group, Groups, Pending
+from ops.sequence_parallel import sequence_parallel_attention
+from ops.spatial_temporal.layers import run_layers
+from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
+from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
+from ops.spatial_temporal.ulysses import frames_exchange
+
+SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
+ULYSSES = "Ulysses"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksCase:
+    """What is run: sizes, and the speed of device and link."""
+
+    ranks: int = 2
+    frames: int = 16
+    positions: int = 64
+    width: int = 64
+    heads: int = 4
+    pairs: int = 3
+    rounds: int = 3
+    backward: bool = False
+    costs: LayerCosts | None = None  # of paced ranks and their link; None: measured here
+
+    @property
+    def exchange_bytes(self) -> float:
+        """That a rank sends in one change of layout."""
+        held = self.frames * self.positions * self.width * 4 / self.ranks
+        return held * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantSeconds:
+    """One variant: its fastest round, of the rank that took longest. What else the machine does only adds time."""
+
+    variant: str
+    total_s: float
+    exposed_s: float  # waiting for messages
+    simulated_s: float
+    simulated_exposed_s: float
+    peak_mib: float  # beyond what stands before, of one run without pacing
+
+    @property
+    def off(self) -> float:
+        """Distance to the simulation."""
+        return self.total_s / self.simulated_s - 1
+
+
+# A throttled link and a paced device ---------------------------------------------------------------------------------
+
+
+class Awaitable(Protocol):
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """A message that has arrived when Gloo says so and the link would have brought it."""
+
+    pending: Pending
+    due: float
+    link: ThrottledGroup
+
+    def wait(self) -> None:
+        begin = time.perf_counter()
+        self.pending.wait()
+        _sleep_until(self.due)
+        self.link.waited_s += time.perf_counter() - begin
+
+
+class ThrottledGroup:
+    """A group whose messages cross a link of one message at a time; `bandwidth` 0 leaves them as they are."""
+
+    def __init__(self, group: Group, delay_s: float, bandwidth: float) -> None:
+        self.group, self.delay_s, self.bandwidth = group, delay_s, bandwidth
+        self.size, self.rank = group.size, group.rank
+        self.waited_s = self._free = 0.0
+
+    def all_to_all_async(self, output: Tensor, input: Tensor, into: list[int], out_of: list[int]) -> Awaitable:
+        pending = self.group.all_to_all_async(output, input, into, out_of)
+        if not self.bandwidth:
+            return _Delivery(pending, 0.0, self)
+        rows = max(sum(counts) - counts[self.rank] for counts in (into, out_of))
+        size = rows * (input.numel() // max(1, len(input))) * input.element_size()
+        self._free = max(self._free, time.perf_counter()) + self.delay_s + size / self.bandwidth
+        return _Delivery(pending, self._free, self)
+
+    def all_to_all(self, output: Tensor, input: Tensor, into: list[int], out_of: list[int]) -> None:
+        self.all_to_all_async(output, input, into, out_of).wait()
+
+
+class _AtBackward(Function):
+    """The same tensor; calls when its gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+class PacedDevice:
+    """Computes at a given speed at most; counts the seconds spent computing."""
+
+    def __init__(self, backward: float) -> None:
+        self.backward, self.spent_s = backward, 0.0
+
+    def run(self, work: Callable[[Tensor], Tensor], x: Tensor, seconds: float) -> Tensor:
+        """work(x), at least `seconds` long, and its backward as much longer as a backward is."""
+        begin = time.perf_counter()
+        started = [0.0]
+
+        def end_backward() -> None:
+            _sleep_until(started[0] + self.backward * seconds)
+
+        def begin_backward() -> None:
+            started[0] = time.perf_counter()
+
+        out: Tensor = _AtBackward.apply(work(_AtBackward.apply(x, end_backward)), begin_backward)
+        _sleep_until(begin + seconds)
+        self.spent_s += time.perf_counter() - begin
+        return out
+
+
+def _sleep_until(due: float) -> None:
+    left = due - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+# The layers ----------------------------------------------------------------------------------------------------------
+
+
+class BenchBlock(nn.Module):
+    """Attention within the last but one dimension, and an MLP: what a block of a spatial-temporal transformer costs."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def project(self, x: Tensor) -> Tensor:
+        """[..., L, C] -> q, k, v [3, ..., L, H, d]"""
+        qkv: Tensor = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0)
+        return qkv
+
+    def over_frames(self, x: Tensor) -> Tensor:
+        """[B, T, S, C], attending over T."""
+        out: Tensor = self(x.transpose(1, 2)).transpose(1, 2)
+        return out
+
+    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
+        """The rest of the block, given what attention found."""
+        x = x + self.proj(heads.flatten(-2))
+        out: Tensor = x + self.mlp(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.transpose(-2, -3) for one in self.project(x))
+        return self.finish(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
+
+
+class RankRun:
+    """One rank's stack of layers, by every variant."""
+
+    def __init__(self, case: RanksCase, group: Group) -> None:
+        torch.manual_seed(0)
+        self.case, self.group = case, group
+        self.blocks = [BenchBlock(case.width, case.heads) for _ in range(2 * case.pairs)]
+        self.x = torch.randn(1, case.frames, case.positions, case.width)
+
+    def run(self, variant: str, costs: LayerCosts | None, link: ThrottledGroup, device: PacedDevice) -> None:
+        """Forward, and backward where the case has one. `costs` None: not paced."""
+        for block in self.blocks:
+            block.zero_grad()
+        with torch.set_grad_enabled(self.case.backward):
+            if variant == ULYSSES:
+                out = self._ulysses(costs, link, device)
+            else:
+                out = self._sliced(variant, costs, link, device)
+            if self.case.backward:
+                out.sum().backward()
+
+    def _sliced(self, variant: str, costs: LayerCosts | None, link: ThrottledGroup, device: PacedDevice) -> Tensor:
+        grid = self._grid(SCHEDULES[variant])
+        own = torch.cat([self.x[:, :, rows] for rows in grid.positions_of_slices], dim=2)
+        layers = [partial(self._layer, number, costs, device) for number in range(len(self.blocks))]
+        return run_layers(own, layers, grid, link)  # type: ignore[arg-type]
+
+    def _layer(self, number: int, costs: LayerCosts | None, device: PacedDevice, block: Tensor, rows: Tensor) -> Tensor:
+        seconds = self._seconds(number, len(rows), costs)
+        return device.run(self.blocks[number].over_frames if number % 2 else self.blocks[number], block, seconds)
+
+    def _seconds(self, number: int, rows: int, costs: LayerCosts | None) -> float:
+        if costs is None:
+            return 0.0
+        full = self.case.positions if number % 2 else self.case.frames
+        return rows / full * costs.compute_s(number) + costs.slice_s
+
+    def _ulysses(self, costs: LayerCosts | None, link: ThrottledGroup, device: PacedDevice) -> Tensor:
+        grid = self._grid(DSP)
+        (rows,) = grid.positions_of_slices
+        x, case = self.x[:, :, rows], self.case
+        share = (rows.stop - rows.start) / case.positions
+        exchange = frames_exchange(1, case.frames, case.positions, case.ranks, self.group.rank)
+        for number, block in enumerate(self.blocks):
+            seconds = share * costs.compute_s(number) + costs.slice_s if costs else 0.0
+            if number % 2:
+                x = device.run(block.over_frames, x, seconds)
+                continue
+            qkv = device.run(block.project, x, seconds / 2)
+            q, k, v = qkv.flatten(1, 3).unbind(0)
+            heads = sequence_parallel_attention(q, k, v, exchange, link)  # type: ignore[arg-type]
+            joined = torch.cat([x, heads.flatten(1).view_as(x)], dim=-1)
+            x = device.run(partial(_finish, block), joined, seconds / 2)
+        return x
+
+    def _grid(self, schedule: Schedule) -> Grid:
+        case = self.case
+        return Grid(
+            frames=case.frames, positions=case.positions, schedule=schedule, degree=case.ranks, rank=self.group.rank
+        )
+
+
+def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
+    x, heads = joined.chunk(2, dim=-1)
+    return block.finish(x, heads.unflatten(-1, (block.heads, -1)))
+
+
+# A rank --------------------------------------------------------------------------------------------------------------
+
+
+def measured_costs(run: RankRun) -> LayerCosts:
+    """What layers cost here, unpaced, of the slower rank; the link takes half of it."""
+    case, link = run.case, ThrottledGroup(run.group, 0.0, 0.0)
+    spent: dict[str, float] = {}
+    for variant in ("DSP", "DSP", "intra"):  # the first one warms up
+        device = PacedDevice(2.0)
+        run.run(variant, None, link, device)
+        spent[variant] = device.spent_s
+    found = torch.tensor([spent["DSP"], max(0.0, spent["intra"] - spent["DSP"])], dtype=torch.float64)
+    run.group.all_reduce(found, "max")
+    layers = 2 * case.pairs
+    whole, extra = (found / layers).tolist()  # spatial and temporal layers are taken alike: only their sum matters much
+    slice_s = extra / (SCHEDULES["intra"].temporal_slices - 1)
+    compute = max(whole - slice_s, 1e-6) * case.ranks
+    return LayerCosts(spatial_s=compute, temporal_s=compute, exchange_s=whole / 2, slice_s=slice_s)
+
+
+def rank_main(rank: int, port: int, case: RanksCase) -> list[dict[str, float | str]]:
+    """Every variant once per round, in turn. Returns what is equal on all ranks."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+    groups = Groups(store, rank, tuple(range(case.ranks)), "gloo", 0, 300.0, CancelToken(), "127.0.0.1")
+    try:
+        return [asdict(one) for one in measure_rank(groups.world_group(), case)]
+    finally:
+        groups.close()
+
+
+def measure_rank(group: Group, case: RanksCase) -> list[VariantSeconds]:
+    """All ranks call it; seconds are those of the slowest rank of a round."""
+    run = RankRun(case, group)
+    costs = case.costs or measured_costs(run)
+    paced = costs if case.costs else None
+    bandwidth = case.exchange_bytes / costs.exchange_s if costs.exchange_s else 0.0
+    variants = [*SCHEDULES, *([ULYSSES] if case.heads % case.ranks == 0 else [])]
+    seconds: dict[str, list[list[float]]] = {variant: [] for variant in variants}
+    for number in range(case.rounds + 1):
+        for variant in variants:
+            link, device = ThrottledGroup(group, costs.part_s, bandwidth), PacedDevice(costs.backward)
+            group.barrier()
+            begin = time.perf_counter()
+            run.run(variant, paced, link, device)
+            found = torch.tensor([time.perf_counter() - begin, link.waited_s], dtype=torch.float64)
+            group.all_reduce(found, "max")
+            if number:  # the first round warms up
+                seconds[variant].append(found.tolist())
+    return [_result(run, variant, costs, seconds[variant]) for variant in variants]
+
+
+def _result(run: RankRun, variant: str, costs: LayerCosts, rounds: Sequence[Sequence[float]]) -> VariantSeconds:
+    total, exposed = min(map(tuple, rounds))
+    link, device = ThrottledGroup(run.group, 0.0, 0.0), PacedDevice(0.0)
+    peak = torch.tensor([peak_bytes(lambda: run.run(variant, None, link, device), torch.device("cpu"))])
+    run.group.all_reduce(peak, "max")
+    simulated_s, simulated_exposed_s = predicted(run.case, variant, costs)
+    return VariantSeconds(
+        variant=variant,
+        total_s=total,
+        exposed_s=exposed,
+        simulated_s=simulated_s,
+        simulated_exposed_s=simulated_exposed_s,
+        peak_mib=float(peak) / 2**20,
+    )
+
+
+def predicted(case: RanksCase, variant: str, costs: LayerCosts) -> tuple[float, float]:
+    """Simulated seconds and exposed seconds of a variant."""
+    if variant == ULYSSES:
+        found = ulysses_forecast(case.positions, case.ranks, case.heads, costs, case.pairs)
+        assert found is not None, "only run where the degree divides the heads"
+        times = 1 + costs.backward if case.backward else 1.0
+        link = found.link_s * (2 if case.backward else 1)
+        return times * found.compute_s + link, link
+    directions = ("forward", "backward") if case.backward else ("forward",)
+    schedule = SCHEDULES[variant]
+    all_found = [
+        simulate(case.frames, case.positions, case.ranks, schedule, costs, case.pairs, direction)
+        for direction in directions
+    ]
+    return sum(one.total_s for one in all_found), sum(one.exposed_s for one in all_found)
+
+
+def measure_ranks(case: RanksCase, timeout_s: float = 900.0) -> list[VariantSeconds]:
+    """Starts the ranks, waits for them, and returns what rank 0 found."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "app.bench.scalefusion_ranks", json.dumps(asdict(case)), str(store.port)]
+    processes = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(case.ranks)
+    ]
+    deadline = time.monotonic() + timeout_s
+    try:
+        outputs = [one.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for one in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if failed := [rank for rank, one in enumerate(processes) if one.returncode]:
+        raise RuntimeError(f"ranks {failed} of {case.ranks} ended with an error; it stands above.")
+    return [VariantSeconds(**line) for line in json.loads(outputs[0].splitlines()[-1])]
+
+
+def _main(arguments: Sequence[str]) -> None:
+    fields = json.loads(arguments[0])
+    costs = LayerCosts(**fields["costs"]) if fields["costs"] else None
+    case = replace(RanksCase(**{name: value for name, value in fields.items() if name != "costs"}), costs=costs)
+    print(json.dumps(rank_main(int(arguments[2]), int(arguments[1]), case)))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,126 @@
+"""Where the gradients of a step add up, and how they become one sum over all workers: one protocol, two ways.
+
+`OwnGradients` (here): every worker has a whole fp32 gradient of its own, summed over all workers in buckets.
+`NodeGradients` (ops.node_gradients): the workers of a node add into one gradient in memory that they share.
+
+A cycle per step: `begin_step`, then for every backward `received` per parameter, then `finish`, `used` and the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ops.comm import Group
+from ops.gradient_sum import Bounds, GradientSum
+from ops.shards import Slot
+
+GradientMemory = Literal["own", "node"]
+
+
+class Gradients(Protocol):
+    """The gradient of one worker's step, in fp32 (fp64 for an fp64 model). Not thread-safe."""
+
+    @property
+    def flat(self) -> Tensor:
+        """[total]: what has been added so far, by this worker or by its node; behind `finish`, in the own range of the
+        bounds, the sum over all workers."""
+        ...
+
+    def form(self, group: Group, bounds: Bounds) -> None:
+        """Begin a generation, with nothing left of the last one; `bounds` are the ranks' own ranges. Collective."""
+        ...
+
+    def begin_step(self) -> None:
+        """Any number of backward passes may follow."""
+        ...
+
+    def received(self, index: int) -> None:
+        """Parameter `index` has its gradient of the running backward pass. Waits for nobody's computation."""
+        ...
+
+    def watch(self) -> None:
+        """The coming backward pass is this worker's last of the step."""
+        ...
+
+    def start(self) -> None:
+        """This worker adds nothing more in this step, and joins no bag before its end."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when flat[lo:hi] of the own range is the sum. Collective."""
+        ...
+
+    def used(self, lo: int, hi: int) -> None:
+        """Nobody needs [lo, hi), a part of the own range, in this step any more. Comes before this worker shares the
+        parameters of that range: who has all parameters knows that all of the gradient was used."""
+        ...
+
+    def drop(self) -> None:
+        """The sum is not used: the step changes nothing. Collective, in place of `used`."""
+        ...
+
+
+class OwnGradients:
+    """A gradient of the worker's own. Parameters of its precision have views of it as `.grad`; what backward leaves of
+    lower precision is added to it."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype, sum_elements: int
+    ) -> None:
+        """`sum_elements` of the gradient are summed together."""
+        self._parameters, self._layout, self._dtype, self._sum_elements = parameters, layout, dtype, sum_elements
+        self._in_place = parameters[0].dtype == dtype  # backward adds by itself
+        self._group = Group.solo()
+        self._allocate()
+        self.sum = GradientSum(self.flat, layout, self._group, [(0, layout[-1].hi)], sum_elements)
+
+    def form(self, group: Group, bounds: Bounds) -> None:
+        """As `Gradients.form`."""
+        if self._group.abandoned:  # a collective of the dead generation may still be writing into the old memory
+            self._allocate()
+        self._group = group
+        self.sum = GradientSum(self.flat, self._layout, group, bounds, self._sum_elements)
+
+    def begin_step(self) -> None:
+        """Zero the gradient."""
+        self.flat.zero_()
+        if self._in_place:
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                parameter.grad = view
+
+    def received(self, index: int) -> None:
+        """Add what lies beside the sum. Raises RuntimeError behind the start of the bucket's sum."""
+        if not self._in_place:
+            parameter = self._parameters[index]
+            assert parameter.grad is not None, "backward has just made it"
+            self._views[index].add_(parameter.grad)
+            parameter.grad = None
+        self.sum.received(index)
+
+    def watch(self) -> None:
+        """Start buckets of the sum inside the next backward, as they become final."""
+        self.sum.watch()
+
+    def start(self) -> None:
+        """Start the sum of what has not started yet."""
+        self.sum.start()
+
+    def finish(self) -> None:
+        """Wait for the whole sum."""
+        self.sum.finish()
+
+    def used(self, lo: int, hi: int) -> None:
+        """Nothing: `begin_step` zeroes."""
+
+    def drop(self) -> None:
+        """Nothing, see `used`."""
+
+    def _allocate(self) -> None:
+        self.flat = torch.zeros(self._layout[-1].hi, dtype=self._dtype, device=self._parameters[0].device)
+        self._views = [self.flat[slot.lo : slot.hi].view(slot.shape) for slot in self._layout]
+        for parameter in self._parameters:
+            parameter.grad = None

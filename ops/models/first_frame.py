@@ -1,0 +1,82 @@
+"""How a transformer is told of the first frame of a clip: as channels behind the noisy ones, and as an image embedding.
+
+    frame = FirstFrame.of(model)                         # of a resolved model
+    latent = frame.joined(vae.encode(video)[0], vae.encode(frame.still(video))[0])     # [C + Q, t, h, w]
+    rows = frame.packed(patchify(latent, patch), image.encode(video[:, 0])[0])         # [tokens + tail, width]
+
+Everything that is encoded of a clip travels in one matrix: a row for each token, then the image embedding, cut and
+padded with zeros to rows of the same width. So it is cached, published and handed over like a latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GREY = 127.5  # what VAEs see as zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstFrame:
+    """What is added to the latents of clips of one model. Nothing, for text to video."""
+
+    channels: int  # of conditions, behind those of the latent
+    width: int  # of a row: latent and condition channels of one token
+    image_tokens: int
+    image_dim: int
+    stride_t: int  # of the VAE
+    tell: Callable[[Tensor, int], Tensor] | None
+
+    @staticmethod
+    def of(model: ModelConfig) -> FirstFrame:
+        """For a resolved model."""
+        dit, image = model.dit, model.image
+        channels = dit.in_channels - dit.out_channels
+        return FirstFrame(
+            channels=channels,
+            width=(model.vae.channels + channels) * math.prod(dit.patch),
+            image_tokens=image.tokens if image else 0,
+            image_dim=image.d_model if image else 0,
+            stride_t=model.vae.temporal,
+            tell=FAMILIES[dit.architecture].first_frame,
+        )
+
+    @property
+    def tail(self) -> int:
+        """Rows behind those of the tokens."""
+        return -(-self.image_tokens * self.image_dim // self.width)
+
+    def still(self, video: Tensor) -> Tensor:
+        """uint8 [B, T, H, W, 3] -> the same with grey in place of all but the first frame, in floats from 0 to 255."""
+        still = video.float()
+        if still is video:
+            still = video.clone()
+        still[:, 1:] = GREY
+        return still
+
+    def joined(self, latent: Tensor, still: Tensor) -> Tensor:
+        """[C, t, h, w] of the clip and of its `still` -> [C + Q, t, h, w]."""
+        assert self.tell is not None
+        condition = self.tell(still, self.stride_t)
+        joined = latent.new_empty(len(latent) + len(condition), *latent.shape[1:])
+        joined[: len(latent)], joined[len(latent) :] = latent, condition
+        return joined
+
+    def packed(self, rows: Tensor, image: Tensor) -> Tensor:
+        """[tokens, width] and [image_tokens, image_dim] -> [tokens + tail, width]."""
+        packed = rows.new_zeros(len(rows) + self.tail, self.width)
+        packed[: len(rows)] = rows
+        packed[len(rows) :].view(-1)[: image.numel()] = image.to(rows).reshape(-1)
+        return packed
+
+    def image_of(self, tail: Tensor) -> Tensor:
+        """[tail, width] -> [image_tokens, image_dim]"""
+        return tail.reshape(-1)[: self.image_tokens * self.image_dim].view(self.image_tokens, self.image_dim)

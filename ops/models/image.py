@@ -1,0 +1,98 @@
+"""Image encoders: the vision tower of CLIP, from a local folder or small and random. Pictures in, rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ops.models.config import ImageConfig
+from ops.models.folders import check_safetensors, component
+
+if TYPE_CHECKING:
+    from transformers import CLIPVisionModel
+
+
+class ImageEncoder(Protocol):
+    """Frozen encoder of pictures."""
+
+    dim: int
+    tokens: int
+
+    def encode(self, pictures: Tensor) -> Tensor:
+        """uint8 [B, H, W, 3] of any size -> fp32 [B, tokens, dim]. A picture's rows do not depend on its batch."""
+        ...
+
+
+Preprocessor = Callable[..., Mapping[str, Tensor]]  # an image processor of Transformers: resizes, crops, normalises
+
+
+class CLIPImages:
+    """CLIP's vision tower as WanImageToVideoPipeline uses it: the hidden states before the last layer."""
+
+    def __init__(
+        self, encoder: CLIPVisionModel, processor: Preprocessor, config: ImageConfig, device: torch.device | str
+    ) -> None:
+        self.device = torch.device(device)
+        self.encoder = encoder.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.processor = processor
+        self.dim, self.tokens = config.d_model, config.tokens
+
+    def save_processor(self, folder: Path) -> None:
+        """What WanImageToVideoPipeline loads as its image_processor/."""
+        self.processor.save_pretrained(folder)  # type: ignore[attr-defined]  # every one of Transformers has it
+
+    @torch.no_grad()
+    def encode(self, pictures: Tensor) -> Tensor:
+        inputs = self.processor(images=list(pictures.cpu().numpy()), return_tensors="pt")["pixel_values"]
+        inputs = inputs.to(self.device, self.encoder.dtype)
+        states = self.encoder(pixel_values=inputs, output_hidden_states=True).hidden_states
+        rows: Tensor = states[-2].float()
+        return rows
+
+
+def random_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
+    """A small vision tower with weights drawn from `config.seed`: the same on every worker."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel  # heavy: seconds to import
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    shape = CLIPVisionConfig(
+        hidden_size=config.d_model,
+        intermediate_size=4 * config.d_model,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        image_size=config.size,
+        patch_size=config.patch,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = CLIPVisionModel(shape)
+    side = {"height": config.size, "width": config.size}
+    processor = CLIPImageProcessorPil(size={"shortest_edge": config.size}, crop_size=side)
+    return CLIPImages(encoder, processor, config, device)
+
+
+def folder_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
+    """CLIP from `config.path`: image_encoder/ and image_processor/ of a pipeline, or one folder with both. In fp32, as
+    the published pipelines run it."""
+    from transformers import CLIPVisionModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    assert config.path is not None
+    folder = component(config.path, "image_encoder")
+    check_safetensors(folder)
+    encoder = CLIPVisionModel.from_pretrained(
+        folder, local_files_only=True, torch_dtype=torch.float32, use_safetensors=True
+    )
+    # the processor that needs Pillow alone: resizing by torchvision gives other pixels
+    processor = CLIPImageProcessorPil.from_pretrained(processor_of(folder), local_files_only=True)
+    return CLIPImages(encoder, processor, config, device)
+
+
+def processor_of(image_encoder: Path) -> Path:
+    """The image processor's folder: beside that of its encoder, or the same."""
+    beside = image_encoder.parent / "image_processor"
+    return beside if beside.is_dir() else image_encoder

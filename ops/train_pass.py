@@ -1,0 +1,82 @@
+"""Forward and backward of one packed cascade, the same for a worker and for the prediction of what it needs.
+
+S sequences, n rows of this rank, C latent channels, t h w latent grid of one clip, P width of a token row, E of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
+from ops.flow import flow_loss
+from ops.packing import Layout, patchify
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoisyClip:
+    """One sequence of the pass: what this rank holds of it, and its random draw."""
+
+    rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
+    text: Tensor  # [text tokens, E], whole
+    noise: Tensor  # fp32 [C, t, h, w], whole, in host memory
+    sigma: float
+    weight: float  # share of the step's loss; 0 for a clip that did not decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassResult:
+    """What a pass leaves beside the gradients."""
+
+    loss: Tensor  # this rank's part, detached
+    predicted: Tensor  # [n, P]
+    target: Tensor  # [n, P]
+    weights: Tensor  # [S]
+
+
+def train_pass(
+    dit: nn.Module,
+    clips: Sequence[NoisyClip],
+    layout: Layout,
+    group: Group,
+    *,
+    patch: tuple[int, int, int],
+    num_train_timesteps: int,
+    dtype: torch.dtype,
+    autocast: bool,
+    phase: Callable[[str], None] = lambda name: None,
+    conditions: Conditions = NOTHING,
+    before_backward: Callable[[], None] = lambda: None,
+) -> PassResult:
+    """Adds this rank's part of the gradient to the parameters. Collective over the group.
+
+    Noise, target and loss are of `dtype`; `phase` is told "forward" and "backward" as they begin.
+    """
+    device = layout.device
+    noisy, target = [], []
+    for i, clip in enumerate(clips):
+        noise = patchify(clip.noise, patch)[layout.chunk(i)].to(device, dtype)
+        clean, told = clip.rows.split((noise.shape[1], clip.rows.shape[1] - noise.shape[1]), dim=1)
+        mixed = (1 - clip.sigma) * clean + clip.sigma * noise
+        given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
+        mixed[:given] = clean[:given]
+        noisy.append(torch.cat([mixed, told], dim=1) if told.shape[1] else mixed)
+        target.append(noise - clean)
+    tokens, wanted = torch.cat(noisy), torch.cat(target)
+    sigmas = torch.tensor([clip.sigma for clip in clips], dtype=dtype, device=device)
+    weights = torch.tensor([clip.weight for clip in clips], dtype=dtype, device=device)
+    del noisy, target
+    phase("forward")
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        text = torch.cat([clip.text for clip in clips])
+        predicted = dit(tokens, sigmas * num_train_timesteps, text, layout, group, conditions)
+    predicted = predicted.to(dtype)
+    loss = flow_loss(predicted, wanted, layout, weights)
+    phase("backward")
+    before_backward()
+    loss.backward()
+    return PassResult(loss=loss.detach(), predicted=predicted.detach(), target=wanted, weights=weights)

@@ -1,0 +1,61 @@
+"""What becomes of the feeder's errors on their way to the controller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from actors.step import DataLost
+from data.errors import DataIOError
+from tests.actors.fakes import Handle, source_of
+
+
+def failing(error: Exception) -> Any:
+    """Ray's `get` that raises."""
+
+    def get(reference: object, timeout: float | None = None) -> None:
+        raise error
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.OutOfMemoryError("killed"),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.ActorUnschedulableError("its node is gone"),
+    ],
+)
+def test_a_feeder_that_is_gone_is_lost_data_whatever_ray_calls_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(ray, "get", failing(error))
+    with pytest.raises(DataLost):
+        source_of(Handle()).token(3)
+
+
+def test_storage_that_fails_keeps_its_name_on_the_way_to_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = ray.exceptions.RayTaskError("items", "traceback", DataIOError("storage: no answer from s3"))
+    monkeypatch.setattr(ray, "get", failing(failed))
+    with pytest.raises(DataIOError, match="no answer"):
+        source_of(Handle()).token(3)
+
+
+def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feeder = Handle(items=lambda step: f"items {step}", batches=lambda step: f"batches {step}")
+    done = ["items 3", "items 4", "batches 3"]  # the batches of step 4 never come
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (done, [a for a in asked if a not in done]))
+
+    def get(reference: str, timeout: float) -> None:
+        if reference == "batches 3":
+            raise ray.exceptions.RayTaskError("batches", "traceback", DataIOError("00001.tar is gone"))
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(DataIOError, match=r"00001\.tar"):
+        source_of(feeder).has(3)

@@ -1,0 +1,86 @@
+"""Workers fill a node before they begin the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.cluster_utils import Cluster
+
+from actors.pool.room import Need, node_with_room, where
+
+GPU_WORKER = Need(cpus=2, gpus=1)
+
+
+def node(name: str, gpus: int, cpus: int = 64, alive: bool = True) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": cpus, "GPU": gpus, "memory": 1e9}}
+
+
+def requested(nodes: list[dict[str, Any]], count: int, need: Need = GPU_WORKER) -> list[str | None]:
+    taken: list[str] = []
+    asked = []
+    for _ in range(count):
+        asked.append(node_with_room(nodes, taken, need))
+        taken += [asked[-1]] if asked[-1] else []
+    return asked
+
+
+def test_eight_workers_share_a_node_of_eight_gpus() -> None:
+    two = [node("a", 8), node("b", 8)]
+    assert requested(two, 8) == ["a"] * 8
+    assert requested(two, 17) == ["a"] * 8 + ["b"] * 8 + [None], "the last one waits for the autoscaler"
+
+
+def test_the_roomiest_node_is_begun_first() -> None:
+    assert requested([node("small", 2), node("large", 8)], 10) == ["large"] * 8 + ["small"] * 2
+
+
+def test_nodes_that_are_gone_or_have_no_gpu_are_not_asked() -> None:
+    assert requested([node("dead", 8, alive=False), node("head", 0), node("few-cpus", 8, cpus=1)], 1) == [None]
+
+
+def test_shares_of_a_core_fill_it() -> None:
+    assert requested([node("a", 0, cpus=1)], 11, Need(cpus=0.1, gpus=0)).count("a") == 10
+
+
+@given(st.lists(st.integers(0, 8), max_size=6), st.integers(0, 40))
+def test_no_node_gets_more_than_it_holds_and_at_most_one_is_half_full(sizes: list[int], count: int) -> None:
+    nodes = [node(str(i), gpus) for i, gpus in enumerate(sizes)]
+    asked = requested(nodes, count)
+    held = [asked.count(str(i)) for i in range(len(sizes))]
+    assert sum(held) == min(count, sum(sizes))
+    assert all(h <= s for h, s in zip(held, sizes, strict=True))
+    assert sum(0 < h < s for h, s in zip(held, sizes, strict=True)) <= 1
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made.add_node(num_cpus=2)
+    made.add_node(num_cpus=2, resources={"taken": 1})
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@ray.remote(num_cpus=1)
+class Somebody:
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_ray_follows_the_wish_and_passes_it_over_where_others_are(cluster: Cluster) -> None:
+    made: Any = Somebody
+    full = next(n["NodeID"] for n in ray.nodes() if "taken" in n["Resources"])
+    other = next(n["NodeID"] for n in ray.nodes() if n["Resources"].get("CPU") and n["NodeID"] != full)
+    strangers = [made.options(resources={"taken": 0.1}).remote() for _ in range(2)]
+    assert ray.get([s.node.remote() for s in strangers]) == [full, full]
+    ours = [made.options(**where(full)).remote(), made.options(**where(other)).remote()]
+    assert ray.get([one.node.remote() for one in ours], timeout=120) == [other, other]

@@ -1,0 +1,178 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from app.bench.peers import contest
+from app.bench.peers.contest import CONFIG, PEERS, Peer, PeerFailed, prepare, train
+from app.bench.peers.figures import (
+    SAME,
+    FinishedLine,
+    LoopRun,
+    PeerFigures,
+    difference,
+    figures_of,
+    lines_of_code,
+    table,
+)
+from app.bench.peers.recipe import Average, MicroBatch, Recipe
+from app.bench.tree import TreeLook
+from data.decode import decode_job
+
+TINY = """
+model:
+  dit: {num_layers: 2, num_heads: 4, head_dim: 16, ffn_dim: 64, freq_dim: 32}
+  vae: {kind: haar, temporal: 4, spatial: 8, channels: 16}
+  text: {max_length: 32, d_model: 32, num_layers: 1, num_heads: 2}
+data:
+  batch: {memory_tokens: 400, text_tokens: 40, max_batch: 3}
+  items_per_step: 4
+  engine: {decode_workers: 1, decode_cpus: 0.2}
+train: {optimizer: {learning_rate: 1.0e-3, ema_decay: 0.9}}
+workers: {device: cpu, cpus_per_worker: 0.5}
+checkpoint: {every: 0}
+"""
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[float]]:
+    """Run file, samples of each step, and the losses of a plain loop in one process."""
+    folder = tmp_path_factory.mktemp("peers")
+    (folder / "tiny.yaml").write_text(TINY)
+    path, samples = prepare(folder / "mixed", folder / "tiny.yaml", contest.SETS["mixed"], STEPS, 2)
+    recipe = Recipe(path)
+    optimizer, losses = recipe.optimizer(), []
+    for step in recipe.steps(STEPS):
+        optimizer.zero_grad()
+        losses.append(sum(backward(recipe, micro) for micro in step))
+        torch.nn.utils.clip_grad_norm_(recipe.dit.parameters(), recipe.train.optimizer.max_grad_norm)
+        optimizer.step()
+    return path, samples, losses
+
+
+def backward(recipe: Recipe, micro: MicroBatch) -> float:
+    batch = decode_job(micro.job)
+    loss = recipe.loss(recipe.dit, micro, recipe.latents(batch.video), recipe.words(batch.captions))
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["ddp", "ddp + ulysses"])
+def test_a_loop_under_torchrun_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:
+    path, samples, losses = prepared
+    seen = train(PEERS[name], path, STEPS, 2, tmp_path / "run")
+    assert difference([line.loss for line in seen.steps], losses) < SAME
+    found = figures_of(seen, samples, warm=1, left=1)
+    assert len(set(seen.pids)) == 2
+    assert found.cpu_s > 0 and found.memory_mib > 0 and found.samples_per_s > 0 and found.idle < 1
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["ray + deepspeed", "heddle static"])
+def test_a_loop_on_ray_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:
+    path, _, losses = prepared
+    seen = train(PEERS[name], path, STEPS, 2, tmp_path / "run")
+    assert difference([line.loss for line in seen.steps], losses) < SAME
+    assert len(set(seen.pids)) == 2
+    last = seen.looks[-1].cpu_s
+    assert all(last[pid] > 0 for pid in seen.pids), "the processes that train are not in the tree that is looked at"
+
+
+def test_a_loop_that_ends_early_is_told_with_its_last_words(prepared, tmp_path: Path) -> None:
+    path, *_ = prepared
+    command = [sys.executable, "-c", "print('no such device'); raise SystemExit(3)"]
+    broken = Peer(name="broken", command=lambda *_: command, file="x")
+    with pytest.raises(PeerFailed, match=r"broken ended with 3 after 0 steps:\nno such device"):
+        train(broken, path, STEPS, 2, tmp_path / "run")
+
+
+def test_average_follows_the_weights_as_the_schedule_says(prepared) -> None:
+    recipe = Recipe(prepared[0])
+    average = Average(recipe)
+    before = [p.detach().clone() for p in recipe.dit.parameters()]
+    with torch.no_grad():
+        for parameter in recipe.dit.parameters():
+            parameter.add_(1.0)
+    average.update()  # decay of the first update: (1 + 1) / (10 + 1)
+    for held, old in zip(average._average, before, strict=True):
+        torch.testing.assert_close(held, old + 1.0 - 2 / 11)
+
+
+def run_of(seconds: list[float], cpu: list[tuple[float, float, float]]) -> LoopRun:
+    """A look per second at two processes that train and one that does not."""
+    ends = [100.0 + sum(seconds[: n + 1]) for n in range(len(seconds))]
+    return LoopRun(
+        started=90.0,
+        pids=(1, 2),
+        steps=tuple(FinishedLine(step=n, time=end, loss=1.0 / (n + 1)) for n, end in enumerate(ends)),
+        looks=tuple(
+            TreeLook(99.0 + n, {1: one, 2: two, 3: other}, 100.0 * n, 0.1 * n)
+            for n, (one, two, other) in enumerate(cpu)
+        ),
+    )
+
+
+def test_figures_are_those_of_the_counted_steps() -> None:
+    run = run_of([1.0, 2.0, 2.0, 2.0], [(n, 0.5 * n, 0.25 * n) for n in range(12)])
+    found = figures_of(run, [3, 4, 6, 5], warm=1, left=1)  # steps 1 and 2, from 101 to 105
+    assert found.step_s == 2.0
+    assert found.samples_per_s == 10 / 4
+    assert found.cpu_s == pytest.approx(2 * 1.75)
+    assert found.samples_per_cpu_s == pytest.approx(10 / 7)
+    assert found.services_s == pytest.approx(0.2)
+    assert found.idle == pytest.approx(1 - 1.5 / 2)
+    assert found.start_s == pytest.approx(101 - 90 - 2)
+    assert found.memory_mib == 600.0  # of looks up to the last counted step
+
+
+def test_no_step_to_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 steps without the first 1 and the last 2"):
+        figures_of(run_of([1.0, 1.0], [(0, 0, 0)]), [1, 1], warm=1, left=2)
+
+
+def figures(cpu: float, losses: tuple[float, ...] = (1.0, 0.5)) -> PeerFigures:
+    return PeerFigures(
+        start_s=5.0, step_s=2.0, samples_per_s=8.0, cpu_s=cpu, samples_per_cpu_s=16 / cpu, services_s=0.1, idle=0.1,
+        memory_mib=1024.0, losses=losses,
+    )  # fmt: skip
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rounds = {"ddp": [figures(4.0), figures(8.0), figures(5.0)], "heddle": [figures(5.0), figures(8.0), figures(5.0)]}
+    text = table("two workers", rounds, "ddp", {"ddp": 46, "heddle": None})
+    assert "1.000 (0.80, 1.00, 1.00)" in text
+    assert "| 46 lines | - |" in text
+
+
+def test_other_losses_are_marked() -> None:
+    rounds = {"ddp": [figures(4.0)], "off": [figures(4.0, (1.0, 0.50001))], "same": [figures(4.0, (1.0, 0.5000001))]}
+    rows = table("", rounds, "ddp", dict.fromkeys(rounds, 1)).splitlines()
+    assert rows[3].endswith("| 2e-05 ! |") and rows[4].endswith("| 2e-07 |")
+
+
+def test_lines_of_code_are_those_without_words(tmp_path: Path) -> None:
+    text = (
+        '"""What it\nis."""\n\n# why\nimport os\n\n\ndef f(\n    a,\n):\n    """Says."""\n    return """a\nb"""  # so\n'
+    )
+    (tmp_path / "a.py").write_text(text)
+    assert lines_of_code(tmp_path / "a.py") == 6
+
+
+def test_unknown_names_are_refused_with_those_there_are() -> None:
+    with pytest.raises(typer.BadParameter, match="'fsdp' is none of ddp, ray \\+ deepspeed, ddp \\+ ulysses, heddle"):
+        contest.run(only=["fsdp"])
+    with pytest.raises(typer.BadParameter, match="'big' is none of uniform, mixed"):
+        contest.run(buckets=["big"])
+
+
+def test_the_run_file_of_the_comparison_loads(tmp_path: Path) -> None:
+    from app.settings.config import RunConfig
+
+    assert RunConfig.load(CONFIG).data.items_per_step == 4
+    assert json.dumps(sorted(contest.SETS)) == '["mixed", "uniform"]'

@@ -1,0 +1,228 @@
+"""Image to video from the command line: clips from a picture, the exported pipeline, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from PIL import Image
+from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from actors.plan.costs.profile import Profile
+from app.export import export
+from app.run.resume import Change, is_refused
+from app.sampling.clips import ClipSettings, first_frames, make_clips, sample_run
+from app.sampling.model import load_model
+from app.sampling.pictures import read_pictures
+from app.sampling.sample import run
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection, SampleConfig
+from ops.config import FlowConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import dit_json, resolve
+from ops.models.image import random_clip
+from ops.models.wan.config import WanConfig
+from ops.models.wan.family import FAMILY
+from ops.sampling import initial_noise
+from ops.typed import ConfigError, as_plain
+from tests.app.test_export import write_checkpoint
+
+DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, first_frame="channels")
+IMAGE = ImageConfig(d_model=16, num_layers=2, num_heads=2)
+SHOWN = SampleConfig(prompts=("a disc",), images=("a.png",), steps=2, frames=5, height=32, width=48)
+
+
+def haar_run(**dit: object) -> RunConfig:
+    model = ModelConfig(
+        dit=replace(DIT, **dit), vae=VAEConfig(channels=4), text=TextConfig(d_model=16, num_layers=1), image=IMAGE
+    )
+    return RunConfig(run=RunSection(name="tiny"), model=model, sample=SHOWN)
+
+
+def save(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (48, 32)) -> Path:
+    Image.new("RGB", size, color).save(path)
+    return path
+
+
+def test_the_picture_decides_the_clip(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", haar_run())
+    red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
+    model = load_model(tmp_path / "run")
+    settings, prompts = ClipSettings.of(model.config), ["a disc", "a square"]
+    clips = [
+        make_clips(model, prompts, settings, first_frames(model, prompts, settings, given, "--image"))
+        for given in ([red], [red, blue])
+    ]
+    assert np.array_equal(clips[0][0], clips[1][0]) and not np.array_equal(clips[0][1], clips[1][1])
+    files = run(tmp_path / "run", ["a disc"], tmp_path / "x.mp4", images=[red])
+    assert [file.name for file in files] == ["x.mp4", "x.png"]
+
+
+def test_a_runs_own_pictures_are_those_of_its_own_prompts(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", (200, 30, 30))
+    config = haar_run()
+    config = replace(config, sample=replace(config.sample, images=(str(tmp_path / "a.png"),)))
+    write_checkpoint(tmp_path / "run", config)
+    assert sample_run(tmp_path / "run")[0].is_file()
+    with pytest.raises(ConfigError, match="starts from a picture: give --image"):
+        run(tmp_path / "run", ["another"], tmp_path / "x.mp4")
+
+
+def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tmp_path: Path) -> None:
+    plain = haar_run(first_frame="none")
+    plain = replace(plain, model=replace(plain.model, image=None), sample=replace(SHOWN, images=()))
+    run = replace(plain, train=replace(plain.train, flow=FlowConfig(first_frame=0.2)))
+    write_checkpoint(tmp_path / "run", run)
+    red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
+    model = load_model(tmp_path / "run")
+    settings, prompts = ClipSettings.of(model.config), ["a disc"]
+    clips = [
+        make_clips(model, prompts, settings, first_frames(model, prompts, settings, given, "--image"))[0]
+        for given in ([], [red], [blue])
+    ]
+    assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[1][1:], clips[2][1:])
+    for clip, color in zip(clips[1:], ((200, 30, 30), (30, 30, 200))):  # a codec of 4 channels keeps a plain colour
+        assert np.abs(clip[0].reshape(-1, 3).mean(0) - color).max() < 60
+    with pytest.raises(ConfigError, match=r"train\.flow\.first_frame is 0\.2, and the transformer"):
+        RunConfig.from_yaml(replace(haar_run(), train=run.train).to_yaml())
+
+
+def test_pictures_are_cut_to_the_clip(tmp_path: Path) -> None:
+    wide = np.zeros((20, 90, 3), np.uint8)
+    wide[:, 30:60] = 255
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    (found,) = read_pictures([tmp_path / "wide.png"], 1, 20, 30, "--image")
+    assert found.shape == (20, 30, 3) and found.min() > 200
+    Image.new("RGBA", (30, 20), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert read_pictures([tmp_path / "clear.png"], 1, 20, 30, "--image")[0].min() == 255
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"no picture", "is no picture that Pillow reads"),
+        (None, "cannot be read .No such file"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "PNG|picture|cannot"),
+    ],
+)
+def test_a_broken_picture_is_one_sentence(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+    if content is not None:
+        (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--image .*a.png.*({sentence})"):
+        read_pictures([tmp_path / "a.png"], 1, 8, 8, "--image")
+
+
+def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 pictures for 3 prompts"):
+        read_pictures(["a", "b"], 3, 8, 8, "--image")
+    with pytest.raises(ValueError, match=r"sample\.images names 2 pictures for 1 prompts"):
+        replace(SHOWN, images=("a", "b"))
+    text = haar_run().to_yaml()
+    assert RunConfig.from_yaml(text) == haar_run()
+    with pytest.raises(ConfigError, match=r"sample\.images is empty, and the transformer"):
+        RunConfig.from_yaml(text.replace("  images:\n  - a.png\n", ""))
+    with pytest.raises(ConfigError, match=r"model\.dit makes video from text alone"):
+        RunConfig.from_yaml(text.replace("first_frame: channels", "first_frame: none"))
+    plain = replace(haar_run(first_frame="none"), sample=replace(SHOWN, images=()))
+    write_checkpoint(tmp_path / "run", replace(plain, model=replace(plain.model, image=None)))
+    with pytest.raises(ConfigError, match="--image is given, but this transformer makes video from text alone"):
+        run(tmp_path / "run", ["a"], tmp_path / "x.mp4", images=[tmp_path / "a.png"])
+
+
+def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    path = str(base)
+    model = ModelConfig(
+        dit=WanConfig(path=path),
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path, pad_to=512, max_length=512),
+        image=ImageConfig(path=path),
+    )
+    config = RunConfig(run=RunSection(name="tiny"), model=model, sample=SHOWN)
+    write_checkpoint(tmp_path / "run", config)
+    done = export.export(tmp_path / "run", tmp_path / "out")
+    assert {"image_encoder", "image_processor"} <= done.components.keys()
+
+    picture = save(tmp_path / "a.png", (200, 120, 30))
+    ours = load_model(tmp_path / "out")
+    settings = ClipSettings.of(ours.config)
+    (first,) = first_frames(ours, ["a disc"], settings, [picture], "--image")
+    (clip,) = make_clips(ours, ["a disc"], settings, [first])
+
+    pipe = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")
+    pipe.set_progress_bar_config(disable=True)
+    text, negative = ours.text.encode(["a disc", ""])
+    assert text.shape == (512, 16)
+    expected = pipe(
+        image=Image.open(picture),
+        prompt_embeds=text[None],
+        negative_prompt_embeds=negative[None],
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=2,
+        guidance_scale=settings.sampler.guidance_scale,
+        latents=initial_noise(0, (4, 2, 4, 6))[None],
+        output_type="np",
+    ).frames[0]
+    assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
+
+
+def publish(base: Path) -> Path:
+    """A small image-to-video pipeline as Diffusers itself saves it."""
+    torch.manual_seed(0)
+    dit = DIT.fitted(4, 4, 16, IMAGE.d_model)
+    fields = {key: value for key, value in dit_json(dit).items() if not key.startswith("_")}
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    scheduler = FAMILY.scheduler(FlowConfig())
+    WanImageToVideoPipeline(
+        tokenizer=ByT5Tokenizer(),
+        text_encoder=UMT5EncoderModel(
+            UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        ),
+        vae=vae,
+        transformer=WanTransformer3DModel(**fields),
+        scheduler=getattr(diffusers, scheduler.name)(**scheduler.settings),
+    ).save_pretrained(base)
+    encoder = random_clip(IMAGE, "cpu")
+    encoder.encoder.save_pretrained(base / "image_encoder")
+    encoder.save_processor(base / "image_processor")
+    return base
+
+
+def test_the_encode_of_a_first_frame_is_priced() -> None:
+    """A second encode of the clip, and the image encoder, beside the VAE."""
+    seconds = []
+    for first_frame, image in (("none", None), ("channels", None), ("channels", ImageConfig(d_model=512))):
+        model = ModelConfig(dit=replace(DIT, first_frame=first_frame), image=image)
+        resolved, geometry = resolve(model)
+        profile = Profile.from_flops(resolved.dit, resolved.vae, resolved.text, geometry, resolved.image, launch_s=0)
+        seconds.append(profile.seconds("vae", 2, 17, 64, 96, 1))
+    assert seconds[1] == pytest.approx(2 * seconds[0]) and seconds[2] > 1.01 * seconds[1]
+
+
+def test_another_image_encoder_is_another_training(tmp_path: Path) -> None:
+    here, there = publish_encoder(tmp_path / "here", 0), publish_encoder(tmp_path / "there", 0)
+    other = publish_encoder(tmp_path / "other", 1)
+    old = as_plain(ImageConfig(path=str(here)))
+    for new, refused in (
+        (as_plain(ImageConfig(path=str(there), size=999, patch=9)), False),
+        (as_plain(ImageConfig(path=str(other))), True),
+        (as_plain(ImageConfig()), True),
+        (None, True),
+    ):
+        assert is_refused(Change("model.image", old, new), {}, {}) == refused
+
+
+def publish_encoder(folder: Path, layers: int) -> Path:
+    encoder = random_clip(replace(IMAGE, num_layers=layers + 1), "cpu")
+    encoder.encoder.save_pretrained(folder / "image_encoder")
+    encoder.save_processor(folder / "image_processor")
+    return folder

@@ -1,0 +1,146 @@
+"""Wan2.2 A14B: one run trains one of two experts; sampling and export join them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, DiffusionPipeline, WanPipeline, WanTransformer3DModel
+from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from app.export import export
+from app.run.resume import Change, is_refused
+from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.model import load_model
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection, SampleConfig
+from ops.config import FlowConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import dit_json, resolve
+from ops.models.load import build_dit
+from ops.models.wan.config import WanConfig
+from ops.models.wan.family import FAMILY
+from ops.sampling import initial_noise
+from ops.typed import ConfigError
+from tests.app.test_export import trained, write_checkpoint
+
+DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16)
+SHOWN = SampleConfig(prompts=("a disc",), steps=4, frames=5, height=32, width=48)
+
+
+def publish(base: Path) -> Path:
+    """A small pipeline of two experts as Diffusers itself saves it."""
+    torch.manual_seed(0)
+    fields = {key: value for key, value in dit_json(DIT.fitted(4, 4, 16, 0)).items() if not key.startswith("_")}
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    scheduler = FAMILY.scheduler(FlowConfig())
+    WanPipeline(
+        tokenizer=ByT5Tokenizer(),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=WanTransformer3DModel(**fields),
+        transformer_2=WanTransformer3DModel(**fields),
+        scheduler=getattr(diffusers, scheduler.name)(**scheduler.settings),
+        boundary_ratio=0.9,
+    ).save_pretrained(base)
+    return base
+
+
+def run_of(base: Path, expert: str) -> RunConfig:
+    path = str(base)
+    model = ModelConfig(
+        dit=WanConfig(path=path, expert=expert),  # type: ignore[arg-type]
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path),
+    )
+    return RunConfig(run=RunSection(name="tiny"), model=model, sample=SHOWN)
+
+
+def weights(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def test_an_expert_is_read_from_its_folder_with_the_boundary_of_the_pipeline(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    high, low = (resolve(run_of(base, expert).model)[0].dit for expert in ("high", "low"))
+    assert (high.sigmas, low.sigmas) == ((0.9, 1.0), (0.0, 0.9))
+    for config, part in ((high, "transformer"), (low, "transformer_2")):
+        expected = WanTransformer3DModel.from_pretrained(base, subfolder=part)
+        found = build_dit(config, 0).state_dict()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in expected.state_dict().items())
+    with pytest.raises(ValueError, match=r"holds two transformers.*Set model\.dit\.expert"):
+        resolve(run_of(base, "none").model)
+    assert is_refused(
+        Change("model.dit.expert", "high", "low"),
+        *[{"model": {"dit": {"path": str(base)}}}] * 2,
+    ), "another expert is another training, also from the same folder"
+
+
+@pytest.mark.parametrize("expert", ["high", "low"])
+def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, expert: str) -> None:
+    base = publish(tmp_path / "base")
+    config = run_of(base, expert)
+    write_checkpoint(tmp_path / "run", config)
+    export.export(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
+    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
+    assert ours.low is not None and exported.low is not None and ours.low.boundary == 0.9
+    moved = weights(trained(config, 2))
+    assert torch.equal(weights(ours.dit if expert == "high" else ours.low.dit), moved)
+    for one, same in ((ours.dit, exported.dit), (ours.low.dit, exported.low.dit)):
+        assert torch.equal(weights(one), weights(same))
+
+    settings = ClipSettings.of(ours.config)
+    (clip,) = make_clips(ours, ["a disc"], settings)
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    pipe.set_progress_bar_config(disable=True)
+    text, negative = ours.text.encode(["a disc", ""])
+    expected = pipe(
+        prompt_embeds=text[None],
+        negative_prompt_embeds=negative[None],
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=4,
+        guidance_scale=settings.sampler.guidance_scale,
+        latents=initial_noise(0, (4, 2, 4, 6))[None],
+        output_type="np",
+    ).frames[0]
+    assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
+    alone = replace(ours, low=None)
+    assert not np.array_equal(clip, make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
+
+
+def test_two_runs_are_joined(tmp_path: Path) -> None:
+    model = ModelConfig(dit=replace(DIT, expert="high"), vae=VAEConfig(channels=4), text=TextConfig(d_model=16))
+    high = RunConfig(run=RunSection(name="high"), model=model, sample=SHOWN)
+    low = replace(high, model=replace(model, dit=replace(model.dit, expert="low")))
+    write_checkpoint(tmp_path / "high", high)
+    write_checkpoint(tmp_path / "low", low)
+    one = load_model(tmp_path / "high", other=tmp_path / "low")
+    two = load_model(tmp_path / "low", other=tmp_path / "high")
+    assert one.low is not None and two.low is not None and one.low.boundary == two.low.boundary == 0.875
+    settings = ClipSettings.of(one.config)
+    assert np.array_equal(*(make_clips(model, ["a disc"], settings)[0] for model in (one, two)))
+
+    with pytest.raises(ConfigError, match=r"trained the expert for noise levels 0\.875 to 1; give --other"):
+        load_model(tmp_path / "high")
+    with pytest.raises(ConfigError, match=r"--other .*high trained noise levels 0\.875 to 1, and this run 0\.875 to 1"):
+        load_model(tmp_path / "high", other=tmp_path / "high")
+    plain = replace(high, model=replace(model, dit=DIT))
+    write_checkpoint(tmp_path / "plain", plain)
+    with pytest.raises(ConfigError, match="this run trained one transformer for all noise levels"):
+        load_model(tmp_path / "plain", other=tmp_path / "low")
+
+    done = export.export(tmp_path / "low", tmp_path / "out")
+    assert any("transformer/ is not there, copy it from its own export" in note for note in done.notes)
+    assert (tmp_path / "out" / "transformer_2" / "config.json").is_file()
+    assert not (tmp_path / "out" / "transformer").exists()

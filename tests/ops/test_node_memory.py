@@ -1,0 +1,198 @@
+"""Memory of a node: it outlives its processes, its locks do not, and a fence leaves no old writer. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ops.lending import Lender, borrow
+from ops.node_memory import NodeMemory, RangeLock
+
+ROOT = Path(__file__).parents[2]
+SIZE = 1 << 20
+
+
+class Process:
+    """One borrower of its own (tests/ops/borrower.py)."""
+
+    def __init__(self, number: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ops.borrower", str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.pid = self._process.pid
+        assert self._answer() == "ready"
+
+    def do(self, line: str) -> str:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def ended_by(self) -> int:
+        return self._process.wait(20)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+Start = Callable[[int], Process]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[Process] = []
+
+    def begin(number: int) -> Process:
+        made.append(Process(number))
+        return made[-1]
+
+    yield begin
+    for process in made:
+        process.close()
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    lending = Lender(NodeMemory.create("test", SIZE))
+    yield lending
+    lending.close()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_memory_outlives_every_process_but_one_that_has_it(lender: Lender, start: Start) -> None:
+    writer = start(lender.number)
+    assert writer.do(f"write {SIZE - 1} 42") == "written"
+    mine = borrow(lender.number)
+    writer.signal(signal.SIGKILL)
+    assert writer.ended_by() == -signal.SIGKILL
+    lender.close()
+    assert mine.buffer[SIZE - 1] == 42 and mine.buffer[0] == 0
+
+
+def test_a_lock_excludes_other_processes_on_its_range_only_and_is_free_after_a_death(
+    lender: Lender, start: Start
+) -> None:
+    holder, other = start(lender.number), start(lender.number)
+    assert holder.do("lock 100 200") == "locked"
+    assert [other.do(f"tries {lo} {lo + 10}") for lo in (90, 95, 150, 199, 200)] == [
+        "True",
+        "False",
+        "False",
+        "False",
+        "True",
+    ]
+    holder.signal(signal.SIGSTOP)
+    assert other.do("tries 150 160") == "False", "a stopped process keeps its lock"
+    holder.signal(signal.SIGKILL)
+    holder.ended_by()
+    assert other.do("tries 100 200") == "True"
+
+
+def test_two_threads_with_a_lock_each_exclude_each_other() -> None:
+    memory = NodeMemory.create("test", 64)
+    one, other = RangeLock(memory), RangeLock(memory)
+    assert one.try_acquire(0, 8) and not other.try_acquire(0, 8)
+    taken = threading.Event()
+
+    def wait_for_it() -> None:
+        other.acquire(0, 8, lambda: None)
+        taken.set()
+
+    waiting = threading.Thread(target=wait_for_it)
+    waiting.start()
+    assert not taken.wait(0.05)
+    one.release(0, 8)
+    waiting.join(10)
+    assert taken.is_set()
+
+
+def test_a_wait_for_a_lock_ends_with_what_its_check_raises() -> None:
+    memory = NodeMemory.create("test", 64)
+    one, other = RangeLock(memory), RangeLock(memory)
+    one.acquire(0, 8, lambda: None)
+
+    def cancelled() -> None:
+        raise InterruptedError("the generation has ended")
+
+    with pytest.raises(InterruptedError, match="generation"):
+        other.acquire(4, 12, cancelled)
+
+
+def test_a_fence_ends_stopped_and_running_borrowers_and_frees_their_locks(lender: Lender, start: Start) -> None:
+    stopped, running, kept, gone = (start(lender.number) for _ in range(4))
+    assert stopped.do("lock 0 8") == "locked"
+    stopped.signal(signal.SIGSTOP)
+    gone.signal(signal.SIGKILL)
+    gone.ended_by()
+    assert eventually(lambda: gone.pid not in lender.borrowers)
+    assert set(lender.fence(keep={kept.pid})) == {stopped.pid, running.pid}
+    assert kept.do("tries 0 8") == "True", "nobody holds it when the fence returns"
+    assert stopped.ended_by() == running.ended_by() == -signal.SIGKILL
+    assert eventually(lambda: lender.borrowers == (kept.pid,))
+    assert lender.fence(keep={kept.pid}) == ()
+
+
+def test_who_gave_the_memory_back_is_spared(lender: Lender, start: Start) -> None:
+    borrower = start(lender.number)
+    assert borrower.do("back") == "given back"
+    assert eventually(lambda: lender.borrowers == ())
+    assert lender.fence(keep=set()) == ()
+    assert borrower.do("back") == "given back", "it lives"
+
+
+def test_no_descriptor_and_no_thread_is_left_after_fifty_generations() -> None:
+    def generation() -> None:
+        memory = NodeMemory.create("test", 4096)
+        lender = Lender(memory)
+        borrowed = borrow(lender.number)
+        lock = RangeLock(borrowed)
+        lock.acquire(0, 8, lambda: None)
+        borrowed.buffer[0] = 1
+        assert memory.buffer[0] == 1
+        lender.close()
+        lock.close()
+        borrowed.close()
+        memory.close()
+
+    generation()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(50):
+        generation()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_an_unknown_lender_is_named_with_what_to_do() -> None:
+    with pytest.raises(ConnectionError, match=r"could not be borrowed .*train\.memory\.gradients: own"):
+        borrow(1)
+
+
+def test_memory_that_the_node_does_not_have_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.node_memory.node_room", lambda: 3 << 20)
+    assert NodeMemory.create("test", 3 << 20).num_bytes == 3 << 20
+    with pytest.raises(MemoryError, match=r"no room for 4 MiB of shared memory \(test\), it can spare 3 MiB"):
+        NodeMemory.create("test", 4 << 20)
