@@ -13,6 +13,8 @@ from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
 _LEAST_START_S = 600.0  # for a device or file system that is slow to answer
 _SHARED_BYTES_PER_S = 1e9  # of a storage that all workers read at the same time
+_GRADIENT_BYTES = 4  # per trained weight, whatever the parameters are
+_SHARED_GRADIENT_BYTES = 64 << 20  # below it is a trifle, and a sum in a fixed order is worth more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,9 @@ class PlannerConfig:
     topology: str = ""  # knapsack only, e.g. g1n16+g2n4+g8n1; empty: chosen by itself
     static_degree: int = 1  # static only
     split: bool = True  # a batch may run as several cascades
+    misfit: Literal["adapt", "wait"] = (
+        "adapt"  # topology or degrees that the workers cannot follow: the nearest, or wait
+    )
 
     def __post_init__(self) -> None:
         check_numbers("planner", self, degrees=between(1, 1 << 16), static_degree=between(1, 1 << 16))
@@ -128,6 +133,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainMemoryConfig:
+    """Where training keeps what is as large as the model."""
+
+    # own: every worker has a whole fp32 gradient, summed at the end of a step. node: the CPU workers of a node add into
+    # one, in memory that they share. auto: node on CPUs from 64 MiB of gradient on, else own.
+    gradients: Literal["auto", "own", "node"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """What is optimized, for how long."""
 
@@ -140,9 +154,22 @@ class TrainConfig:
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+    memory: TrainMemoryConfig = field(default_factory=TrainMemoryConfig)
 
     def __post_init__(self) -> None:
         check_numbers("train", self, steps=between(1), seed=between(0, SEED), max_skipped_steps=between(0))
+        if self.sync == "deepspeed" and self.memory.gradients == "node":
+            raise ValueError(
+                "train.sync deepspeed sums each worker's own gradients; train.memory.gradients is node. Set it to auto "
+                "or own, or train.sync: flat."
+            )
+
+    def gradients_of(self, weights: int, device: str) -> Literal["own", "node"]:
+        """Where the gradients of so many trained weights lie, with workers on `device` (cpu or cuda)."""
+        if self.memory.gradients != "auto":
+            return self.memory.gradients
+        worth_sharing = weights * _GRADIENT_BYTES >= _SHARED_GRADIENT_BYTES
+        return "node" if self.sync == "flat" and device == "cpu" and worth_sharing else "own"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,6 +134,7 @@ class WorkerInfo:
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
+    gradients: str = ""  # where they lie, "own" or "node"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +268,7 @@ class FormTask:
     store: tuple[str, int]  # host and port of the controller's TCPStore
     origin: Origin | None
     snapshot_to: tuple[ShardKeeper, ...] = ()  # keepers that hold this worker's shards from now on
+    nodes: tuple[int, ...] = ()  # number of each rank's node; workers of one node share memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,8 @@ def keeper_name(run: str, node: str) -> str:
 
 
 def find_monitor(run_dir: Path) -> Any:
-    """Handle of the monitor of a live run. Raises LookupError when the run is not alive on this cluster."""
+    """Handle of the monitor of a live run; without a type, as the protocols that it follows are in `actors.pool` and in
+    the command line. Raises LookupError when the run is not alive on this cluster."""
     import ray
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from actors.messages import PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import Cascade, Item, Module, StepPlan
@@ -19,9 +18,10 @@ class StepAssignment:
     step: StepPlan
     cascades: tuple[Cascade, ...]
     planning_s: float  # with the question on its way to the planner and back left out
+    adapted: tuple[str, ...] = ()  # settings that these workers cannot follow, and what was used instead
 
 
-Position = Mapping[str, Any]  # of the data: JSON of a few kB (`data.Dataset.token`)
+Position = Mapping[str, object]  # of the data: JSON of a few kB (`data.Dataset.token`)
 CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
 
 

@@ -50,6 +50,8 @@ class NodeGradients:
     def form(self, group: Group, bounds: Bounds) -> None:
         """As `Gradients.form`. Raises MemoryError where the node has no room for the gradient."""
         self._leave()
+        if group.size > 1:
+            group.barrier()  # all have let go of the last memory: the node need not have room for both
         self._group, self._bounds = group, bounds
         memory = share(group, "gradients", self._layout[-1].hi * self._dtype.itemsize)
         self._lock = RangeLock(memory)
@@ -90,14 +92,18 @@ class NodeGradients:
 
     def finish(self) -> None:
         """Add what waits, wait until all workers have, and exchange between nodes."""
-        while self._waiting:
-            self._add_oldest()
+        self.add_waiting()
         if self._group.size > 1:
             self._group.barrier()
         if len(set(self._group.nodes)) > 1:
             longest = max(hi - lo for lo, hi in self._bounds)
             for start in range(0, longest, _EXCHANGE):
                 self._exchange([(min(hi, lo + start), min(hi, lo + start + _EXCHANGE)) for lo, hi in self._bounds])
+
+    def add_waiting(self) -> None:
+        """Returns when all that was received here is added."""
+        while self._waiting:
+            self._add_oldest()
 
     def used(self, lo: int, hi: int) -> None:
         """Zero it for the next step, which nobody begins before all parameters have come."""

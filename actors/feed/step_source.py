@@ -6,7 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 
@@ -17,7 +17,7 @@ from actors.feed.feeder import Feeder
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
 from actors.planning.options import profile_of
 from actors.pool.workers import kill_process, uses_gpu
-from actors.ray_calls import GONE, get, kill, unwrap, wait
+from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
 from data.engines.placement import beside_me
@@ -226,7 +226,7 @@ def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[
     """A function that starts an actor of this class (an `Answering` one) beside the caller; used again when it dies."""
 
     def start() -> FeederHandle:
-        actor: Any = ray.remote(concurrency_groups={PULSE: 1})(plain)  # type: ignore[call-overload]
+        actor = remote_of(plain, {PULSE: 1})
         handle: FeederHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
         return handle
 

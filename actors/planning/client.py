@@ -5,21 +5,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import ray
 
 from actors.config import PlannerConfig
 from actors.messages import Span
 from actors.plan.costs.profile import Profile
-from actors.plan.types import Cluster, EarlyEncode
+from actors.plan.types import Cluster, EarlyEncode, Item
 from actors.planning.actor import Planner
-from actors.ray_calls import GONE, get, unwrap
-from actors.refs import Ref
+from actors.ray_calls import GONE, get, kill, remote_of, unwrap
+from actors.refs import Method, Ref
 from actors.step import StepAssignment
 from data.engines.placement import beside_me
 
 log = logging.getLogger(__name__)
+
+
+Window = Sequence[Sequence[Item]]  # of a step and of those whose encodes may run early
+# Step, items of its window, cluster, encodes of it that are planned already.
+Question = tuple[int, tuple[tuple[Item, ...], ...], Cluster, tuple[EarlyEncode, ...]]
+
+
+class PlannerHandle(Protocol):
+    """The planner as the controller knows it (`actors.planning.actor`)."""
+
+    @property
+    def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
+    @property
+    def observe(self) -> Method[[Sequence[Span], dict[str, int]], None]: ...
 
 
 class PlannerClient:
@@ -28,17 +42,17 @@ class PlannerClient:
     def __init__(self, profile: Profile, config: PlannerConfig) -> None:
         self._profile, self._config = profile, config
         self._actor = self._start()
-        self._asked: tuple[tuple[Any, ...], Ref[StepAssignment]] | None = None
+        self._asked: tuple[Question, Ref[StepAssignment]] | None = None
 
     def request(
-        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
+        self, step: int, window: Window, cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
     ) -> None:
         """Ask ahead for the plan that `plan` will be called for."""
         question = (step, tuple(map(tuple, window)), cluster, tuple(done))
         self._asked = (question, self._actor.plan.remote(*question, budget_s))
 
     def plan(
-        self, step: int, window: Sequence[Sequence[Any]], cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
+        self, step: int, window: Window, cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
     ) -> StepAssignment:
         """The plan of a step. Raises PlanError."""
         question = (step, tuple(map(tuple, window)), cluster, tuple(done))
@@ -51,7 +65,7 @@ class PlannerClient:
                 return unwrap(partial(get, reference, timeout=60 + 10 * budget_s))
             except (*GONE, ray.exceptions.GetTimeoutError) as error:
                 log.warning("the planner is started again, step %d is planned anew: %s", step, error)
-                ray.kill(self._actor, no_restart=True)
+                kill(self._actor)
                 self._actor = self._start()
                 self.request(*question, budget_s)
         raise RuntimeError(f"the planner died three times while planning step {step}.")
@@ -61,9 +75,9 @@ class PlannerClient:
         self._actor.observe.remote(spans, text_tokens)
 
     def close(self) -> None:
-        ray.kill(self._actor, no_restart=True)
+        kill(self._actor)
 
-    def _start(self) -> Any:
-        return (
-            ray.remote(Planner).options(num_cpus=0, scheduling_strategy=beside_me()).remote(self._profile, self._config)
-        )
+    def _start(self) -> PlannerHandle:
+        actor = remote_of(Planner).options(num_cpus=0, scheduling_strategy=beside_me())
+        handle: PlannerHandle = actor.remote(self._profile, self._config)
+        return handle

@@ -54,12 +54,12 @@ class Starts(Protocol):
 
 
 class Lookout:
-    """Looks once per call and never waits for a worker. `tell` is told what people want to read."""
+    """Looks once per call and never waits for a worker. `tell` is given the events that people read."""
 
     def __init__(
         self, config: WorkersConfig, pool: Starts, monitor: MonitorHandle, tell: Tell, start_s: float = 600.0
     ) -> None:
-        """`start_s` is how long a worker may load its modules."""
+        """`start_s` is how long a worker may take to load its modules."""
         self._start_s = start_s
         self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
         self._watch = Watch(config)
@@ -68,7 +68,7 @@ class Lookout:
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
         self._doing: dict[str, Progress] = {}  # at the last look
-        # What a monitor that is started anew has to be told.
+        # What a restarted monitor must be told.
         self._life, self._generation, self._wishes = "", -1, OperatorRequests()
 
     def look(self) -> list[Event]:

@@ -23,8 +23,8 @@ class Limits:
     # A survivor must leave its broken groups and answer within this. Calls whose arguments lie on a lost node may
     # hold it up until Ray has noticed the loss, in some 30 s; to replace it sooner loses the state that it holds.
     recover_s: float = 60.0
-    # The same in a generation that has not finished a step yet: what is compiled or tuned there for minutes is done
-    # once, and to replace the worker that does it would begin it anew.
+    # The same in a generation that has not finished a step yet. Its first step may compile or tune kernels for
+    # minutes; a worker that replaces this one would start that again.
     first_step_s: float = 900.0
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
     start_s: float = 600.0

@@ -101,8 +101,8 @@ class Monitor:
         self._generation = max(self._generation, generation)
 
     def begin(self) -> MonitorReport:
-        """Called by a controller that takes the run over: its workers are new ones under the numbers of the old, whose
-        heartbeats and leaves are not theirs. Size and stop are still wished."""
+        """Called by a controller that takes the run over. Its workers are new and may have the names of earlier ones,
+        whose heartbeats and leaves are dropped. A requested size and a requested stop stay."""
         self._seen, self._stacks, self._dump = {}, {}, set()
         self._wishes = replace(self._wishes, drain=())
         return self.report()
@@ -129,14 +129,14 @@ class Monitor:
         self._dump.update(workers)
 
     def restore(self, generation: int, wishes: OperatorRequests) -> None:
-        """Called by the controller when this is a new life: what people had asked for before still holds."""
+        """Called by the controller when this monitor was restarted: what people asked for before still holds."""
         self.announce(generation)
         drain = tuple(dict.fromkeys((*wishes.drain, *self._wishes.drain)))
         target = wishes.target if self._wishes.target is None else self._wishes.target
         self._wishes = OperatorRequests(target=target, drain=drain, stop=self._wishes.stop or wishes.stop)
 
     def remove(self, worker: str) -> None:
-        """The worker is gone, and with it the wish that it leaves."""
+        """The worker is gone; a request that it leave is met."""
         self._seen.pop(worker, None)
         self._wishes = replace(self._wishes, drain=tuple(w for w in self._wishes.drain if w != worker))
 
@@ -153,7 +153,7 @@ class Monitor:
         self._wishes = replace(self._wishes, stop=reason)
 
     def stopped(self) -> None:
-        """Called by the controller at its end: the wish is met, the next controller goes on."""
+        """Called by the controller at its end: the request to stop is met, the next controller goes on."""
         self._wishes = replace(self._wishes, stop="")
 
     def ping(self) -> bool:
@@ -161,5 +161,5 @@ class Monitor:
 
 
 def _activity(progress: Progress) -> tuple[str, int, float]:
-    """What tells one stretch of work from the next. `since` is a name here: the worker's clock may have been set."""
+    """Identifies one stretch of work. `since` is only a part of its name: the worker's clock may have been set."""
     return progress.activity, progress.step, progress.since

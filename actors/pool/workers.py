@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -19,10 +19,11 @@ from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.room import Need, node_with_room, where
-from actors.ray_calls import get, kill, nodes, resources, wait
+from actors.ray_calls import get, kill, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
+from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _NCCL = {
 }
 # Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_WEIGHT_FILES = (".safetensors", ".bin")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -67,11 +69,7 @@ class Pool:
     ) -> None:
         self._run, self._settings, self._monitor = run, settings, monitor
         # With a concurrency group Ray runs the other calls, still one at a time and in order, off the main thread.
-        self._actor: Any = (
-            ray.remote(concurrency_groups={IO: 1})(worker_class)  # type: ignore[call-overload]
-            if uses_gpu(settings.workers)
-            else ray.remote(worker_class)
-        )
+        self._actor = remote_of(worker_class, {IO: 1} if uses_gpu(settings.workers) else None)
         self._members: dict[str, PoolMember] = {}
         self._serial = 0
 
@@ -171,8 +169,8 @@ def uses_gpu(workers: WorkersConfig) -> bool:
 
 def start_monitor(run: str) -> MonitorHandle:
     """The run's monitor, found again by a restarted controller."""
-    handle: Any = (
-        ray.remote(Monitor)
+    monitor: MonitorHandle = (
+        remote_of(Monitor)
         .options(
             name=monitor_name(run),
             namespace=NAMESPACE,
@@ -185,7 +183,6 @@ def start_monitor(run: str) -> MonitorHandle:
         )
         .remote()
     )
-    monitor: MonitorHandle = handle
     return monitor
 
 
@@ -206,3 +203,11 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     raised = [line for line in lines if ": " in line and line.split(": ")[0].endswith(("Error", "Exception"))]
     return (raised or lines or [type(error).__name__])[-1 if raised else 0]
+
+
+def weights_bytes(model: ModelConfig) -> int:
+    """Size of the weight files in the model's local folders, each counted once; 0 for models that are built here."""
+    image = model.image.path if model.image else None
+    folders = {Path(path).expanduser() for path in (model.dit.path, model.vae.path, model.text.path, image) if path}
+    files = {file for folder in folders for suffix in _WEIGHT_FILES for file in folder.rglob(f"*{suffix}")}
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from actors.records.lines import line_of, record_of
 
@@ -36,7 +36,7 @@ class RunEvent:
         """The event as it is written: it happens now, in this generation unless it names its own."""
         return replace(self, time=time.time(), generation=generation if self.generation is None else self.generation)
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """Its object in events.jsonl."""
         details = line_of(self)
         line = {"time": details.pop("time"), "event": self.event, **details}
@@ -70,7 +70,7 @@ class RunStarted(RunEvent):
     event: ClassVar[str] = "start"
     from_step: int
     pid: int
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
     origin: str
 
     def describe(self) -> str:
@@ -106,7 +106,7 @@ class RunFinished(RunEvent):
 
     event: ClassVar[str] = "finish"
     step: int
-    ledger: Mapping[str, Any]
+    ledger: Mapping[str, object]
 
     def describe(self) -> str:
         return f"finished after {self.step + 1} steps"
@@ -235,9 +235,11 @@ class GenerationFormed(RunEvent):
     why: str
     from_step: int
     seconds: float
+    gradients: str = ""  # "own" or "node"; older runs do not say
 
     def describe(self) -> str:
-        return f"generation {self.generation}: {len(self.workers)} workers{_because(self.why)}"
+        shared = ", one gradient per node" if self.gradients == "node" else ""
+        return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +261,17 @@ class WorkersAwaited(RunEvent):
 
     def describe(self) -> str:
         return self.detail
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAdapted(RunEvent):
+    """The workers cannot follow the planner's settings, so plans follow the nearest ones; empty: they can again."""
+
+    event: ClassVar[str] = "adapted"
+    settings: tuple[str, ...]
+
+    def describe(self) -> str:
+        return "; ".join(self.settings) or "plans follow the settings of planner again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,16 +518,16 @@ class UnknownEvent(RunEvent):
 
     event: ClassVar[str] = ""
     name: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         return {"time": self.time, "event": self.name, **self.details}
 
 
 KINDS: dict[str, type[RunEvent]] = {kind.event: kind for kind in RunEvent.__subclasses__() if kind.event}
 
 
-def event_of(line: Mapping[str, Any]) -> RunEvent:
+def event_of(line: Mapping[str, object]) -> RunEvent:
     """An object of events.jsonl, of this or an earlier version. Raises RecordError for a value of the wrong type."""
     name = str(line.get("event", ""))
     if name in KINDS:

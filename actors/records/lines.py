@@ -16,34 +16,37 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 R = TypeVar("R")
-Convert = Callable[[Any, str], Any]  # (value, name of its key) -> value of the field's type
+Convert = Callable[[object, str], Any]  # (value, name of its key) -> value of the field's type, known at run time only
 
 
 class RecordError(ValueError):
     """A line holds something else than a record of its file. Names the key, its value and what is expected."""
 
 
-def line_of(record: Any) -> dict[str, Any]:
+def line_of(record: DataclassInstance) -> dict[str, object]:
     """The fields of a record in their order; records inside it become objects, tuples become lists when written."""
     return {f.name: _plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return line_of(value)
     if isinstance(value, tuple):
         return [_plain(child) for child in value]
     return value
 
 
-def record_of(cls: type[R], line: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> R:
+def record_of(cls: type[R], line: Mapping[str, object], renamed: Mapping[str, str] | None = None) -> R:
     """A record from an object of JSON. `renamed` maps keys of older versions to fields. Raises RecordError."""
     if renamed:
         line = {renamed.get(key, key): value for key, value in line.items()}
-    values = {}
+    values: dict[str, Any] = {}  # each of its field's type
     for name, convert, empty in _fields(cls):  # type: ignore[arg-type]
         if name in line:
             values[name] = convert(line[name], name)
@@ -53,7 +56,7 @@ def record_of(cls: type[R], line: Mapping[str, Any], renamed: Mapping[str, str] 
 
 
 @cache
-def _fields(cls: Any) -> tuple[tuple[str, Convert, Callable[[], Any] | None], ...]:
+def _fields(cls: type[DataclassInstance]) -> tuple[tuple[str, Convert, Callable[[], object] | None], ...]:
     """Name, reader and empty value of each field; no empty value where the field has a default."""
     hints = typing.get_type_hints(cls)
     found = []
@@ -63,7 +66,7 @@ def _fields(cls: Any) -> tuple[tuple[str, Convert, Callable[[], Any] | None], ..
     return tuple(found)
 
 
-def _empty(kind: Any) -> Callable[[], Any]:
+def _empty(kind: object) -> Callable[[], object]:
     """What a required field holds when a file of an older version lacks its key."""
     if kind is float:
         return lambda: math.nan
@@ -71,12 +74,13 @@ def _empty(kind: Any) -> Callable[[], Any]:
         return lambda: None
     if dataclasses.is_dataclass(kind):
         return lambda: record_of(kind, {})  # type: ignore[arg-type]
-    made: type[Any] = get_origin(kind) or kind
+    made = get_origin(kind) or kind
+    assert isinstance(made, type), f"a record cannot hold {kind}"
     return dict if issubclass(made, Mapping) else made
 
 
-def _reader(kind: Any) -> Convert:
-    simple: dict[Any, Convert] = {float: _float, int: _int, str: _str, bool: _bool, Any: _any}
+def _reader(kind: object) -> Convert:
+    simple: dict[object, Convert] = {float: _float, int: _int, str: _str, bool: _bool, object: _any}
     if kind in simple:
         return simple[kind]
     origin, args = get_origin(kind), get_args(kind)
@@ -91,11 +95,11 @@ def _reader(kind: Any) -> Convert:
     return lambda value, key: record_of(kind, _object(value, key))  # type: ignore[arg-type]
 
 
-def _wrong(key: str, value: Any, expected: str) -> RecordError:
+def _wrong(key: str, value: object, expected: str) -> RecordError:
     return RecordError(f"{key} is {value!r}; expected {expected}.")
 
 
-def _float(value: Any, key: str) -> float:
+def _float(value: object, key: str) -> float:
     """JSON has no NaN: it is written as null."""
     if value is None:
         return math.nan
@@ -104,7 +108,7 @@ def _float(value: Any, key: str) -> float:
     raise _wrong(key, value, "a number")
 
 
-def _int(value: Any, key: str) -> int:
+def _int(value: object, key: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
@@ -112,42 +116,42 @@ def _int(value: Any, key: str) -> int:
     raise _wrong(key, value, "a whole number")
 
 
-def _str(value: Any, key: str) -> str:
+def _str(value: object, key: str) -> str:
     if isinstance(value, str):
         return value
     raise _wrong(key, value, "text")
 
 
-def _bool(value: Any, key: str) -> bool:
+def _bool(value: object, key: str) -> bool:
     if isinstance(value, bool):
         return value
     raise _wrong(key, value, "true or false")
 
 
-def _any(value: Any, key: str) -> Any:
+def _any(value: object, key: str) -> object:
     return value
 
 
-def _object(value: Any, key: str) -> Mapping[str, Any]:
+def _object(value: object, key: str) -> Mapping[str, object]:
     if isinstance(value, Mapping):
         return value
     raise _wrong(key, value, "an object")
 
 
 def _mapping(inner: Convert) -> Convert:
-    def read(value: Any, key: str) -> dict[str, Any]:
+    def read(value: object, key: str) -> dict[str, object]:
         held = {} if value is None else _object(value, key)
         return {name: inner(child, f"{key}.{name}") for name, child in held.items()}
 
     return read
 
 
-def _tuple(args: tuple[Any, ...]) -> Convert:
+def _tuple(args: tuple[object, ...]) -> Convert:
     size = None if args[-1] is Ellipsis else len(args)
     inner = _reader(args[0])
     assert size is None or len(set(args)) == 1, f"a record cannot hold tuple{args}"
 
-    def read(value: Any, key: str) -> tuple[Any, ...]:
+    def read(value: object, key: str) -> tuple[object, ...]:
         if not isinstance(value, list | tuple) or size not in (None, len(value)):
             raise _wrong(key, value, "a list" if size is None else f"a list of {size}")
         return tuple([inner(child, key) for child in value])

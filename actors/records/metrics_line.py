@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from actors.records.lines import line_of, record_of
 
@@ -50,7 +49,7 @@ class StepMetrics:
     loss_by_bucket: Mapping[str, float]  # "17x64x96" -> mean loss of its samples
     recomputed: bool = False  # an earlier execution of this step had been written before
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """Its object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
         line = {name: _finite(value) for name, value in line_of(self).items()}
         if not self.recomputed:
@@ -58,7 +57,7 @@ class StepMetrics:
         return line
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -66,6 +65,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def metrics_of(line: Mapping[str, Any]) -> StepMetrics:
+def metrics_of(line: Mapping[str, object]) -> StepMetrics:
     """An object of metrics.jsonl, of this or an earlier version. Raises RecordError for a value of the wrong type."""
     return record_of(StepMetrics, line, RENAMED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from actors.plan.types import Cascade, StepPlan
 from actors.records.lines import line_of, record_of
@@ -55,7 +54,7 @@ class PlanRecord:
             cascades=tuple(_cascade(cascade) for cascade in cascades),
         )
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """Its object of JSON."""
         return line_of(self)
 
@@ -75,6 +74,6 @@ def _cascade(cascade: Cascade) -> CascadeRecord:
     )
 
 
-def plan_of(line: Mapping[str, Any]) -> PlanRecord:
+def plan_of(line: Mapping[str, object]) -> PlanRecord:
     """A plan from JSON, of this or an earlier version. Raises RecordError for a value of the wrong type."""
     return record_of(PlanRecord, line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from actors.records.lines import line_of, record_of
 
@@ -54,11 +53,11 @@ class SpanRecord:
             return None
         return self.planned_start_s, self.planned_end_s
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """Its object in timeline.jsonl."""
         return line_of(self)
 
 
-def span_of(line: Mapping[str, Any]) -> SpanRecord:
+def span_of(line: Mapping[str, object]) -> SpanRecord:
     """An object of timeline.jsonl, of this or an earlier version. Raises RecordError for a value of the wrong type."""
     return record_of(SpanRecord, line)

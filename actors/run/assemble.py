@@ -23,8 +23,7 @@ from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.weights import weights_bytes
-from actors.pool.workers import Pool, start_monitor
+from actors.pool.workers import Pool, start_monitor, weights_bytes
 from actors.ray_calls import get, node_address
 from actors.run.committer import Committer
 from actors.run.controller import Controller

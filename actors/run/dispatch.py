@@ -69,7 +69,7 @@ def finish_of(rank: int, calls: Sequence[Call], generation: int, step: int, expo
 
 
 def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
-    """The calls with the place where each worker starts its gradient sum: as early as it adds nothing more to it.
+    """The calls with the place where each worker starts its gradient sum: as soon as it adds nothing more to it.
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see

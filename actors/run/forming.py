@@ -121,6 +121,7 @@ def form_tasks(
     keepers_of: Callable[[int], tuple[ShardKeeper, ...]],
 ) -> list[FormTask]:
     """What each worker is told, in order of ranks. `store` is where they meet, `keepers_of` a rank holds its shards."""
+    homes = list(dict.fromkeys(seat.node for seat in world))
     return [
         FormTask(
             generation=generation,
@@ -129,6 +130,7 @@ def form_tasks(
             store=store,
             origin=origin,
             snapshot_to=keepers_of(rank),
+            nodes=tuple(homes.index(seat.node) for seat in world),
         )
         for rank in range(len(world))
     ]

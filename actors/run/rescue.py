@@ -1,4 +1,4 @@
-"""The end of a run whose controller could not write one: what its keepers hold goes to disk, nothing stays behind."""
+"""The end of a run whose controller is gone: what its keepers hold goes to disk, nothing stays behind."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAs
 
 log = logging.getLogger(__name__)
 
-_ENDED_S = 60.0  # a call whose worker has finished the step after it has ended; its answer may come a little later
+_ENDED_S = 60.0  # a worker that has finished a step has ended its calls; an answer may arrive so much later
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
-# Ray raises the cause of a lost argument; only these words tell that the call itself never ran.
+# Ray raises the error of the lost argument itself; only these words say that the call never ran.
 _LOST_ARGUMENT = "input arguments for this task could not be computed"
 
 
@@ -258,7 +258,7 @@ class StepRunner:
 
 
 def shape_of(name: str) -> str:
-    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`actors.bars`)."""
+    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`ray_calls.bar`)."""
     return name.rpartition(" s")[0]
 
 

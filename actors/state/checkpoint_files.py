@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ops.models.config import ModelConfig
-from ops.shards import ShardState, bytes_per_weight, cut, missing
+from ops.shards import ShardState, Slot, bytes_per_weight, cut, missing
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,16 @@ class File:
     name: str
     size: int
     crc32: int | None
+
+
+Meta = dict[str, Any]  # an object of JSON as a file gives it; see `seal` for that of a checkpoint
+
+
+class ParameterMeta(TypedDict):
+    """A trained parameter as a checkpoint's meta lists it, in the order of the flat vector."""
+
+    name: str
+    shape: list[int]
 
 
 class CheckpointError(RuntimeError):
@@ -78,7 +88,7 @@ def begin(folder: Path) -> bool:
 def write_shard(folder: Path, shard: ShardState) -> File:
     """Write one worker's shard. Safe to call from several processes at once."""
     numbers = {"step": shard.updates, "lo": shard.lo, "hi": shard.hi, "total": shard.total}
-    header: dict[str, Any] = {"__metadata__": {name: str(value) for name, value in numbers.items()}}
+    header: dict[str, object] = {"__metadata__": {name: str(value) for name, value in numbers.items()}}
     at = 0
     for name, array in shard.arrays.items():
         header[name] = {
@@ -99,7 +109,7 @@ def write_shard(folder: Path, shard: ShardState) -> File:
 
 def seal(
     folder: Path,
-    meta: dict[str, Any],
+    meta: Meta,
     bounds: Sequence[tuple[int, int]] | None = None,
     files: Sequence[File] = (),
 ) -> None:
@@ -131,12 +141,12 @@ def seal(
     _write(folder / COMPLETE, [json.dumps({"files": entries}).encode()])
 
 
-def parameters_meta(layout: Sequence[Any]) -> list[dict[str, Any]]:
+def parameters_meta(layout: Sequence[Slot]) -> list[ParameterMeta]:
     """`sync.layout` as JSON for `meta["parameters"]`."""
     return [{"name": slot.name, "shape": list(slot.shape)} for slot in layout]
 
 
-def trained_parameters(model: ModelConfig) -> list[dict[str, Any]]:
+def trained_parameters(model: ModelConfig) -> list[ParameterMeta]:
     """`meta["parameters"]` of a run with this (resolved) model, without building its weights."""
     from ops.models.load import dit_skeleton
     from ops.sync import slots, trainable
@@ -191,7 +201,7 @@ def complete(root: Path) -> list[Path]:
     return [folder for folder in _step_folders(root) if is_complete(folder)]
 
 
-def load(folder: Path) -> tuple[dict[str, Any], list[ShardState]]:
+def load(folder: Path) -> tuple[Meta, list[ShardState]]:
     """Meta and shards of a checkpoint. The arrays are memory-mapped and read-only: bytes are read when touched."""
     if not is_complete(folder):
         raise CheckpointError(f"{folder} is not a complete checkpoint; choose one that has a {COMPLETE} file.")
@@ -316,7 +326,7 @@ def _open_shard(path: Path) -> ShardState:
         raise CheckpointError(f"{path} cannot be read as a shard ({error}); use another checkpoint.") from error
 
 
-def _map(path: Path, entry: dict[str, Any], start: int, size: int) -> np.ndarray:
+def _map(path: Path, entry: Meta, start: int, size: int) -> np.ndarray:
     begin_at, end_at = entry["data_offsets"]
     dtype = _DTYPES[entry["dtype"]]
     if start + end_at > size or (end_at - begin_at) != entry["shape"][0] * dtype.itemsize:
@@ -340,12 +350,12 @@ def _listed(folder: Path) -> list[File]:
         raise CheckpointError(f"{folder / COMPLETE} cannot be read ({error}); use another checkpoint.") from error
 
 
-def _meta(folder: Path, files: Sequence[File]) -> dict[str, Any]:
+def _meta(folder: Path, files: Sequence[File]) -> Meta:
     """meta.json, if its bytes are those that were written."""
     if any(file.name == META and _changed(folder, file) for file in files):
         raise CheckpointError(f"{folder / META}: the bytes are not those that were written; use another checkpoint.")
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+        meta: Meta = json.loads((folder / META).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / META} cannot be read ({error}); use another checkpoint.") from error
     return meta

@@ -9,24 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from actors.config import CheckpointConfig
 from actors.messages import Origin, ShardKeeper, Snapshot
 from actors.outcome import Events
-from actors.ray_calls import cancel, get, wait
+from actors.ray_calls import cancel, get, remote_of, wait
 from actors.records.events import CheckpointFailed
 from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
+from actors.state.checkpoint_files import Meta
 from ops.shards import ShardState
 
 log = logging.getLogger(__name__)
 
 _WRITE_S = 3600.0
-
-Meta = dict[str, Any]  # JSON, see `checkpoint_files.seal`
 
 
 def root_of(run_dir: Path) -> Path:
@@ -95,8 +93,7 @@ class Writer:
         folder = checkpoint.step_folder(self._root, step)
         if any(f == folder for _, f in self._writing.values()):
             return
-        task: Any = ray.remote(_write)
-        named = task.options(num_cpus=0, max_retries=0, name="checkpoint")
+        named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
         reference: Ref[None] = named.remote(str(folder), meta, list(shards), list(keepers))
         self._writing[reference] = (step, folder)
 

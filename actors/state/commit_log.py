@@ -27,7 +27,7 @@ from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
 
-_SLOW_S = 30.0  # a keeper that takes longer is worth a word
+_SLOW_S = 30.0  # a keeper that takes longer is reported
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class CommitLog:
 
     committed: int
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
-    tell: Tell = silent  # hears once of a step that waits for its keepers
+    tell: Tell = silent  # is told once of a step that waits for its keepers
     stuck: Stuck | None = None  # as the last `settle` found it
     _told: int = -1
     _queue: deque[UncommittedStep] = field(default_factory=deque)
@@ -95,7 +95,7 @@ class CommitLog:
     def restart(self, step: int) -> None:
         """Training goes on after `step`, up to which everything is committed; later finished steps are computed again.
 
-        To go on from another state than that of the last committed step would go unnoticed: it is not possible.
+        A finished step up to `step` must have been committed: training from another state would go unnoticed.
         """
         left = [waiting.step for waiting in self._queue if waiting.step <= step]
         assert not left, f"training cannot go on after step {step}: steps {left} are finished but not committed"

@@ -1,14 +1,14 @@
 """Snapshots: the training state of committed steps in the host memory of other nodes.
 
 Every worker sends its shard to a keeper after each step. A step is committed when the shards of one generation that the
-keepers hold cover the whole vector; `recoverable` finds the newest such step from the keepers' own inventories, so a
-restarted controller needs nothing else. A keeper copies what it is given: an object in Ray's store dies with the worker
-that put it.
+keepers hold cover the whole vector; `actors.state.recovery` finds the newest such step from the keepers' own
+inventories, so a restarted controller needs nothing else. A keeper copies what it is given: an object in Ray's store
+dies with the worker that put it.
 
     place(workers={0: "a", 1: "b"}, keepers={"ka": "a", "kb": "b"}, copies=1)      # {0: ("kb",), 1: ("ka",)}
     worker:      keeper.put.remote(step, sync.export_shard(), generation)
     controller:  keeper.commit.remote(step)                                        # older steps may go
-    recovery:    step, generation = recoverable(inventories); sources(inventories, step, generation, lo, hi)
+    recovery:    keeper.inventory.remote(); keeper.get.remote(step, lo, hi)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -26,13 +26,13 @@ from actors.messages import ShardKeeper
 from actors.refs import Method
 from actors.step import Position
 from ops.node_room import node_room
-from ops.shards import ShardState, bytes_per_weight, cut, missing
+from ops.shards import ShardState, bytes_per_weight, cut
 
 log = logging.getLogger(__name__)
 
 
 KEEP_STEPS = 2  # committed steps that stay; a third one is being filled meanwhile
-_SMALL = 64 << 20  # bytes; what a full node dies of is larger
+_SMALL = 64 << 20  # bytes; a smaller shard is taken without a look at the node's memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class Keeper:
 
     def commit(self, step: int, position: Position | None = None) -> None:
         """`step` is complete over all keepers: keep it and the one before it, let older ones go. `position` is where
-        the data stands after it, never one without the other."""
+        the data stands after it; the two are stored together."""
         if position is not None:
             self._position = (step, position)
         self._committed.add(step)
@@ -136,7 +136,7 @@ class Keeper:
         return {step: sorted(held.shards) for step, held in self._steps.items()}
 
     def inventory(self) -> list[HeldShard]:
-        """Everything that is held, for `recoverable` and `sources`."""
+        """Everything that is held, for `actors.state.recovery`."""
         return [
             HeldShard(
                 step=step,
@@ -209,7 +209,7 @@ class Keeper:
             self._free.append(shard.arrays)
 
 
-# Where shards go, and where they are --------------------------------------------------------------------------------
+# Where shards go --------------------------------------------------------------------------------
 
 
 def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 1) -> dict[int, tuple[str, ...]]:
@@ -238,39 +238,6 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
     return chosen
 
 
-def recoverable(inventories: Mapping[str, Sequence[HeldShard]]) -> tuple[int, int] | None:
-    """(step, generation) of the newest step whose shards of one generation cover the whole vector, or None."""
-    ranges: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for held in (held for inventory in inventories.values() for held in inventory):
-        ranges.setdefault((held.step, held.generation, held.total), []).append((held.lo, held.hi))
-    whole = [(step, generation) for (step, generation, total), have in ranges.items() if not missing(have, 0, total)]
-    return max(whole, default=None)
-
-
-def sources(
-    inventories: Mapping[str, Sequence[HeldShard]], step: int, generation: int, lo: int, hi: int
-) -> list[tuple[str, int, int]]:
-    """Which parts of [lo, hi) to ask of which keeper: (keeper, from, to), without overlap, in order.
-
-    Raises ValueError when the keepers do not hold all of it.
-    """
-    shards = [
-        (held.lo, held.hi, keeper)
-        for keeper, inventory in sorted(inventories.items())
-        for held in inventory
-        if (held.step, held.generation) == (step, generation)
-    ]
-    plan, at = [], lo
-    while at < hi:
-        reach = max(((b, keeper) for a, b, keeper in shards if a <= at < b), default=None)
-        if reach is None:
-            raise ValueError(f"no keeper holds element {at} of step {step} (generation {generation}).")
-        end = min(hi, reach[0])
-        plan.append((reach[1], at, end))
-        at = end
-    return plan
-
-
 def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> int:
     """Memory per keeper: committed steps plus the one being filled, spread evenly."""
     state = total * bytes_per_weight(ema)
@@ -282,19 +249,19 @@ def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> i
 
 def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:
     """A keeper as a detached actor on this node: it outlives the controller and is found again by `attach`."""
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    options: dict[str, Any] = {
-        "name": name,
-        "namespace": namespace,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-    }
-    handle: Any = ray.remote(Keeper).options(**options).remote()
-    keeper: KeeperHandle = handle
+    from actors.ray_calls import remote_of
+
+    actor = remote_of(Keeper).options(
+        name=name,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    keeper: KeeperHandle = actor.remote()
     return keeper
 
 

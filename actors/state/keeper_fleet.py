@@ -1,5 +1,5 @@
-"""The run's keepers as the controller sees them: on the nodes with workers and, where those are few, on others, too;
-outliving the controller."""
+"""The run's keepers as the controller sees them. They are on the nodes with workers and, where those are few, also on
+others; they outlive the controller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Keepers:
     """
 
     def __init__(self, run: str, config: SnapshotConfig, tell: Tell = silent) -> None:
-        """`tell` hears of every keeper that is given up, and once per question of those that are waited for."""
+        """`tell` is given an event for each keeper that is given up, and one per question for each that is awaited."""
         self._run, self._config, self._tell = run, config, tell
         self._unfit: set[str] = set()  # nodes without workers that had no room for the state
         self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle
@@ -48,7 +48,7 @@ class Keepers:
     def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None:
         """Have keepers on the nodes that suit these workers and choose those of each worker (by rank).
 
-        A node without workers must have `needs_bytes` to be worth a keeper: a small head node has not.
+        A node without workers gets a keeper only where it offers `needs_bytes` of memory; a small head node does not.
         """
         if not self._config.enabled:
             return
@@ -102,7 +102,7 @@ class Keepers:
     def inventories(
         self, patience_s: float, enough: Callable[[Mapping[str, Sequence[HeldShard]]], bool] = lambda found: False
     ) -> dict[str, Sequence[HeldShard]]:
-        """What each keeper holds. `enough` says whether what has been found makes further waiting needless."""
+        """What each keeper holds. `enough` says whether the answers so far suffice."""
         return self._ask(lambda keeper: keeper.inventory.remote(), patience_s, enough)
 
     def standing(self, patience_s: float) -> Standing:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 
@@ -33,13 +33,12 @@ from actors.records.events import (
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
-from actors.state.checkpoint_files import load, trained_parameters
-from actors.state.checkpoint_writer import Meta, Writer
+from actors.state.checkpoint_files import Meta, ParameterMeta, load, trained_parameters
+from actors.state.checkpoint_writer import Writer
 from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Keepers
-from actors.state.recovery import Recovery, recovery_from
-from actors.state.snapshots import origin_of
+from actors.state.recovery import Recovery, origin_of, recovery_from
 from actors.state.survivors import Survivors, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
@@ -47,7 +46,7 @@ from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-_POSITION_S = 30.0  # the data's position may be an older one: nobody waits long for it
+_POSITION_S = 30.0  # an older position of the data also serves, so nobody waits long for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _REPAIR_S = 60.0  # steps that are under way come first
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -218,7 +217,7 @@ class RunState:
 
         Raises GenerationLost when it is a worker that is gone, and StopRun when repairs do not help; not before the
         workers are `quiet`, since then their own state goes to disk. On a lost node that Ray has not noticed yet, every
-        new keeper is lost at once: such tries keep a distance, which grows.
+        new keeper is lost at once: so each repair waits longer than the one before.
         """
         if self._repaired_lately():
             return None
@@ -229,7 +228,7 @@ class RunState:
             return None
         self._repairs += 1
         self._repaired_at = time.monotonic()
-        if self._repairs > 1:  # one is everyday
+        if self._repairs > 1:  # a single repair is usual
             log.warning("the keepers are repaired for the %d. time since the last commit: %s", self._repairs, stuck.why)
             self._tell(KeepersRepaired(repairs=self._repairs, why=stuck.why))
         # A shard that waits for too long has shown that its keeper is silent.
@@ -281,7 +280,7 @@ class RunState:
         """The run ends before its last step: the last one whose state is whole goes from memory to disk. `world` are
         workers that wait between two steps. Returns the step that this put on disk, -1: none.
 
-        Finished steps up to it that are not committed, since keepers were late or failed, are so by being on disk.
+        Finished steps up to it that no keeper has taken yet are safe, too: their state is on disk.
         """
         if self._silent:
             return -1
@@ -311,7 +310,7 @@ class RunState:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _parameters(self) -> list[dict[str, Any]]:
+    def _parameters(self) -> list[ParameterMeta]:
         """Names and shapes of what is trained. Needs no worker and no memory."""
         return trained_parameters(self._model)
 
@@ -326,7 +325,7 @@ class RunState:
         }
 
     def _position_after(self, step: int) -> Position | None:
-        """The feeder's word, or without one the newest position that is known, from which the next feeder walks on."""
+        """As the feeder says, or else the newest position that is known, from which the next feeder continues."""
         try:
             return self._positions.token(step + 1)
         except (DataLost, DataError, DataIOError, ray.exceptions.RayError) as error:  # it may be what ends the run
@@ -334,7 +333,7 @@ class RunState:
             return self.data_token()
 
     def _least_bytes(self) -> int:
-        """What a node without workers must have to be worth a keeper."""
+        """Memory that a node without workers must offer to get a keeper."""
         return self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1)
 
     def _bytes_kept(self, total: int, keepers: int) -> int:
@@ -362,7 +361,7 @@ class RunState:
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:
-    """A checkpoint as it was written: one that is written again has another."""
+    """Identifies a checkpoint as it was written; when it is written again, its stamp changes."""
     try:
         return folder, (folder / checkpoint.COMPLETE).stat().st_mtime_ns
     except OSError:

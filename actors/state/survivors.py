@@ -17,7 +17,7 @@ from actors.step import Seat
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 120.0  # a small message, also on a busy cluster
-_EXPORT_S = 600.0  # a worker between two steps copies its shard; only one that is gone has nothing to give
+_EXPORT_S = 600.0  # a worker between two steps copies its shard; only a lost worker hands over nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,14 +13,15 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from actors.messages import CascadeTask, FinishTask, SampleId, Span, StaleGeneration, StepSample, SumStart
-from actors.worker.handoff import EncodeResult, EncodeStore, Inputs, gather_inputs
-from actors.worker.transfer import HostCopies
+from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
 from ops.flow import draw, is_first_frame_given, sequence_losses
@@ -46,7 +47,7 @@ Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
 def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
-    """Nobody wants to have the encode results."""
+    """No cache is kept: the encode results go to their DiT cascades alone."""
 
 
 _MAX_DIMS = 6
@@ -88,7 +89,7 @@ class Executor:
         on_encoded: Encoded = nobody,
         copies: HostCopies | None = None,
     ) -> None:
-        """`on_phase` hears what the worker does now, `on_encoded` the results of each encode cascade that it leads.
+        """`on_phase` is told what the worker does now, `on_encoded` the results of each encode cascade that it leads.
         With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
@@ -164,7 +165,7 @@ class Executor:
                 found = _share(found, len(task.samples), group, self.device)
             return self._deliver(task, [EncodeResult(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
 
-    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[EncodeResult]:
+    def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles.
 
         Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
@@ -415,12 +416,13 @@ class _Measure:
     def __init__(self, executor: Executor, task: CascadeTask) -> None:
         self._executor, self._task = executor, task
         self._marks: dict[str, float] = {}
-        self._received: dict[str, Any] = {}
+        self._inputs: Inputs | None = None
+        self._fetch_s: float | None = None
 
     def __enter__(self) -> _Measure:
         self._executor.admit(self._task.generation)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
-            self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others come
+            self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase)
         return self
@@ -429,14 +431,11 @@ class _Measure:
         self._clock(name)
 
     def received(self, inputs: Inputs, fetch_s: float | None) -> None:
-        self._received = {
-            "handoff_bytes": inputs.bytes_received + inputs.bytes_fetched,
-            "handoff_s": inputs.seconds + (fetch_s or 0.0),
-            "fetched_bytes": inputs.bytes_fetched,
-            "fetch_s": fetch_s if inputs.bytes_fetched else None,
-        }
+        self._inputs, self._fetch_s = inputs, fetch_s
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         task, executor = self._task, self._executor
         if error is not None:
             executor.broken = f"{task.name}: {error!r}"
@@ -447,23 +446,36 @@ class _Measure:
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
         executor._spans.append(
-            Span(
-                name=task.name,
-                module=task.module,
-                cascade=task.cascade,
-                step=task.step,
-                start=self._start,
-                end=time.time(),
-                batch=len(task.samples),
-                degree=len(task.bag),
-                pieces=task.pieces,
-                planned_start_s=task.planned_start_s,
-                planned_end_s=task.planned_end_s,
-                phases=self._marks,
-                **self._received,
+            self._with_handoff(
+                Span(
+                    name=task.name,
+                    module=task.module,
+                    cascade=task.cascade,
+                    step=task.step,
+                    start=self._start,
+                    end=time.time(),
+                    batch=len(task.samples),
+                    degree=len(task.bag),
+                    pieces=task.pieces,
+                    planned_start_s=task.planned_start_s,
+                    planned_end_s=task.planned_end_s,
+                    phases=self._marks,
+                )
             )
         )
         executor._ran.add(task.cascade)
+
+    def _with_handoff(self, span: Span) -> Span:
+        """The span with what its inputs took to get here."""
+        if (inputs := self._inputs) is None:
+            return span
+        return replace(
+            span,
+            handoff_bytes=inputs.bytes_received + inputs.bytes_fetched,
+            handoff_s=inputs.seconds + (self._fetch_s or 0.0),
+            fetched_bytes=inputs.bytes_fetched,
+            fetch_s=self._fetch_s if inputs.bytes_fetched else None,
+        )
 
 
 def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:

@@ -42,7 +42,7 @@ class Heartbeat:
     """
 
     def __init__(self, worker: str, config: WorkersConfig, monitor: Mailbox, *, waits_on_device: bool) -> None:
-        """`waits_on_device`: waits for NCCL are the device's, they have no time-out but the one of `beat`."""
+        """`waits_on_device`: waits for NCCL happen on the device, where only the time-out in `beat` ends them."""
         self._worker, self._config, self._monitor, self._waits_on_device = worker, config, monitor, waits_on_device
         self.leaving = False  # a preemption notice has come
         self.groups: Groups | None = None  # of the running generation

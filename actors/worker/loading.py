@@ -1,24 +1,18 @@
-"""How a worker comes to its modules, and to its part of the training state."""
+"""How a worker comes to its modules, its sync engine and the weights that training begins with."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from actors.config import TrainConfig, WorkersConfig
-from actors.messages import FormTask, WorkerSettings
-from actors.state.checkpoint_files import load
+from actors.messages import WorkerSettings
 from actors.worker.executor import Modules
-from actors.worker.meeting import fetch
 from ops.attention.varlen import check_backend
-from ops.comm import CancelToken
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
-from ops.shards import ShardState, cut, shard_bounds
+from ops.shards import ShardState
 from ops.sync import Sync, initial_shard, trainable
 
 
@@ -75,27 +69,9 @@ def build_sync(dit: nn.Module, train: TrainConfig) -> Sync:
         return DeepSpeedSync(dit, train.optimizer, train.steps)
     from ops.sync import FlatSync
 
-    return FlatSync(dit, train.optimizer, train.steps)
-
-
-def own_shards(
-    task: FormTask, total: int, first: Callable[[int, int], ShardState], cancel: CancelToken, patience_s: float
-) -> list[ShardState]:
-    """Parts of the state that cover this worker's range of the flat vector of `total` elements.
-
-    Without an origin it is the `first` state of that range, also when everything was lost: the weights in a worker may
-    have been trained. Raises GroupError after `patience_s`, or when the generation ends.
-    """
-    origin = task.origin
-    lo, hi = shard_bounds(total, task.world)[task.rank]
-    if origin is None:
-        return [first(lo, hi)]
-    if origin.checkpoint is not None:
-        return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
-    parts = fetch(list(origin.exports), cancel, patience_s)
-    for held in fetch([k.get.remote(origin.step, lo, hi) for k in origin.keepers], cancel, patience_s):
-        parts.extend(held)
-    return parts
+    weights = [parameter for _, parameter in trainable(dit)]
+    gradients = train.gradients_of(sum(one.numel() for one in weights), weights[0].device.type)
+    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients)
 
 
 def device_of(workers: WorkersConfig) -> torch.device:

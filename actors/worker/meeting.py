@@ -7,11 +7,15 @@ which is right for steps; so none begins before everybody holds its part. Both w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+from actors.messages import FormTask
 from actors.ray_calls import get, wait
 from actors.refs import Ref
+from actors.state.checkpoint_files import load
+from ops.shards import ShardState, cut, shard_bounds
 from ops.waiting import CancelToken, GroupError
 
 T = TypeVar("T")
@@ -25,6 +29,26 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
+
+
+def own_shards(
+    task: FormTask, total: int, first: Callable[[int, int], ShardState], cancel: CancelToken, patience_s: float
+) -> list[ShardState]:
+    """Parts of the state that cover this worker's range of the flat vector of `total` elements.
+
+    Without an origin it is the `first` state of that range, also when everything was lost: the weights in a worker may
+    have been trained. Raises GroupError after `patience_s`, or when the generation ends.
+    """
+    origin = task.origin
+    lo, hi = shard_bounds(total, task.world)[task.rank]
+    if origin is None:
+        return [first(lo, hi)]
+    if origin.checkpoint is not None:
+        return [cut(load(Path(origin.checkpoint))[1], lo, hi)]
+    parts = fetch(list(origin.exports), cancel, patience_s)
+    for held in fetch([k.get.remote(origin.step, lo, hi) for k in origin.keepers], cancel, patience_s):
+        parts.extend(held)
+    return parts
 
 
 def fetch(references: Sequence[Ref[T]], cancel: CancelToken, patience_s: float) -> list[T]:

@@ -17,12 +17,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import ray
 import torch
 
-from actors.bars import bar
 from actors.messages import (
     CascadeTask,
     FinishTask,
@@ -37,17 +35,17 @@ from actors.messages import (
     WorkerSettings,
 )
 from actors.process import birth
-from actors.ray_calls import get, node_address, put, wait
+from actors.ray_calls import bar, get, node_address, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, FinishedStep, nobody, peak_rss_gib
-from actors.worker.handoff import EncodeResult
+from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, own_shards
-from actors.worker.meeting import meet
-from actors.worker.transfer import HostCopies, PinnedCopy
+from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
+from actors.worker.meeting import meet, own_shards
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
+from data.types import Batch
 from ops.comm import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.shards import ShardState
@@ -97,6 +95,7 @@ class Worker:
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
+            gradients=self.settings.train.gradients_of(self.executor.sync.layout[-1].hi, self.device.type),
         )
 
     def form(self, task: FormTask) -> Snapshot | None:
@@ -121,6 +120,7 @@ class Worker:
             timeout,
             cancel,
             address=node_address(),
+            nodes=task.nodes or None,
         )
         self._snapshot_to = task.snapshot_to
         origin = task.origin
@@ -158,7 +158,7 @@ class Worker:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def encode_text(self, task: CascadeTask, *batches: Any) -> list[PublishedResult]:
+    def encode_text(self, task: CascadeTask, *batches: object) -> list[PublishedResult]:
         """Arguments: the data batch of each item of the task, in order of first appearance."""
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
@@ -166,7 +166,7 @@ class Worker:
         with bar(task.name):
             return self._done(task, self.executor.text(task, captions))
 
-    def encode_vae(self, task: CascadeTask, block: Any) -> list[PublishedResult]:
+    def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)
         first = task.samples[0].index
         batch = as_batch(block)
@@ -178,8 +178,8 @@ class Worker:
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
         """What an encode call left for other workers, on a worker that `publishes_later`. Runs beside the task thread.
 
-        `encode` holds the reference of that call: its failure, also to get its arguments, becomes this one's. A wait
-        for it here, unlike a reference as an argument, does not hold back the calls after this one.
+        `encode` holds the reference of that call: when it fails, also for a lost argument, this call fails with the
+        same error. A wait for it here, unlike a reference as an argument, does not hold back the calls after this one.
         """
         assert self.executor.copies is not None, "this worker returns its results from the encode call"
         while True:
@@ -218,7 +218,8 @@ class Worker:
         return report, snapshot
 
     def set_keepers(self, keepers: tuple[ShardKeeper, ...]) -> Snapshot | None:
-        """Other keepers from now on; they get what the lost ones may have held of uncommitted steps at once."""
+        """Use these keepers from now on. They are given the shards of uncommitted steps at once, which lost keepers may
+        have held."""
         self._snapshot_to = keepers
         if not self._exports:
             return None
@@ -331,7 +332,7 @@ def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedRe
     return [PublishedResult(module=module, id=e.id, rows=e.rows.numpy(), ok=e.ok, at=now) for e in results]
 
 
-def _by_item(task: CascadeTask, batches: Sequence[Any]) -> dict[str, Any]:
+def _by_item(task: CascadeTask, batches: Sequence[Batch]) -> dict[str, Batch]:
     items = list(dict.fromkeys(s.item for s in task.samples))
     assert len(items) == len(batches), f"{task.name} has {len(items)} items but {len(batches)} batches"
     return dict(zip(items, batches))

@@ -10,6 +10,7 @@ app = typer.Typer(no_args_is_help=True)
 
 BENCHMARKS = {
     "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
+    "mapper": ("app.bench.mapper", "What each rule for choosing workers is worth."),
     "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
@@ -17,8 +18,10 @@ BENCHMARKS = {
     "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
     "peers": ("app.bench.peers.contest", "The same training by DDP, by Ray Train with DeepSpeed, and by Heddle."),
+    "papers": ("app.bench.papers.contents", "Figures of the four papers beside Heddle's, as a page."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
+    "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}

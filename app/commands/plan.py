@@ -43,6 +43,9 @@ def plan(
             "share what is left. Repeatable.",
         ),
     ] = None,
+    codes: Annotated[
+        str, typer.Option("--codes", help="With --config: KnapFormer's data codes, e.g. g16b4i256f1s0,g4b1i512f85s1.")
+    ] = "",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
     gantt: Annotated[Path | None, typer.Option("--gantt", help="Write a PNG here.")] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
@@ -64,6 +67,7 @@ def plan(
             steps=steps,
             seed=seed,
             shares=shares or [],
+            codes=codes,
         ),
         out=json_out,
         gantt=gantt,

@@ -112,7 +112,7 @@ def _fill(
     averaged = ema and config.train.optimizer.ema_decay > 0
     state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
     state = {key: tensor.to(dtype) for key, tensor in state.items()}
-    plain = replace(resolved.dit, lora_rank=0, path=None)
+    plain = replace(resolved.dit, lora_rank=0, lora_from=None, path=None)
     family = FAMILIES[plain.architecture]
     target = work / plain.part
     write_folder(target, state, _transformer_json(resolved.dit, base))
@@ -124,7 +124,7 @@ def _fill(
     if resolved.dit.lora_rank:
         parts.origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
     parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
-    if (growing := config.train.flow.token_shift) is not None and base is None:
+    if (growing := config.train.flow.token_shift) is not None and base is None and not family.shifts_by_tokens:
         parts.notes.append(
             f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
             f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
@@ -151,7 +151,7 @@ def _fill(
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
     """The weights of the plain model, with LoRA factors merged in; the factors are also written to a file of their
     own."""
-    module = build_dit(dit, seed)
+    module = build_dit(replace(dit, lora_from=None), seed)
     put_weights(module, model_state(folder, ema), str(folder))
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
     if not dit.lora_rank:

@@ -160,7 +160,7 @@ def other_expert(work: Path, trained: DiTConfig, source: Path | None, parts: Fro
     if source is None:
         parts.index[part] = [None, None]
         parts.notes.append(
-            f"this run trained {trained.part}/ of two experts; {part}/ is not there, copy it from its own export."
+            f"this run trained {trained.part}/ of two experts; {part}/ is missing, copy it from its export."
         )
         return
     parts.index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]

@@ -68,9 +68,18 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     )
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
+    print(f"gradients {_gradients(config, count)}")
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
         print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
+
+
+def _gradients(config: RunConfig, weights: int) -> str:
+    """Where they lie and what they take."""
+    device = ("cuda" if _cuda_here() else "cpu") if config.workers.device == "auto" else config.workers.device
+    memory = config.train.gradients_of(weights, device)
+    place = {"own": "on each worker", "node": "on each node, in memory that its workers share"}[memory]
+    return f"{4 * weights / 2**30:.2f} GiB {place} (train.memory.gradients: {config.train.memory.gradients})"
 
 
 def _cuda_here() -> bool:

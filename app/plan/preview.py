@@ -26,6 +26,7 @@ from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
 from app.inputs.account import print_account, print_buckets
 from app.inputs.cluster import read_cluster
+from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
@@ -52,6 +53,7 @@ class PlanRequest:
     steps: int
     seed: int
     shares: Sequence[str] = ()
+    codes: str = ""  # KnapFormer's, instead of buckets of the config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,8 @@ def run_plan(
         raise ConfigError("give either --workload FILE or --config RUN.yaml.")
     if request.shares and (request.workload is not None or request.from_data):
         raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
+    if request.codes and (request.workload is not None or request.from_data or request.shares):
+        raise ConfigError("--codes makes a workload for the model of --config; leave out what else makes one.")
     if request.budget_s is not None and not 0 <= request.budget_s <= SECONDS:
         raise ConfigError(f"--budget {request.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
     for name, path in (("--json", out), ("--gantt", gantt), ("--html", page)):
@@ -146,15 +150,18 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     config = from_here(RunConfig.load(request.config, request.overrides))
     model, geometry = resolve(config.model)
     profile = load_profile(request.profile) if request.profile else profile_of(config, model, geometry)
-    if request.from_data:
+    cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
+    steps: Steps
+    if request.codes:
+        steps = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
+    elif request.from_data:
         dataset = open_dataset(config, geometry, profile)
         print_account(account(dataset, request.steps or None), config.data.min_coverage)
-        steps: Steps = items_from_data(dataset, request.steps or 8, config, model)
+        steps = items_from_data(dataset, request.steps or 8, config, model)
     else:
         batches = batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)
         steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
-    cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
     return PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s))
 
 

@@ -1,4 +1,4 @@
-"""Numbers of a run: metrics.jsonl for programs, TensorBoard for curves.
+"""Numbers of a run: metrics.jsonl for programs, trackers for curves.
 
     with Metrics(folder) as metrics:
         metrics.step(record)                      # a StepMetrics; every step once, in order
@@ -11,20 +11,18 @@ the end of the file is ever read or cut, however many steps a run has.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, TypeGuard
+from typing import IO, TypeGuard
 
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.tails import backwards, cut_torn_line, number_in
+from app.records.trackers import Trackers
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-# metrics.jsonl name -> TensorBoard tag; numbers without an entry go to run/<name>
+# metrics.jsonl name -> tag in trackers; numbers without an entry go to run/<name>
 TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -47,14 +45,20 @@ TAGS = {
 class Metrics:
     """The one writer of a run's metrics."""
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        track: Sequence[str] = ("tensorboard",),
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        """`track` names trackers (`app.records.trackers`), which are told the run's `config`."""
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(self.path)
         self._last = _last_step(self.path)
         self._replaced_up_to = -1
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._writer = _summary_writer(Path(run_dir) / "events") if tensorboard else None
+        self._trackers = Trackers(track, Path(run_dir), config)
 
     def step(self, record: StepMetrics) -> StepMetrics:
         """Write one step. Returns the record as written: marked as recomputed if it replaces an earlier one."""
@@ -65,23 +69,18 @@ class Metrics:
         self._last = record.step
         self._file.write(json.dumps(record.line()) + "\n")
         self._file.flush()
-        if self._writer is not None:
-            for tag, value in scalars(record):
-                self._writer.add_scalar(tag, value, record.step, walltime=record.time)
+        self._trackers.log(record.step, record.time, scalars(record))
         return record
 
     def _drop_from(self, step: int) -> None:
-        """Cut the file before `step`, and have TensorBoard forget this step and all later ones."""
+        """Cut the file before `step`, and have the trackers forget this step and all later ones."""
         self._replaced_up_to = max(self._replaced_up_to, self._last)
         self._file.truncate(_offset_of(self.path, step))
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = _summary_writer(self.path.parent / "events", purge_step=step)
+        self._trackers.forget(step)
 
     def close(self) -> None:
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._trackers.close()
 
     def __enter__(self) -> Metrics:
         return self
@@ -90,12 +89,6 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _summary_writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where metrics are written
-
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
 
 def _last_step(path: Path) -> int:
@@ -114,7 +107,7 @@ def _offset_of(path: Path, step: int) -> int:
 
 
 def scalars(record: StepMetrics) -> list[tuple[str, float]]:
-    """TensorBoard tags and values of one step, with the ratios users look for."""
+    """Tags and values of one step, with the ratios users look for."""
     tagged = []
     for name, value in line_of(record).items():
         if name in ("step", "time"):

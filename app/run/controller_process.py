@@ -85,7 +85,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     controller: Controller | None = None
     try:
         guard()
-        with Recorder(folder, samples=LiveSamples(config, folder), guard=guard) as recorder:
+        with Recorder(folder, LiveSamples(config, folder), guard, config) as recorder:
             if changes := settings["changes"]:
                 recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
             controller = start_controller(runtime_config(config, folder), recorder)

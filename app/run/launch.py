@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.outcome import Exit, Outcome
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
+from app.records.trackers import check_installed
 from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     RayGone,
@@ -63,6 +64,7 @@ def train(
 ) -> int:
     """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start."""
     config = from_here(RunConfig.load(config_path, overrides))
+    check_installed(config.track)
     check_run_dir(config, resume=resume, overwrite=overwrite)
     if is_inner() or is_on_a_cluster():
         return _run(config, resume=resume, overwrite=overwrite)

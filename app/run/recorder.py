@@ -17,6 +17,8 @@ from actors.step import StepAssignment
 from app.records.rundir import OLDER_TIMELINE, TIMELINE
 from app.records.tails import cut_torn_line
 from app.sampling.live import LiveSamples
+from app.settings.config import RunConfig
+from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +30,22 @@ class Recorder:
     """The controller's listener. Plans and timeline are bounded, metrics.jsonl and events.jsonl are whole."""
 
     def __init__(
-        self, run_dir: Path, samples: LiveSamples | None = None, guard: Callable[[], None] = lambda: None
+        self,
+        run_dir: Path,
+        samples: LiveSamples | None = None,
+        guard: Callable[[], None] = lambda: None,
+        config: RunConfig | None = None,
     ) -> None:
         """Inside Ray Train `samples` is given: then checkpoints are reported to Ray Train, and samples are made from
-        them. `guard` raises once this process must no longer write here."""
+        them. `guard` raises once this process must no longer write here. `config` names the trackers, which are told
+        of it."""
         from app.records.metrics import Metrics
 
         self._run_dir, self._samples, self._guard = run_dir, samples, guard
-        self._metrics = Metrics(run_dir)
+        if config is None:
+            self._metrics = Metrics(run_dir)
+        else:
+            self._metrics = Metrics(run_dir, track=config.track, config=as_plain(config))
         self._timeline = _appending(run_dir / TIMELINE)
         self._events = _appending(run_dir / "events.jsonl")
         (run_dir / "plans").mkdir(exist_ok=True)

@@ -41,12 +41,13 @@ SCHEDULE = _names("""
     model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     data.segments data.min_coverage data.limits data.engine data.cache
     train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps
+    train.memory
     train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
     train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
-FREE = ["run", "sample"]
+FREE = ["run", "sample", "track"]
 _TABLES: tuple[tuple[list[str], Kind], ...] = (
     (FUNCTION, "function"),
     (WEIGHTS, "weights"),
@@ -62,6 +63,7 @@ RUNTIME = (
     "gradient_checkpointing",
     "attention",
     "expert",
+    "frame_rate",
     "lora_rank",
     "lora_alpha",
 )  # of model.dit beside a config.json
@@ -156,7 +158,7 @@ def _ignored(key: str, old: Tree, new: Tree) -> bool:
     module = section.removeprefix("model.")
     if not all(_value(tree, "model", module, "path") for tree in (old, new)):
         return False
-    own = {"dit": RUNTIME, "vae": ("kind",), "text": ("max_length", "pad_to")}[module]
+    own = {"dit": RUNTIME, "vae": ("kind",), "text": ("max_length", "pad_to", "unmasked")}[module]
     return name not in own
 
 

@@ -52,7 +52,7 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pat
     config = run_config(meta, folder)
     target = pick_device(device)
     resolved, geometry = _for_device(config, config.model, target)
-    dit = build_dit(resolved.dit, config.train.seed)
+    dit = build_dit(replace(resolved.dit, lora_from=None), config.train.seed)
     put_weights(dit, model_state(folder, ema), str(folder))
     high, low = _experts(resolved.dit, dit.eval().to(target), _other_expert(resolved.dit, other, ema), target)
     return Model(
@@ -96,7 +96,7 @@ def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Modul
                 f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
                 f"--other, a run of the other one."
             )
-        return build_dit(replace(wanted, lora_rank=0), 0)
+        return build_dit(replace(wanted, lora_rank=0, lora_from=None), 0)
     folder = checkpoint_folder(other)
     config = run_config(load(folder)[0], folder)
     dit = resolve(config.model)[0].dit
@@ -105,7 +105,7 @@ def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Modul
             f"--other {other} trained noise levels {dit.sigmas[0]:g} to {dit.sigmas[1]:g}, and this run "
             f"{trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give a run of the other expert."
         )
-    module = build_dit(dit, config.train.seed)
+    module = build_dit(replace(dit, lora_from=None), config.train.seed)
     put_weights(module, model_state(folder, ema), str(folder))
     return module
 
@@ -133,7 +133,7 @@ def _load_export(folder: Path, device: str) -> Model:
     model, here = config.model, str(folder.resolve())
     model = replace(
         model,
-        dit=replace(model.dit, path=here, lora_rank=0),
+        dit=replace(model.dit, path=here, lora_rank=0, lora_from=None),
         vae=replace(model.vae, path=here) if model.vae.path else model.vae,
         text=replace(model.text, path=here) if model.text.path else model.text,
         image=replace(model.image, path=here) if model.image and model.image.path else model.image,

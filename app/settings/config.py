@@ -22,8 +22,16 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Train
 from app.settings.elsewhere import ELSEWHERE
 from app.settings.files import override, read
 from app.settings.prompts import with_prompts_of_file
-from app.settings.rules import check_attention, check_buckets, check_degrees, check_sample, check_schedule
-from app.settings.sections import RunSection, SampleConfig
+from app.settings.rules import (
+    check_attention,
+    check_buckets,
+    check_degrees,
+    check_frame_rate,
+    check_memory,
+    check_sample,
+    check_schedule,
+)
+from app.settings.sections import RunSection, SampleConfig, TrackerName
 from data.config import DataConfig
 from ops.models.config import ModelConfig
 from ops.typed import Names, Node, as_plain, build, dotted_names, parse
@@ -44,6 +52,7 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    track: tuple[TrackerName, ...] = ("tensorboard",)  # where curves go besides metrics.jsonl
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -73,11 +82,13 @@ def names() -> Names:
 
 def check(config: RunConfig) -> None:
     """The rules between two sections. Raises ConfigError for the first that does not hold."""
+    check_frame_rate(config.model, config.data)
     check_degrees(config.model, config.planner, config.workers)
     check_schedule(config.train)
     check_buckets(config.data, config.model)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
     check_attention(config.model, config.train, config.workers)
+    check_memory(config.train, config.workers)
 
 
 def from_here(config: RunConfig) -> RunConfig:
@@ -92,7 +103,7 @@ def from_here(config: RunConfig) -> RunConfig:
         run=replace(config.run, dir=_absolute(config.run.dir)),
         model=replace(
             model,
-            dit=replace(model.dit, path=_absolute(model.dit.path)),
+            dit=replace(model.dit, path=_absolute(model.dit.path), lora_from=_absolute(model.dit.lora_from)),
             vae=replace(model.vae, path=_absolute(model.vae.path)),
             text=replace(model.text, path=_absolute(model.text.path)),
             image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,

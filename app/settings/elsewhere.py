@@ -47,4 +47,6 @@ ELSEWHERE = {
     "ulysses_degree": "planner.degrees",
     "num_workers": "workers.max",
     "world_size": "workers.max",
+    "report_to": "track",
+    "log_with": "track",
 }

@@ -11,6 +11,16 @@ from ops.models.config import ModelConfig, geometry
 from ops.typed import ConfigError
 
 
+def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
+    """A transformer that counts its positions in seconds is trained at its own frame rate."""
+    rate, fps = model.dit.clip_rate, data.fps
+    if rate is not None and fps != rate:
+        raise ConfigError(
+            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
+            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+        )
+
+
 def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
     """Sequence parallelism deals out attention heads, and the static strategy needs a worker for each part."""
     dit = model.dit
@@ -105,4 +115,13 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
         raise ConfigError(
             f"model.dit.attention {name} takes bfloat16 and float16; train.autocast is none and train.parameter_dtype "
             f"float32. Set train.autocast: bfloat16, or attention: auto."
+        )
+
+
+def check_memory(train: TrainConfig, workers: WorkersConfig) -> None:
+    """Only CPU workers share memory for gradients."""
+    if workers.device == "cuda" and train.memory.gradients == "node":
+        raise ConfigError(
+            "train.memory.gradients node is memory that CPU workers share; workers.device is cuda. Set gradients to "
+            "auto or own."
         )

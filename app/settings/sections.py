@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ops.ranges import SEED, above, between, check_numbers
+
+TrackerName = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,7 @@ FP32 = {
     "rstd_k_ptr",
 }
 TABLES = frozenset(f"{name}_ptr" for name in ("gate", "weight", "bias", "scale", "shift", "wq", "wk"))
+ADDRESSES = {"peers_ptr"}  # int64
 INT32 = {"run_ptr", "cu_ptr", "run2mod_ptr", "mod_off_ptr", "mod_runs_ptr"}
 
 
@@ -73,8 +74,9 @@ class CompileReport:
         by_registers = 65536 // max(-(-self.registers // 8) * 8 * self.warps * 32, 1)
         return min(by_registers, 232448 // max(self.shared_bytes + 1024, 1), 64 // self.warps, 32)
 
-    def violations(self, launch: Launch, scalar_limit: int) -> list[str]:
-        """What breaks the rules; `scalar_limit` is how many accesses of statistics and indices are expected."""
+    def violations(self, launch: Launch, scalar_limit: int, adds: bool = False) -> list[str]:
+        """What breaks the rules; `scalar_limit` is how many accesses of statistics and indices are expected, `adds`
+        whether the kernel adds into memory."""
         load_bits = launch.load_bits
         broken = []
         if self.programs_per_sm < launch.per_sm:
@@ -88,6 +90,9 @@ class CompileReport:
         narrow_loads = self._count(at_most=load_bits - 1, kind="LD") - self._count(at_most=32, kind="LD")
         if narrow_loads:
             broken.append(f"{narrow_loads} row loads narrower than {load_bits} bits")
+        additions = {access for access in self.accesses if access.startswith(("RED", "ATOM"))}
+        if additions != ({"RED.128"} if adds else set()):
+            broken.append(f"additions {sorted(additions)}, {'RED.128' if adds else 'none'} expected")
         return broken
 
     def _count(self, at_most: int, kind: str = "") -> int:
@@ -167,11 +172,17 @@ def disassemble(cubin: bytes) -> str:
 
 
 def access_widths(sass: str) -> dict[str, int]:
-    """Global loads, stores and asynchronous copies of a SASS listing by width: {"LDGSTS.128": 18, ...}."""
+    """Global loads, stores, asynchronous copies and additions of a SASS listing by width: {"LDGSTS.128": 18, ...}.
+
+    An addition that gives the old value back is an ATOM, one that does not a RED.
+    """
     counts: Counter[str] = Counter()
     for kind, modifiers in re.findall(r"\b(LDGSTS|LDG|STG)\.E((?:\.\w+)*)", sass):
         width = re.search(r"\.[US]?(128|64|16|8)\b", modifiers)
         counts[f"{kind}.{width[1] if width else '32'}"] += 1
+    for kind, modifiers in re.findall(r"\b(RED|ATOM)G?\.E\.ADD((?:\.\w+)*)", sass):
+        vector = re.search(r"\.F32x(\d)", modifiers)
+        counts[f"{kind}.{32 * int(vector[1]) if vector else 32}"] += 1
     return dict(counts)
 
 
@@ -193,6 +204,8 @@ def conversions_in_loops(ttgir: str) -> int:
 def _type(name: str, fp32: frozenset[str]) -> str:
     if name in INT32:
         return "*i32"
+    if name in ADDRESSES:
+        return "*i64"
     if name.endswith("_ptr"):
         return "*fp32" if name in FP32 or name in fp32 else "*bf16"
     return "fp32" if name == "eps" else "i32"
@@ -207,7 +220,7 @@ def check(position: int, widths: Collection[int]) -> tuple[str, bool]:
     """The line of one shipped case and whether it breaks a rule."""
     case = list(shipped(widths))[position]
     report = compile_case(case)
-    broken = report.violations(case.launch, case.scalars)
+    broken = report.violations(case.launch, case.scalars, case.adds)
     return report.line() + (f"  BROKEN: {'; '.join(broken)}" if broken else ""), bool(broken)
 
 

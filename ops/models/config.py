@@ -56,6 +56,9 @@ class TextConfig:
     # 0: true lengths, no padding. Published Wan weights were trained on embeddings followed by zeros up to 512, and
     # behave as published only with pad_to: 512 (WanPipeline's max_sequence_length).
     pad_to: int = 0
+    # 0: the encoder sees a caption alone. LTX-Video's weights were trained on encodings of captions padded to 128 rows
+    # without a mask, of which only those of the caption are kept
+    unmasked: int = 0
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2
     num_heads: int = 4
@@ -67,11 +70,16 @@ class TextConfig:
             self,
             max_length=between(1, 1 << 20),
             pad_to=between(0, 1 << 20),
+            unmasked=between(0, 1 << 20),
             d_model=between(1, 1 << 16),
             num_layers=between(1, 1000),
             num_heads=between(1, 1024),
             seed=between(0, SEED),
         )
+        if self.unmasked and self.unmasked < self.max_length:
+            raise ValueError(
+                f"model.text.unmasked {self.unmasked} rows cannot hold max_length {self.max_length}. Make them equal."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,7 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     else:
         stride = (vae.temporal, vae.spatial, vae.spatial)
     image = _resolve_image(model.image) if model.image else None
-    dit = _resolve_dit(model.dit, vae.channels, stride[0], text.d_model, image.d_model if image else 0)
+    dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
     return replace(model, dit=dit, vae=vae, text=text, image=image), Geometry(vae_stride=stride, patch=dit.patch)
 
 
@@ -133,9 +133,9 @@ def _resolve_image(image: ImageConfig) -> ImageConfig:
     )
 
 
-def _resolve_dit(dit: AnyDiT, channels: int, stride_t: int, text_dim: int, image_dim: int) -> AnyDiT:
+def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> AnyDiT:
     if not dit.path:
-        return dit.fitted(channels, stride_t, text_dim, image_dim)
+        return dit.fitted(channels, stride, text_dim, image_dim)
     folder = component(dit.path, dit.part)
     pipeline = Path(dit.path).expanduser()
     if (pipeline / "transformer_2").is_dir() and not dit.two_experts:
@@ -151,7 +151,7 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride_t: int, text_dim: int, image
             f"{folder} listens to image embeddings of width {dit.image_width}, and there is no model.image to "
             f"make them. Set model.image.path to the folder of the same pipeline."
         )
-    wanted = dit.fitted(channels, stride_t, text_dim, image_dim)
+    wanted = dit.fitted(channels, stride, text_dim, image_dim)
     if (dit.in_channels, dit.out_channels) != (wanted.in_channels, channels):
         raise ValueError(
             f"{folder} takes {dit.in_channels} and gives {dit.out_channels} latent channels, model.vae "
@@ -167,7 +167,7 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride_t: int, text_dim: int, image
             f"{folder} expects text embeddings of width {dit.text_dim}, model.text makes {text_dim}. "
             f"Use the text encoder of the same pipeline."
         )
-    return dit
+    return wanted
 
 
 def check_safetensors(folder: Path) -> None:

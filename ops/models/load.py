@@ -35,7 +35,7 @@ def build_dit(
     """
     import torch
 
-    from ops.models.lora import first_factors
+    from ops.models.lora import begin_with_file, first_factors
     from ops.models.weights import fill
 
     dtype = dtype or torch.float32
@@ -44,6 +44,7 @@ def build_dit(
         fill(module, config.path, dtype, device, FAMILIES[config.architecture].surplus, config.part)
     else:
         module = _random_dit(config, seed)
+    begin_with_file(module, config)
     return module.to(device, dtype)
 
 
@@ -53,13 +54,14 @@ def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
     Those of a folder are read when they are asked for, one at a time.
     """
     from ops.models.folders import component
-    from ops.models.lora import first_factors
+    from ops.models.lora import begin_with_file, first_factors
     from ops.models.weights import StoredWeights
 
     if config.path and not config.lora_rank:
         stored = StoredWeights(component(config.path, config.part))
         return lambda name: stored[name]
     module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
+    begin_with_file(module, config)
     return module.get_parameter
 
 

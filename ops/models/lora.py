@@ -6,9 +6,12 @@ Parameter names are peft's without its prefix (`blocks.0.attn1.to_q.lora_A.weigh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ops.models.base.config import DiTConfig
@@ -53,7 +56,7 @@ def add_lora(module: nn.Module, config: DiTConfig) -> None:
 
 
 def first_factors(module: nn.Module, seed: int) -> nn.Module:
-    """Give the factors of a module on the meta device their first values, in fp32 on the CPU, drawn from `seed`."""
+    """Give the factors of a module on the meta device values, in fp32 on the CPU, drawn from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for layer in (part for part in module.modules() if isinstance(part, LoRALinear)):
@@ -82,3 +85,56 @@ def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor
         for name, tensor in state.items()
         if name.endswith((A, B))
     }
+
+
+def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
+    """Give factors the values of `config.lora_from`, scaled so that W + (alpha / rank) B A is what the file means.
+
+    Those that the file lacks stay as they are. Raises ValueError for a file of another model, rank or naming.
+
+    Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT). Without `.alpha` the file's B holds
+    its scale (`for_diffusers`).
+    """
+    if not config.lora_from:
+        return
+    file = _factor_file(Path(config.lora_from).expanduser())
+    try:
+        found = {_bare(name): tensor for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
+    parameters = dict(module.named_parameters())
+    factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B))}
+    if not factors:
+        raise ValueError(
+            f"model.dit.lora_from {file} holds no factors named ...{A}, as PEFT and Diffusers write them (first name: "
+            f"{min(found, default='none')}). Convert it to Diffusers' names."
+        )
+    for name, tensor in factors.items():
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            wanted = f"{list(parameters[name].shape)} here" if name in parameters else "not in this model"
+            raise ValueError(
+                f"model.dit.lora_from {file}: {name} is {list(tensor.shape)} and {wanted}, with model.dit.lora_rank "
+                f"{config.lora_rank}. Give factors of the same model, and their rank."
+            )
+    with torch.no_grad():
+        for name, tensor in factors.items():
+            if name.endswith(B):
+                alpha = found.get(name.removesuffix(B) + ".alpha")
+                scale = 1.0 if alpha is None else float(alpha) / config.lora_rank
+                tensor = tensor.float() * (scale / lora_scale(config))
+            parameters[name].copy_(tensor)
+
+
+def _factor_file(path: Path) -> Path:
+    file = path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"model.dit.lora_from {file} does not exist. Give the file of the factors, or its folder."
+        )
+    return file
+
+
+def _bare(name: str) -> str:
+    for prefix in ("transformer.", "base_model.model."):
+        name = name.removeprefix(prefix)
+    return name

@@ -64,7 +64,7 @@ class T5Text:
         self.device = torch.device(device)
         self.encoder = encoder.to(self.device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.max_length, self.pad_to = config.max_length, config.pad_to
+        self.max_length, self.pad_to, self.unmasked = config.max_length, config.pad_to, config.unmasked
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
 
     def count(self, caption: str) -> int:
@@ -75,12 +75,12 @@ class T5Text:
         tokens = [self._tokens(caption) for caption in captions]
         result: list[Tensor | None] = [None] * len(captions)
         for group in length_groups([len(ids) for ids in tokens]):
-            longest = max(len(tokens[i]) for i in group)
+            longest = self.unmasked or max(len(tokens[i]) for i in group)
             ids = torch.zeros(len(group), longest, dtype=torch.long)
             mask = torch.zeros(len(group), longest, dtype=torch.long)
             for row, i in enumerate(group):
                 ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
-                mask[row, : len(tokens[i])] = 1
+                mask[row, : self.unmasked or len(tokens[i])] = 1
             states = self.encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).last_hidden_state
             for row, i in enumerate(group):
                 state = states[row, : len(tokens[i])]

@@ -54,7 +54,7 @@ class VAE(Protocol):
 
 
 class DiffusersVAE:
-    """AutoencoderKLWan, AutoencoderKLHunyuanVideo or AutoencoderKLCogVideoX.
+    """A video autoencoder of Diffusers, one of VAE_CLASSES.
 
     `encode` is plan + encode every tile + blend, so one worker and a bag of workers compute the same numbers.
     """
@@ -69,6 +69,8 @@ class DiffusersVAE:
         self._mean, self._std = self._normalisation(fields)
         self._cog = type(model).__name__ == "AutoencoderKLCogVideoX"
         if config.tiling:
+            if not VAE_CLASSES[fields["_class_name"]].can_be_tiled:
+                raise ValueError(f"model.vae.tiling: {fields['_class_name']} is encoded whole here. Set it to false.")
             self._set_tiles(config)
 
     def _normalisation(self, fields: Json) -> tuple[Tensor, Tensor]:

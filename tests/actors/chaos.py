@@ -1,4 +1,4 @@
-"""A worker that kills itself with SIGKILL in given phases of a step, each once, one after the other."""
+"""Workers that kill themselves with SIGKILL: in given phases of a step, or in the middle of an addition."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import os
 import signal
 from pathlib import Path
 
+from torch import Tensor
+
+from actors.worker.executor import Executor
 from actors.worker.worker import Worker
+from ops.node_gradients import NodeGradients
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
+ARMED = "armed"  # a file there: the next worker that adds a gradient dies
 
 
 class ChaosWorker(Worker):
@@ -27,3 +32,29 @@ class ChaosWorker(Worker):
             except FileExistsError:  # another worker was first
                 return
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HalfAddingWorker(Worker):
+    """Dies when it has added half of a parameter's gradient, and rubbish, to that of its node: one worker each time
+    that a file arms them."""
+
+    def _load(self) -> Executor:
+        executor = super()._load()
+        gradients = executor.sync.gradients  # type: ignore[attr-defined]
+        assert isinstance(gradients, NodeGradients)
+        add, armed = gradients._add, Path(os.environ[FOLDER]) / ARMED
+
+        def half(index: int, gradient: Tensor) -> None:
+            if len(executor.world) > 1 and armed.exists():
+                slot = gradients._layout[index]
+                gradients.flat[slot.lo : (slot.lo + slot.hi + 1) // 2].add_(1000.0)
+                try:
+                    armed.unlink()
+                except FileNotFoundError:  # another worker was first: leave no rubbish
+                    gradients.flat[slot.lo : (slot.lo + slot.hi + 1) // 2].sub_(1000.0)
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            add(index, gradient)
+
+        gradients._add = half  # type: ignore[method-assign]
+        return executor

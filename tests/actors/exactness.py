@@ -24,6 +24,7 @@ from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
+from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
 
@@ -36,6 +37,7 @@ I2V = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=Image
 MODELS = {  # one of each family and variant
     "wan": MODEL,
     "wan i2v": I2V,
+    "ltx": replace(MODEL, dit=LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
     "hunyuan": replace(
         MODEL,
         dit=HunyuanConfig(
@@ -76,9 +78,11 @@ def make_hosts(
     train: TrainConfig,
     generation: int = 1,
     config: ModelConfig = MODEL,
+    nodes: Sequence[int] | None = None,
     **hooks: Any,
 ) -> list[Host]:
-    """Executors that have formed one generation; `hooks` go to each of them."""
+    """Executors that have formed one generation; `hooks` go to each of them. With `nodes`, the node of each of them,
+    they add their gradients in memory of the node."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
@@ -98,12 +102,12 @@ def make_hosts(
             text=build_text(model.text, "cpu"),
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS)
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, "own" if nodes is None else "node")
         hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:
-        groups = Groups(store, rank, everyone, "gloo", generation, 30.0, CancelToken(), address="127.0.0.1")
+        groups = Groups(store, rank, everyone, "gloo", generation, 30.0, CancelToken(), "127.0.0.1", nodes)
         hosts[rank].executor.form(generation, groups, everyone, None)
 
     on_all(hosts, form)

@@ -25,43 +25,51 @@ from tests.actors.exactness import (
 )
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
-_CACHE: dict[tuple[int, torch.dtype, str], list[Host]] = {}
+Nodes = tuple[int, ...] | None  # the node of each worker, in whose memory gradients are added; None: each has its own
+_CACHE: dict[tuple[int, torch.dtype, str, Nodes], list[Host]] = {}
 
 
-def hosts_of(world: int, dtype: torch.dtype, family: str = "wan") -> list[Host]:
+def hosts_of(world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes = None) -> list[Host]:
     """Workers are kept between examples; each example ends with a clean gradient."""
-    if (world, dtype, family) not in _CACHE:
-        _CACHE[world, dtype, family] = make_hosts(world, dtype, train_config(), config=MODELS[family])
-    for host in _CACHE[world, dtype, family]:
+    key = (world, dtype, family, nodes)
+    if key not in _CACHE:
+        _CACHE[key] = make_hosts(world, dtype, train_config(), config=MODELS[family], nodes=nodes)
+    for host in _CACHE[key]:
+        host.executor.sync.gradient().zero_()
         host.executor.sync.begin_step()
         host.executor._losses.clear()
         host.executor._weights.clear()
-    return _CACHE[world, dtype, family]
+    return _CACHE[key]
 
 
-def gradient(hosts: list[Host]) -> torch.Tensor:
-    return torch.stack([host.executor.sync.gradient() for host in hosts]).sum(0)
+def gradient(hosts: list[Host], nodes: Nodes = None) -> torch.Tensor:
+    """The sum over workers, or over one worker of each node."""
+    holders = hosts if nodes is None else [hosts[nodes.index(node)] for node in dict.fromkeys(nodes)]
+    return torch.stack([host.executor.sync.gradient() for host in holders]).sum(0)
 
 
 def loss(hosts: list[Host]) -> float:
     return sum(float(value) for host in hosts for value in host.executor._losses.values())
 
 
-def compare(seed: int, world: int, dtype: torch.dtype, limit: float, family: str = "wan") -> None:
+def compare(seed: int, world: int, dtype: torch.dtype, limit: float, family: str = "wan", nodes: Nodes = None) -> None:
     rng = np.random.default_rng(seed)
     items = items_of(rng, int(rng.integers(1, 4)))
     reference = hosts_of(1, dtype, family)
     run_step(reference, items, one_worker(items), finish=False)
     expected, expected_loss = gradient(reference).clone(), loss(reference)
-    hosts = hosts_of(world, dtype, family)
+    hosts = hosts_of(world, dtype, family, nodes)
     run_step(hosts, items, random_cascades(rng, items, world), finish=False)
+    for host in hosts if nodes is not None else []:
+        host.executor.sync.gradients.add_waiting()
     assert loss(hosts) == pytest.approx(expected_loss, rel=limit)
-    difference = (gradient(hosts) - expected).norm() / expected.norm()
+    found = gradient(hosts, nodes)
+    difference = (found - expected).norm() / expected.norm()
     assert difference < limit, f"gradient differs by {difference:.2e} on {world} workers"
     layout = hosts[0].executor.sync.layout
     largest = expected.abs().max()
     for slot in layout:
-        part = (gradient(hosts)[slot.lo : slot.hi] - expected[slot.lo : slot.hi]).abs().max() / largest
+        part = (found[slot.lo : slot.hi] - expected[slot.lo : slot.hi]).abs().max() / largest
         assert part < limit, f"{slot.name} differs by {part:.2e}"
 
 
@@ -127,6 +135,12 @@ def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp32(seed: int, worl
     compare(seed, world, torch.float32, FP32)
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([(0, 0), (0, 0, 0, 1), (0, 1, 0, 2), (0,) * 6]))
+def test_gradients_that_nodes_add_are_that_of_one_worker_in_fp64(seed: int, nodes: tuple[int, ...]) -> None:
+    compare(seed, len(nodes), torch.float64, FP64, nodes=nodes)
+
+
 def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
     """The comparison above can fail: leaving out one cascade changes the gradient by far more than its limit."""
     rng = np.random.default_rng(1)
@@ -138,9 +152,12 @@ def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
     assert (gradient(hosts) - gradient(reference)).norm() / gradient(reference).norm() > 1e-3
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(world: int) -> None:
-    hosts, reference = make_hosts(world, torch.float32, train_config()), make_hosts(1, torch.float32, train_config())
+@pytest.mark.parametrize(
+    ("world", "nodes"), [(1, None), (2, None), (3, None), (4, None), (1, (0,)), (3, (0, 0, 0)), (4, (0, 0, 0, 1))]
+)
+def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(world: int, nodes: Nodes) -> None:
+    hosts = make_hosts(world, torch.float32, train_config(), nodes=nodes)
+    reference = make_hosts(1, torch.float32, train_config())
     rng = np.random.default_rng(0)
     for step in range(20):
         items = items_of(rng, 2, step)
@@ -150,6 +167,8 @@ def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(wo
     for host in hosts:
         found = torch.cat([p.detach().flatten() for p in host.executor.modules.dit.parameters()])
         assert (found - expected).norm() / expected.norm() < 1e-5
+        first = torch.cat([p.detach().flatten() for p in hosts[0].executor.modules.dit.parameters()])
+        assert torch.equal(found, first), "workers hold different parameters"
 
 
 def test_a_clip_that_did_not_decode_counts_for_nothing() -> None:

@@ -25,7 +25,7 @@ from actors.run.dispatch import Call
 from actors.run.steps import StepRunner
 from actors.step import StepData, SubmittedCall
 from actors.worker.executor import Executor
-from actors.worker.transfer import CopyInFlight, HostCopies
+from actors.worker.handoff import CopyInFlight, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, WorkersConfig
+from actors.config import (
+    CheckpointConfig,
+    PlannerConfig,
+    SnapshotConfig,
+    TrainConfig,
+    TrainMemoryConfig,
+    WorkersConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,3 +27,24 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Worke
 def test_settings_that_would_fail_in_the_middle_of_a_run_are_refused(config: type, values: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         config(**values)
+
+
+MANY = 16 << 20  # weights whose gradient is 64 MiB
+
+
+@pytest.mark.parametrize(
+    ("memory", "sync", "weights", "device", "expected"),
+    [
+        ("auto", "flat", MANY, "cpu", "node"),
+        ("auto", "flat", MANY - 1, "cpu", "own"),
+        ("auto", "flat", MANY, "cuda", "own"),
+        ("auto", "deepspeed", MANY, "cpu", "own"),
+        ("own", "flat", MANY, "cpu", "own"),
+        ("node", "flat", 1, "cpu", "node"),
+    ],
+)
+def test_gradients_are_shared_by_a_node_where_it_saves_something(
+    memory: str, sync: str, weights: int, device: str, expected: str
+) -> None:
+    config = TrainConfig(sync=sync, memory=TrainMemoryConfig(gradients=memory))  # type: ignore[arg-type]
+    assert config.gradients_of(weights, device) == expected

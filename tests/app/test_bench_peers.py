@@ -13,6 +13,7 @@ from app.bench.peers.figures import (
     FinishedLine,
     LoopRun,
     PeerFigures,
+    agree,
     difference,
     figures_of,
     lines_of_code,
@@ -125,6 +126,7 @@ def test_figures_are_those_of_the_counted_steps() -> None:
     assert found.samples_per_s == 10 / 4
     assert found.cpu_s == pytest.approx(2 * 1.75)
     assert found.samples_per_cpu_s == pytest.approx(10 / 7)
+    assert found.trained_s == pytest.approx(2 * 1.5)
     assert found.services_s == pytest.approx(0.2)
     assert found.idle == pytest.approx(1 - 1.5 / 2)
     assert found.start_s == pytest.approx(101 - 90 - 2)
@@ -138,9 +140,17 @@ def test_no_step_to_count_is_refused() -> None:
 
 def figures(cpu: float, losses: tuple[float, ...] = (1.0, 0.5)) -> PeerFigures:
     return PeerFigures(
-        start_s=5.0, step_s=2.0, samples_per_s=8.0, cpu_s=cpu, samples_per_cpu_s=16 / cpu, services_s=0.1, idle=0.1,
-        memory_mib=1024.0, losses=losses,
-    )  # fmt: skip
+        start_s=5.0,
+        step_s=2.0,
+        samples_per_s=8.0,
+        cpu_s=cpu,
+        samples_per_cpu_s=16 / cpu,
+        trained_s=0.5 * cpu,
+        services_s=0.1,
+        idle=0.1,
+        memory_mib=1024.0,
+        losses=losses,
+    )
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -154,6 +164,8 @@ def test_other_losses_are_marked() -> None:
     rounds = {"ddp": [figures(4.0)], "off": [figures(4.0, (1.0, 0.50001))], "same": [figures(4.0, (1.0, 0.5000001))]}
     rows = table("", rounds, "ddp", dict.fromkeys(rounds, 1)).splitlines()
     assert rows[3].endswith("| 2e-05 ! |") and rows[4].endswith("| 2e-07 |")
+    assert not agree(rounds, "ddp")
+    assert agree({name: rounds[name] for name in ("ddp", "same")}, "ddp")
 
 
 def test_lines_of_code_are_those_without_words(tmp_path: Path) -> None:

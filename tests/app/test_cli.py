@@ -43,7 +43,7 @@ def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     *_, seconds, heavy = result.stdout.splitlines()
-    for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers"):
+    for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers", "families"):
         assert f" {command} " in result.stdout
     assert heavy == "[]"
     assert float(seconds) < 1.0  # the answer comes in under a second on a machine that is free
@@ -146,6 +146,7 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert int(left) == 30 == sum(int(number) for number in re.findall(r"\d+", right))
     assert "17x32x48" in printed
     assert "plan      cascade on 3 workers" in printed
+    assert "GiB on each worker (train.memory.gradients: auto)" in printed
     assert not (small_data / "runs").exists()
 
 

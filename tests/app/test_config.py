@@ -108,6 +108,9 @@ MISTAKES = {
     "model: {dit: {attention: flash}}\nworkers: {device: cpu}": "attention flash cannot train on workers.device cpu",
     "model: {dit: {attention: flex}}\nworkers: {device: cpu}": "attention flex cannot train on workers.device cpu",
     "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
+    "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
+    "train: {memory: {gradients: node}}\nworkers: {device: cuda}": "memory that CPU workers share; workers.device is",
+    "train: {memory: {gradients: host}}": "expected one of auto, own, node",
     "base: missing.yaml": "missing.yaml does not exist",
     "base: run.yaml": "lists itself",
 }
@@ -262,7 +265,7 @@ def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
         RunConfig.load(plain, ["model.dit.num_single_layers=2"])
     with pytest.raises(ConfigError, match=r"cross_attn_norm is a setting of architecture wan.*is hunyuan"):
         RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.cross_attn_norm=false"])
-    with pytest.raises(ConfigError, match=r"architecture is 'wam'.*expected one of wan, hunyuan; did you mean wan"):
+    with pytest.raises(ConfigError, match=r"is 'wam'.*expected one of wan, hunyuan, ltx; did you mean wan"):
         RunConfig.load(plain, ["model.dit.architecture=wam"])
 
 
@@ -295,3 +298,10 @@ def test_a_file_of_prompts_that_is_none_is_one_sentence(content: bytes | None, s
     with pytest.raises(ConfigError, match=sentence) as caught:
         load(tmp_path, f"sample: {{prompts: {tmp_path}/prompts.txt}}")
     assert "sample.prompts" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_transformer_that_counts_in_seconds_asks_for_one_frame_rate() -> None:
+    text = "run: {name: t}\nmodel: {dit: {architecture: ltx, num_heads: 4, head_dim: 32, ffn_dim: 512}}\n"
+    with pytest.raises(ConfigError, match=r"data\.fps is 0, and the transformer .* at 25 frames per second"):
+        RunConfig.from_yaml(text)
+    assert RunConfig.from_yaml(text + "data: {fps: 25}\n").model.dit.clip_rate == 25

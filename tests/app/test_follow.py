@@ -15,7 +15,7 @@ from app.run.recorder import Recorder
 
 
 def test_recomputed_steps_are_shown_once_and_no_line_is_cut(tmp_path: Path) -> None:
-    with Metrics(tmp_path, tensorboard=False) as metrics:
+    with Metrics(tmp_path, track=()) as metrics:
         for step in range(4):
             metrics.step(metrics_of({"step": step, "loss": 1.0, "time": 100.0 + step}))
         tail = Tail(tmp_path / "metrics.jsonl")
@@ -57,7 +57,7 @@ def test_a_line_that_is_no_json_is_passed_over(tmp_path: Path) -> None:
 
 def test_lines_cut_and_written_again_beyond_the_old_place_are_found(tmp_path: Path) -> None:
     """Between two looks the file was cut and has become longer than it was."""
-    with Metrics(tmp_path, tensorboard=False) as metrics:
+    with Metrics(tmp_path, track=()) as metrics:
         for step in range(6):
             metrics.step(metrics_of({"step": step, "time": 100.0 + step}))
         tail = Tail(tmp_path / "metrics.jsonl")

@@ -31,7 +31,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def write(folder: Path, *numbers: int, **figures_: float) -> None:
-    with Metrics(folder, tensorboard=False) as metrics:
+    with Metrics(folder, track=()) as metrics:
         for number in numbers:
             metrics.step(line(number, **figures_))
 
@@ -100,7 +100,7 @@ def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_long_history_costs_a_start_no_more_than_a_short_one(long_run: Path) -> None:
     size = (long_run / "metrics.jsonl").stat().st_size
-    with Metrics(long_run, tensorboard=False) as metrics:
+    with Metrics(long_run, track=()) as metrics:
         metrics.step(line(200_000))
     assert size > 15 * 2**20
     assert 0 < Counted.read_bytes < 512 * 1024
@@ -108,7 +108,7 @@ def test_a_long_history_costs_a_start_no_more_than_a_short_one(long_run: Path) -
 
 def test_recomputed_steps_cut_the_end_of_a_long_history_and_read_no_more_than_that(long_run: Path) -> None:
     size = (long_run / "metrics.jsonl").stat().st_size
-    with Metrics(long_run, tensorboard=False) as metrics:
+    with Metrics(long_run, track=()) as metrics:
         for step in range(199_990, 200_001):
             metrics.step(line(step, loss=2.0))
     assert 0 < Counted.read_bytes < 512 * 1024
@@ -126,7 +126,7 @@ def test_a_follower_of_a_long_history_reads_its_end(long_run: Path) -> None:
 
 def test_going_back_over_many_chunks_finds_the_step(tmp_path: Path) -> None:
     """Lines of all lengths, some longer than what is read at a time."""
-    with Metrics(tmp_path, tensorboard=False) as metrics:
+    with Metrics(tmp_path, track=()) as metrics:
         for step in range(60):
             metrics.step(line(step, loss_by_bucket={"x" * (step * 3001 % 150_000): 1.0}))
         for step in range(7, 9):

@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its v
     "wan": ("wan", {}),
     "wan i2v": ("wan", {"in_channels": 12, "first_frame": "channels", "image_dim": 20}),
     "wan i2v without an image encoder": ("wan", {"in_channels": 12, "first_frame": "channels"}),
+    "ltx": ("ltx", {"patch": (1, 1, 1)}),
+    "ltx of a width that a sixth does not divide": ("ltx", {"num_heads": 4, "head_dim": 16, "frame_rate": 8.0}),
     "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
 }
 

@@ -89,7 +89,7 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"image_dim": 1280}, "has image_dim 1280; only None is supported"),
+        ({"pos_embed_seq_len": 514}, "has pos_embed_seq_len 514; only None is supported"),
         ({"_class_name": "FluxTransformer2DModel"}, "is a FluxTransformer2DModel; known are"),
     ],
 )

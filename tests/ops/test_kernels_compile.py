@@ -42,6 +42,7 @@ def compile_shipped(*widths: str, version: str) -> None:
     )
     broken = [line for line in run.stdout.splitlines() if "BROKEN" in line]
     assert run.returncode == 0, "\n".join(broken) or run.stderr[-3000:]
+    assert re.search(r"push to 8 GPUs .* RED\.128 x1$", run.stdout, re.MULTILINE)
     for width in widths or ("1536", "3072", "5120"):
         assert f"backward {width}, fp32 tables" in run.stdout
     assert f"triton {version}," in run.stdout
@@ -114,13 +115,31 @@ def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None
         ({"loop_conversions": 1}, "conversions"),
         ({"accesses": {"LDG.64": 1}}, "narrower"),
         ({"accesses": {"LDG.32": 3}}, "32 bits or less"),
+        ({"accesses": {"LDG.128": 3, "RED.128": 1}}, "none expected"),
     ):
         assert complaint in aot.CompileReport(**(good | change)).violations(launch, scalar_limit=2)[0]
+
+
+def test_the_gate_notices_narrow_and_answered_additions() -> None:
+    aot = pytest.importorskip("ops.kernels.aot")
+    from ops.kernels.push.launch_table import LAUNCH
+
+    def complaints(accesses: dict[str, int]) -> list[str]:
+        report = aot.CompileReport(
+            name="k", registers=30, stack=0, shared_bytes=0, loop_conversions=0, warps=4, accesses=accesses
+        )
+        return report.violations(LAUNCH, scalar_limit=1, adds=True)
+
+    assert complaints({"LDG.64": 2, "RED.128": 1}) == []
+    for wrong in ({"RED.32": 1}, {"ATOM.128": 1}, {"LDG.64": 2}):
+        assert "RED.128 expected" in complaints(wrong)[-1]
 
 
 def test_widths_are_read_from_the_listing_and_conversions_from_loops_only() -> None:
     aot = pytest.importorskip("ops.kernels.aot")
     sass = "LDG.E.EF.128 R12 ; LDG.E R2 ; LDGSTS.E.BYPASS.64 [R1] ; STG.E.U8 desc ; STG.E.128 desc"
+    red = "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS desc ; REDG.E.ADD.F32.FTZ.RN desc ; ATOMG.E.ADD.F32x2.FTZ R2"
+    assert aot.access_widths(red) == {"RED.128": 1, "RED.32": 1, "ATOM.64": 1}
     assert aot.access_widths(sass) == {"LDG.128": 1, "LDG.32": 1, "LDGSTS.64": 1, "STG.8": 1, "STG.128": 1}
     ttgir = "  ttg.convert_layout %a\n  scf.for %i {\n    ttg.convert_layout %b\n  }\n  ttg.convert_layout %c\n"
     assert aot.conversions_in_loops(ttgir) == 1

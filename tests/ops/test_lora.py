@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ops.comm import Group
+from ops.models.base.config import DiTConfig
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit
-from ops.models.lora import for_diffusers, lora_scale, merged
+from ops.models.load import build_dit, first_values
+from ops.models.lora import B, for_diffusers, lora_scale, merged
 from ops.models.wan.config import WanConfig
+from ops.models.weights import is_lora
 from ops.packing import Layout, Sequence
 
 FP32_ATOL = 1e-5
@@ -96,3 +100,57 @@ def test_file_for_diffusers_folds_the_scale_into_b() -> None:
     assert torch.equal(file[f"transformer.{name}.lora_A.weight"], state[f"{name}.lora_A.weight"])
     assert torch.equal(file[f"transformer.{name}.lora_B.weight"], 2.0 * state[f"{name}.lora_B.weight"])
     assert len(file) == 2 * 2 * 10  # A and B of ten projections in each of two blocks
+
+
+def moved(config: DiTConfig, seed: int) -> torch.nn.Module:
+    """A module whose factors have been trained."""
+    module = build_dit(config, seed=0)
+    numbers = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if is_lora(name):
+                parameter.copy_(torch.randn(parameter.shape, generator=numbers))
+    return module
+
+
+@pytest.mark.parametrize("alpha", [0.0, 6.0])
+@pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", ""])
+def test_factors_of_a_file_mean_the_same_model_whatever_the_scale(tmp_path: Path, alpha: float, prefix: str) -> None:
+    config = replace(CONFIGS["wan"], lora_rank=3, lora_alpha=1.5)
+    source = moved(config, 1).state_dict()
+    file = {name.replace("transformer.", prefix): t for name, t in for_diffusers(source, lora_scale(config)).items()}
+    if alpha:  # as files with an alpha mean it: B is not scaled
+        scale = alpha / config.lora_rank
+        file = {name: tensor / scale if name.endswith(B) else tensor for name, tensor in file.items()}
+        file |= {name.removesuffix(B) + ".alpha": torch.tensor(alpha) for name in list(file) if name.endswith(B)}
+    save_file(file, tmp_path / "pytorch_lora_weights.safetensors")
+    again = replace(config, lora_alpha=4.0, lora_from=str(tmp_path))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(config)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+    first = first_values(again, 0)
+    for name, parameter in build_dit(again, seed=0).named_parameters():
+        if is_lora(name):
+            assert torch.equal(first(name), parameter), "a worker that begins anew begins with them, too"
+
+
+def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> None:
+    config = replace(CONFIGS["wan"], lora_rank=3)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    here = {"lora_from": str(file)}
+    save_file(for_diffusers(moved(replace(config, lora_rank=2), 1).state_dict(), 1.0), file)
+    with pytest.raises(ValueError, match=r"is \[2, .*\] and \[3, .*\] here, with model\.dit\.lora_rank 3"):
+        build_dit(replace(config, **here), 0)
+    save_file({"transformer.blocks.9.attn1.to_q.lora_A.weight": torch.zeros(3, 4)}, file)
+    with pytest.raises(ValueError, match="not in this model"):
+        build_dit(replace(config, **here), 0)
+    save_file({"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.zeros(3, 4)}, file)
+    with pytest.raises(ValueError, match=r"holds no factors named .*first name: lora_unet_blocks_0"):
+        build_dit(replace(config, **here), 0)
+    file.write_bytes(b"x" * 40)
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        build_dit(replace(config, **here), 0)
+    with pytest.raises(FileNotFoundError, match=r"model\.dit\.lora_from .* does not exist"):
+        build_dit(replace(config, lora_from=str(tmp_path / "none.safetensors")), 0)
+    with pytest.raises(ValueError, match="names factors, and lora_rank is 0"):
+        replace(config, lora_rank=0, lora_from="a")

@@ -23,6 +23,7 @@ class ListSchedule:
         self.problem = problem
         self.context = context
         self.topology = problem.topology
+        self.mapper = problem.options.mapper
         self.jobs = list(jobs)
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
@@ -70,12 +71,14 @@ class ListSchedule:
     def put(self, index: int, degree: int, nodes: Sequence[int], turn: int = 0) -> None:
         """Put a job on the given nodes, in equal shares. `turn` varies which of equally free workers are taken."""
         ready = self._ready(index)
-        if len(nodes) == 1:
-            producers = self._producers(self.jobs[index])
+        producers = self._producers(self.jobs[index])
+        if not self.mapper.nodes:
+            self.fix(index, self._anywhere(degree, ready, producers))
+        elif len(nodes) == 1:
             self.fix(index, self._pick(self.topology.workers[nodes[0]], degree, ready, producers, turn))
         else:
             given = [(node, degree // len(nodes)) for node in nodes]
-            self.fix(index, _common_rails(self.topology, self.free, given, ready, turn))
+            self.fix(index, _common_rails(self.topology, self.free, given, ready, self.mapper.rails, turn))
 
     def fix(self, index: int, workers: tuple[int, ...]) -> None:
         """Put a job on exactly these workers, as early as they, its encodes and the barrier allow."""
@@ -124,6 +127,8 @@ class ListSchedule:
             busy[worker].append((start, end))
 
     def _producers(self, job: PlannedJob) -> set[int]:
+        if not self.mapper.producers:
+            return set()
         return {w for pred in job.preds for w in self.where.get(pred, ())}
 
     def _ready(self, index: int) -> float:
@@ -153,6 +158,8 @@ class ListSchedule:
 
         With speed factors every node is a candidate, once per speed class.
         """
+        if not self.mapper.nodes:
+            return [self._anywhere(degree, ready, producers)]
         if self.topology.uniform and not self.handoff:
             ranked = []
             for node, times in enumerate(self.sorted_free):
@@ -160,7 +167,7 @@ class ListSchedule:
                     begin = times[degree - 1]
                     ranked.append((max(begin, ready), -begin, node))
             if not ranked:
-                return [_over_nodes(self.topology, self.free, degree, ready)]
+                return [_over_nodes(self.topology, self.free, degree, ready, self.mapper.rails)]
             earliest = min(ranked)
             nodes = [node for begin, idle, node in ranked if begin == earliest[0] and idle == earliest[1]][:3]
             nodes += [n for n in {self.topology.node[w] for w in producers} if n not in nodes]
@@ -175,7 +182,14 @@ class ListSchedule:
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
                     bags.append(self._pick(fast, degree, ready, producers))
-        return bags or [_over_nodes(self.topology, self.free, degree, ready)]
+        return bags or [_over_nodes(self.topology, self.free, degree, ready, self.mapper.rails)]
+
+    def _anywhere(self, degree: int, ready: float, producers: set[int]) -> tuple[int, ...]:
+        """Workers of any nodes."""
+        everyone = range(self.topology.num_workers)
+        if not self.mapper.by_number:
+            return self._pick(everyone, degree, ready, producers)
+        return tuple(sorted(sorted(everyone, key=lambda w: (max(self.free[w], ready), w))[:degree]))
 
     def _pick(
         self, workers: Sequence[int], degree: int, ready: float, producers: set[int], turn: int = 0
@@ -191,7 +205,7 @@ class ListSchedule:
         return tuple(sorted(ordered[usable - degree : usable]))
 
 
-def _over_nodes(topology: Topology, free: Sequence[float], degree: int, ready: float) -> tuple[int, ...]:
+def _over_nodes(topology: Topology, free: Sequence[float], degree: int, ready: float, rails: bool) -> tuple[int, ...]:
     """A bag of `degree` workers over the fewest nodes that can hold it, those that are free first."""
     order = sorted(range(len(topology.workers)), key=lambda n: -len(topology.workers[n]))
     count, total = 0, 0
@@ -212,7 +226,7 @@ def _over_nodes(topology: Topology, free: Sequence[float], degree: int, ready: f
         extra += 1
     given = _shares(degree, [len(topology.workers[n]) for n in nodes])
     assert given is not None, f"degree {degree} exceeds {topology.num_workers} workers"
-    return _common_rails(topology, free, [(n, g) for n, g in zip(nodes, given) if g], ready)
+    return _common_rails(topology, free, [(n, g) for n, g in zip(nodes, given) if g], ready, rails)
 
 
 def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:
@@ -230,7 +244,12 @@ def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:
 
 
 def _common_rails(
-    topology: Topology, free: Sequence[float], given: Sequence[tuple[int, int]], ready: float, turn: int = 0
+    topology: Topology,
+    free: Sequence[float],
+    given: Sequence[tuple[int, int]],
+    ready: float,
+    use_rails: bool,
+    turn: int = 0,
 ) -> tuple[int, ...]:
     """The given number of workers of each node: earliest common start, then common rails, then best fit."""
     start = ready
@@ -244,7 +263,7 @@ def _common_rails(
     rank = {rail: (-min(counts), -sum(counts), flip * ord(rail[0])) for rail, counts in stock.items()}
     chosen: list[int] = []
     for (_, count), workers in zip(given, usable):
-        workers.sort(key=lambda w: (rank[topology.rail[w]], -free[w], w))
+        workers.sort(key=lambda w: (rank[topology.rail[w]] if use_rails else 0, -free[w], w))
         chosen += workers[:count]
     return tuple(sorted(chosen))
 

@@ -21,6 +21,20 @@ EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mapper:
+    """What decides which workers run a cascade. Plans use all of it; its switches are for ablations (Arachne,
+    Table III). With none of them, workers are taken by number as they become free."""
+
+    nodes: bool = True  # bags inside one node, or over as few as possible
+    rails: bool = True  # bags over several nodes have the same NIC rails on each
+    producers: bool = True  # among equally good workers, those that hold the inputs
+
+    @property
+    def by_number(self) -> bool:
+        return not (self.nodes or self.rails or self.producers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
     """What a caller may choose. `budget_s` is per step; see `make_plan` for what it means."""
 
@@ -34,6 +48,8 @@ class PlanOptions:
     update_waits: bool = False  # all workers join an update that ends each step: encodes in gaps end before it
     replans: bool = False  # only the first step will be executed: the budget is spent on it alone
     least_gain: float = 0.0  # share of a step that cut batches or packed bags must save before they are chosen
+    counted: bool = False  # a search ends with its counted work, however long that takes: the same plan on any machine
+    mapper: Mapper = Mapper()
 
     def __post_init__(self) -> None:
         if not self.budget_s >= 0:

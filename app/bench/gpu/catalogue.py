@@ -19,6 +19,7 @@ from app.bench.gpu.ceilings import Ceilings
 from app.bench.gpu.copies import SnapshotCopies
 from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
+from app.bench.gpu.push import PushedAddition
 
 FEW = 6  # so many of a list come early, the rest of it at the end
 
@@ -40,6 +41,7 @@ def catalogue(place: Place) -> list[Measurement]:
         *ops[: FEW - 1],
         *small[1:],
         OneSidedAddition(),
+        PushedAddition(),
         SnapshotCopies(),
         *large[1:],
         *ops[FEW - 1 :],

@@ -185,6 +185,13 @@ TARGETS = (
         worst=_least("ipc", _is("right")),
     ),
     Target(
+        what="gradients pushed to eight owners exactly",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("push", _is("right")),
+    ),
+    Target(
         what="slow-down of compute beside a snapshot's copy to pinned memory",
         goal=0.02,
         least=False,

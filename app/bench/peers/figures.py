@@ -44,6 +44,7 @@ class PeerFigures:
     samples_per_s: float
     cpu_s: float  # for one step
     samples_per_cpu_s: float
+    trained_s: float  # of `cpu_s`, what the processes that train took; the rest decodes, plans, keeps snapshots, serves
     services_s: float  # of `cpu_s`, what the services of a Ray cluster took
     idle: float  # share of a step in which the processes that train do not run; other programs on the machine add to it
     memory_mib: float  # the most private memory of all processes together
@@ -68,6 +69,7 @@ def figures_of(run: LoopRun, samples: Sequence[int], warm: int, left: int) -> Pe
         samples_per_s=clips / wall,
         cpu_s=cpu / len(counted),
         samples_per_cpu_s=clips / cpu,
+        trained_s=trained / len(counted),
         services_s=services / len(counted),
         idle=1.0 - trained / (wall * len(run.pids)),
         memory_mib=max((look.private_mib for look in run.looks if look.time <= end), default=math.nan),
@@ -123,6 +125,7 @@ def table(
         "clips / CPU-s",
         f"of {reference}'s",
         "CPU-s / step",
+        "of them training",
         "Ray's services",
         "idle",
         "memory",
@@ -140,6 +143,7 @@ def table(
             f"{_median(r.samples_per_cpu_s for r in runs):.2f}",
             f"{statistics.median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
             f"{_median(r.cpu_s for r in runs):.2f}",
+            f"{_median(r.trained_s for r in runs):.2f}",
             f"{_median(r.services_s for r in runs):.2f}",
             f"{_median(r.idle for r in runs):.0%}",
             f"{_median(r.memory_mib for r in runs) / 1024:.2f} GiB",
@@ -149,6 +153,12 @@ def table(
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def agree(rounds: Mapping[str, Sequence[PeerFigures]], reference: str) -> bool:
+    """Whether all losses are those of the reference."""
+    wanted = rounds[reference][0].losses
+    return all(difference(run.losses, wanted) <= SAME for runs in rounds.values() for run in runs)
 
 
 def ratios_of(runs: Sequence[PeerFigures], reference: Sequence[PeerFigures]) -> list[float]:

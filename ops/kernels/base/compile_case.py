@@ -30,3 +30,4 @@ class CompileCase:
     scalars: int
     fp32: frozenset[str] = frozenset()
     variant: bool = False  # flags other than the op's usual ones
+    adds: bool = False  # adds into memory of others: in units of 128 bits, and without an answer

@@ -37,6 +37,7 @@ class DiTConfig:
     attention: AttentionName = "auto"  # auto: the fastest that serves device and shape; a name: that one or an error
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
+    lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
 
     def __post_init__(self) -> None:
         own = next(field.default for field in fields(self) if field.name == "architecture")
@@ -59,6 +60,8 @@ class DiTConfig:
             lora_rank=between(0, 1 << 16),
             lora_alpha=between(0, 1e6),
         )
+        if self.lora_from and not self.lora_rank:
+            raise ValueError("model.dit.lora_from names factors, and lora_rank is 0. Set it to the rank of the file.")
         if self.freq_dim % 2:
             raise ValueError(
                 f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even one."
@@ -84,6 +87,11 @@ class DiTConfig:
     def starts_from_image(self) -> bool:
         """Whether a clip is made from its first frame."""
         return False
+
+    @property
+    def clip_rate(self) -> float | None:
+        """Frames per second that all clips must have, where positions are counted in seconds."""
+        return None
 
     @property
     def part(self) -> str:
@@ -113,10 +121,10 @@ class DiTConfig:
         """Whether frames of a clip may have times of their own, and so a first frame be given clean."""
         return False
 
-    def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
-        """The same for a VAE of these latent channels and stride over time, and encoders of these widths (0: no image
-        encoder). Raises ValueError for an image encoder that this transformer does not listen to."""
-        del stride_t
+    def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
+        """The same for a VAE of these latent channels and strides over t, h, w, and for encoders of these widths (0: no
+        image encoder). Raises ValueError for an image encoder that this transformer does not listen to."""
+        del stride
         if image_dim:
             raise ValueError(
                 f"model.image makes embeddings, and a transformer of architecture {self.architecture} takes none. "

@@ -45,7 +45,8 @@ class VAEClass:
 
     name: str
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
-    normalisation: Callable[[Json, int, object], tuple[list[float], list[float]]] = config_normalisation
+    normalisation: Callable[[Json, int, Any], tuple[list[float], list[float]]] = config_normalisation
+    can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +102,12 @@ class Family:
 
     lora_names: LoraNames
     scheduler: Callable[[FlowConfig], Scheduler]  # of the flow that was trained
+    shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
     # (config of this family, sample) -> what the Diffusers class takes
-    parity_inputs: Callable[[Any, ParitySample], dict[str, Tensor]]
+    parity_inputs: Callable[[Any, ParitySample], dict[str, Any]]
+    # what that class gives back, without its batch -> [C_out, t, h, w]
+    parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)

@@ -78,9 +78,10 @@ class PatchEmbedding(nn.Conv3d):
 class Attention(nn.Module):
     """Projections and QK-norm weights (over all heads) of one attention."""
 
-    def __init__(self, dim: int, head_dim: int, eps: float) -> None:
+    def __init__(self, dim: int, head_dim: int, eps: float, rope_dim: int | None = None) -> None:
+        """`rope_dim`: what a row of cos and sin is for, by default a head; the width where heads are turned apart."""
         super().__init__()
-        self.head_dim, self.eps = head_dim, eps
+        self.head_dim, self.eps, self.rope_dim = head_dim, eps, rope_dim or head_dim
         self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
         self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
@@ -96,7 +97,7 @@ class Attention(nn.Module):
             self.norm_k.weight,
             cos,
             sin,
-            head_dim=self.head_dim,
+            head_dim=self.rope_dim,
             eps=self.eps,
         )
         v = self.to_v(context)

@@ -60,12 +60,12 @@ class WanConfig(DiTConfig):
     def frame_times(self) -> bool:
         return self.first_frame == "none"
 
-    def fitted(self, channels: int, stride_t: int, text_dim: int, image_dim: int) -> Self:
+    def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
         """See the base. Published image-to-video weights: 16 noisy channels, 4 of the mask, 16 of the condition."""
         if image_dim and self.first_frame == "none":
             raise ValueError(
                 "model.image makes embeddings of first frames, but model.dit.first_frame is none. Set it to channels, "
                 "or leave model.image out."
             )
-        told = channels + stride_t if self.first_frame == "channels" else 0
+        told = channels + stride[0] if self.first_frame == "channels" else 0
         return replace(self, in_channels=channels + told, out_channels=channels, text_dim=text_dim, image_dim=image_dim)

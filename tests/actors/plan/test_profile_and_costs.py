@@ -32,7 +32,7 @@ def grid() -> list[Load]:
 
 def test_measured_points_are_used_as_they_stand(h100: Profile) -> None:
     assert h100.seconds("dit", 1, 129, 1280, 720, 8) == pytest.approx(22.1055, abs=1e-4)
-    assert h100.legal_degrees("dit", 1, 129, 1280, 720) == (4, 6, 8, 12)
+    assert h100.legal_degrees("dit", 1, 129, 1280, 720) == (4, 6, 8, 12, 24)
     assert h100.legal_degrees("dit", 1, 17, 1280, 720) == ()
 
 

@@ -16,8 +16,7 @@ from actors.outcome import silent
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Refused
 from actors.pool.monitor import Monitor
-from actors.pool.weights import weights_bytes
-from actors.pool.workers import PoolNews
+from actors.pool.workers import PoolNews, weights_bytes
 from actors.records.events import WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig

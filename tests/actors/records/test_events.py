@@ -29,6 +29,7 @@ OLD = Path(__file__).parent / "old"
 UNTOLD = {GenerationEnded, StackDumped}  # the next generation tells it; a stack is read in the file
 WORDS = {  # a value for every field that an event has
     "worker": "w1",
+    "gradients": "node",
     "host": "h",
     "node": "n",
     "pid": 4,
@@ -102,11 +103,19 @@ def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
 
 def test_a_line_has_time_name_generation_and_then_the_details_in_order() -> None:
     formed = GenerationFormed(
-        time=1.5, generation=3, workers=("w0", "w2"), cluster=(1, 1), why="w1 died", from_step=4, seconds=0.5
+        time=1.5,
+        generation=3,
+        workers=("w0", "w2"),
+        cluster=(1, 1),
+        why="w1 died",
+        from_step=4,
+        seconds=0.5,
+        gradients="node",
     )
+    assert formed.describe() == "generation 3: 2 workers, one gradient per node (w1 died)"
     assert json.dumps(formed.stamped(2).line() | {"time": 1.5}) == (
         '{"time": 1.5, "event": "generation", "generation": 3, "workers": ["w0", "w2"], "cluster": [1, 1], '
-        '"why": "w1 died", "from_step": 4, "seconds": 0.5}'
+        '"why": "w1 died", "from_step": 4, "seconds": 0.5, "gradients": "node"}'
     )
     assert SettingsChanged(time=2.0, settings=("a",)).line() == {"time": 2.0, "event": "changed", "settings": ["a"]}
     assert StepsLost(to_step=3, lost_steps=2).stamped(7).line()["generation"] == 7

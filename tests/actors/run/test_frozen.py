@@ -16,7 +16,8 @@ from actors.messages import FormTask, Origin, WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Joined, Limits, Loaded
 from actors.run.frozen import disagreement, first_disagreement
-from actors.worker.loading import FirstWeights, build_modules, own_shards
+from actors.worker.loading import FirstWeights, build_modules
+from actors.worker.meeting import own_shards
 from ops.comm import CancelToken
 from ops.models.config import ModelConfig
 from ops.models.load import build_dit

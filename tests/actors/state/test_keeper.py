@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from actors.state.keeper import HeldShard, Keeper, forecast_bytes, place, recoverable, sources
+from actors.state.keeper import Keeper, forecast_bytes, place
+from actors.state.recovery import recoverable
 from ops.node_room import node_room
-from ops.shards import ShardState, cut, missing, shard_bounds
+from ops.shards import ShardState, cut, shard_bounds
 
 TOTAL = 1000
 
@@ -167,24 +166,6 @@ def test_a_single_node_uses_its_keeper() -> None:
         place({0: "a"}, {})
 
 
-def held(step: int, lo: int, hi: int, generation: int = 1) -> HeldShard:
-    return HeldShard(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, num_bytes=0)
-
-
-def test_newest_step_that_all_keepers_together_hold_is_recovered() -> None:
-    inventories = {
-        "a": [held(1, 0, 500), held(2, 0, 500), held(3, 0, 500)],
-        "b": [held(1, 500, TOTAL), held(2, 500, TOTAL)],
-    }
-    assert recoverable(inventories) == (2, 1)
-    assert recoverable({"a": inventories["a"]}) is None, "half of the keepers is lost"
-
-
-def test_halves_of_two_generations_are_not_a_step() -> None:
-    inventories = {"a": [held(1, 0, TOTAL), held(2, 0, 500, 1)], "b": [held(2, 500, TOTAL, 2)]}
-    assert recoverable(inventories) == (1, 1)
-
-
 def test_a_lost_keeper_is_covered_by_the_second_copy() -> None:
     workers, keepers = dict(enumerate("abc")), {"ka": "a", "kb": "b", "kc": "c"}
     where = place(workers, keepers, copies=2)
@@ -196,31 +177,10 @@ def test_a_lost_keeper_is_covered_by_the_second_copy() -> None:
     for lost in keepers:
         inventories = {name: keeper.inventory() for name, keeper in stores.items() if name != lost}
         assert recoverable(inventories) == (8, 4)
-        parts = [p for k, lo, hi in sources(inventories, 8, 4, 100, 900) for p in stores[k].get(8, lo, hi)]
+        parts = [part for name, keeper in stores.items() if name != lost for part in keeper.get(8, 100, 900)]
         values = cut(parts, 100, 900).arrays["master"]
         expected = np.concatenate([np.full(b - a, w) for w, (a, b) in enumerate(bounds)])[100:900]
         np.testing.assert_array_equal(values, expected)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, TOTAL), st.integers(0, TOTAL)), max_size=12),
-    st.integers(0, TOTAL),
-    st.integers(0, TOTAL),
-)
-def test_sources_cover_a_range_exactly_once_or_say_what_is_missing(
-    pairs: list[tuple[int, int]], one: int, other: int
-) -> None:
-    lo, hi = min(one, other), max(one, other)
-    inventories = {f"k{i}": [held(1, min(p), max(p))] for i, p in enumerate(pairs)}
-    if missing([(min(p), max(p)) for p in pairs], lo, hi):
-        with pytest.raises(ValueError, match="no keeper holds"):
-            sources(inventories, 1, 1, lo, hi)
-        return
-    plan = sources(inventories, 1, 1, lo, hi)
-    assert [element for _, a, b in plan for element in range(a, b)] == list(range(lo, hi))
-    for keeper, a, b in plan:
-        assert inventories[keeper][0].lo <= a < b <= inventories[keeper][0].hi
 
 
 def test_forecast_counts_three_steps_of_state() -> None:

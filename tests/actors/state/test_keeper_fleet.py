@@ -20,8 +20,8 @@ from actors.state.checkpoint_writer import root_of
 from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import HeldShard, Standing
 from actors.state.keeper_fleet import Keepers, keeper_nodes
+from actors.state.recovery import origin_of
 from actors.state.run_state import RunState
-from actors.state.snapshots import origin_of
 from ops.shards import ShardState
 from tests.actors.exactness import MODEL
 from tests.actors.fakes import Listening, Remote, collected, state_of

@@ -95,7 +95,8 @@ def realise(
     best: tuple[float, ListSchedule] | None = None
     source = random.Random(0)
     in_time = sorted(found.order, key=lambda index: (found.start[index], bool(jobs[index].preds)))
-    spans = any(len(found.nodes[index]) > 1 for index in found.order)
+    mapper = problem.options.mapper
+    spans = mapper.nodes and mapper.rails and any(len(found.nodes[index]) > 1 for index in found.order)
     draws = min(DRAWS, int(SHARE * budget_s / (PLACE_S * len(in_time)))) if spans else 0
     for turn in range(TURNS + draws):
         schedule = ListSchedule(problem, jobs, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ def plan_step(
         schedule = best_schedule(problem, context, step, ahead, seed, budget_s)
         return PlannedStep(schedule, tuple(schedule.free))
     schedule = best_schedule(problem, context, step, StepsAhead(), seed, budget_s)
-    schedule.fill(deadline(started, budget_s) + FILL * budget_s, later_jobs(problem, context, step, ahead))
+    schedule.fill(_deadline(problem, started, budget_s) + FILL * budget_s, later_jobs(problem, context, step, ahead))
     return PlannedStep(schedule, (schedule.step_end,) * problem.topology.num_workers)
 
 
@@ -79,7 +80,7 @@ def _best_variant(
     best, schedule = first.starts.score * (1 + first.handicap), first.starts.schedule
     for number, variant in enumerate(variants if budget_s > 0 else ()):
         share = budget_s / len(variants)
-        end = deadline(started, share * (number + 1))
+        end = _deadline(problem, started, share * (number + 1))
         found = improved(problem, variant.jobs, context, variant.starts.tried, share, seed, end)
         if found is None:
             continue
@@ -96,7 +97,7 @@ def _variants(problem: Problem, context: StepContext, cuts: list[list[PlannedJob
     margin = 1.1 if len(cuts[0]) <= FEW_JOBS else 1.0
     handicaps = [0.0] + [problem.options.least_gain] * (len(cuts) - 1)
     whole, *cut = [
-        Variant(jobs, constructive(problem, jobs, context, deadline(time.perf_counter(), FILL_S)), handicap)
+        Variant(jobs, constructive(problem, jobs, context, _deadline(problem, time.perf_counter(), FILL_S)), handicap)
         for jobs, handicap in zip(cuts, handicaps)
     ]
     promising = [variant for variant in cut if variant.starts.score < margin * whole.starts.score]
@@ -111,6 +112,6 @@ def rough_step(problem: Problem, context: StepContext, step: int) -> PlannedStep
     return PlannedStep(schedule, tuple(schedule.free))
 
 
-def deadline(started: float, budget_s: float) -> float:
+def _deadline(problem: Problem, started: float, budget_s: float) -> float:
     """When the wall clock ends what began at `started`."""
-    return started + PATIENCE * budget_s + GRACE_S
+    return math.inf if problem.options.counted else started + PATIENCE * budget_s + GRACE_S

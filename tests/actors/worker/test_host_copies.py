@@ -15,8 +15,7 @@ import torch
 
 from actors.run.dispatch import Holdings, calls_of
 from actors.step import StepSamples
-from actors.worker.handoff import EncodeResult
-from actors.worker.transfer import CopyInFlight, HostCopies
+from actors.worker.handoff import CopyInFlight, EncodeResult, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 from tests.actors.exactness import execute, items_of, make_hosts, one_worker, train_config

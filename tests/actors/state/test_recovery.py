@@ -8,7 +8,7 @@ from typing import Any
 from actors.messages import Snapshot
 from actors.state.commit_log import CommitLog
 from actors.state.keeper import HeldShard
-from actors.state.snapshots import origin_of
+from actors.state.recovery import origin_of, recoverable
 
 TOTAL = 100
 
@@ -40,6 +40,20 @@ def origin(
     keepers: Any, exports: list[Snapshot], checkpoint: tuple[int, Path] | None, newest: int | None = None
 ) -> Any:
     return origin_of(keepers, exports, checkpoint, patience_s=1, newest=newest)
+
+
+def test_newest_step_that_all_keepers_together_hold_is_recovered() -> None:
+    inventories = {
+        "a": [held(1, 0, 50), held(2, 0, 50), held(3, 0, 50)],
+        "b": [held(1, 50, TOTAL), held(2, 50, TOTAL)],
+    }
+    assert recoverable(inventories) == (2, 1)
+    assert recoverable({"a": inventories["a"]}) is None, "half of the keepers is lost"
+
+
+def test_halves_of_two_generations_are_not_a_step() -> None:
+    inventories = {"a": [held(1, 0, TOTAL), held(2, 0, 50, 1)], "b": [held(2, 50, TOTAL, 2)]}
+    assert recoverable(inventories) == (1, 1)
 
 
 def test_the_newest_whole_step_counts_wherever_its_parts_are() -> None:

@@ -1,0 +1,50 @@
+"""The push of a gradient into accumulators of a node's GPUs: exact, and how fast by the number of programs.
+
+On one GPU all accumulators are its own: this is the kernel with its own memory, without a link between GPUs. Few
+programs leave multiprocessors to the backward pass that runs beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from app.bench.gpu.measurement import Earlier, Figures, Place
+from ops.kernels.base import backend
+from ops.kernels.push.function import ALIGN, Push
+
+OWNERS = 8
+ELEMENTS, SMALL_ELEMENTS = 2**28, 2**16  # of the gradient: a layer of a 14B model has some 2**28
+BYTES_PER_ELEMENT = 2 + 4 + 4  # bf16 gradient read, fp32 accumulator read and written
+PROGRAMS = (8, 16, 32, 64, 132)
+MODULUS = 64  # small whole numbers: sums in fp32 are exact, whatever their order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushedAddition:
+    """Whether eight owners find the exact sum, and GB/s by the number of programs."""
+
+    name: str = "push"
+    estimate_s: float = 25.0
+
+    def why_not(self, place: Place) -> str | None:
+        if place.device.type == "cuda" and not backend.has_triton():
+            return "triton is not installed"
+        return None
+
+    def run(self, place: Place, earlier: Earlier) -> Figures:
+        elements = place.pick(ELEMENTS, SMALL_ELEMENTS)
+        piece = elements // OWNERS
+        assert piece % ALIGN == 0, "sizes are powers of two"
+        accumulators = [torch.zeros(piece, device=place.device) for _ in range(OWNERS)]
+        gradient = (torch.arange(elements, device=place.device) % MODULUS).to(torch.bfloat16)
+        figures: dict[str, bool | float] = {}
+        pushes = 0
+        for programs in place.pick(PROGRAMS, PROGRAMS[:1]):
+            push = Push(accumulators, 0, programs)
+            timing = place.seconds(lambda push=push: push(gradient), place.pick(10, 2))  # type: ignore[misc]
+            pushes += place.pick(10, 2) + 1  # one warms up
+            figures[f"GB/s, {programs} programs"] = BYTES_PER_ELEMENT * elements / timing.seconds / 1e9
+        figures["right"] = torch.equal(torch.cat(accumulators), pushes * gradient.float())
+        return figures

@@ -1,0 +1,199 @@
+"""`heddle bench memory`: what gradients in a node's memory save and cost, against a gradient on each worker.
+
+    heddle bench memory --elements 200000000 --workers 4
+
+Workers are processes on this machine that talk over Gloo. A step is as uneven as cascades are: of four workers one runs
+three backward passes, one two, one one and one none; then the sums, AdamW with clipping and EMA, and the parameters for
+all. A pass costs next to nothing but its gradients (a real one computes with every parameter for every token), so the
+ratio of the two seconds is the worst that a run can see. Both ways take turns, step by step in the same processes.
+
+Memory is the proportional set size (PSS) of each worker above what it is before the model: shared pages count once,
+divided by those who map them. Each way is measured in processes of its own; beside it stands what the layout asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+
+from app.bench.optimizer import FULL, Weights
+from ops.comm import CancelToken, Group, Groups
+from ops.gradients import GradientMemory
+from ops.sync import FlatSync
+
+WAYS: tuple[GradientMemory, ...] = ("own", "node")
+_PASSES = (3, 1, 0, 2)
+_WAIT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFigures:
+    """What one worker measured: per way the seconds of each step and those of its end, or the bytes of one way."""
+
+    step_s: dict[str, list[float]]
+    end_s: dict[str, list[float]]
+    pss_bytes: int
+
+
+class Steps:
+    """A model of equal layers and its steps; backward gives every parameter a gradient without computing much."""
+
+    def __init__(self, group: Group, elements: int, dtype: torch.dtype, way: GradientMemory) -> None:
+        self._model, self._group = Weights(elements, dtype), group
+        self._sync = FlatSync(self._model, FULL, total_steps=1000, gradients=way)
+        self._sync.form(group, None)
+        self._sync.begin_step()
+        longest = max(layer.numel() for layer in self._model.layers)
+        self._factor = torch.randn(longest, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+
+    def run(self, step: int) -> tuple[float, float]:
+        """Seconds of the step, and of its end: what comes after the last backward of the slowest worker."""
+        self._group.barrier()
+        begin = time.perf_counter()
+        passes = _PASSES[(self._group.rank + step) % len(_PASSES)]
+        for number in range(passes):
+            if number == passes - 1:
+                self._sync.watch_backward()
+            self._loss().backward()
+        self._sync.start_sum()
+        computed = time.perf_counter()
+        self._sync.finish_step(step, 1.0, 1.0, float(self._group.size), lambda phase: None)
+        self._sync.begin_step()
+        end = time.perf_counter()
+        return end - begin, end - computed
+
+    def _loss(self) -> Tensor:
+        # layer by layer, as backward goes through a model: no two large products are held at a time
+        return torch.stack([layer @ self._factor[: layer.numel()] for layer in self._model.layers]).sum()
+
+
+def pss_bytes() -> int:
+    """Of this process: private pages, and its share of those that others map, too."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+def measure_rank(
+    group: Group, elements: int, dtype: torch.dtype, steps: int, way: GradientMemory | None
+) -> RankFigures:
+    """One worker's part: seconds of both ways in turns, or with `way` the memory of that one."""
+    before = pss_bytes()
+    ways = WAYS if way is None else (way,)
+    made = {name: Steps(group, elements, dtype, name) for name in ways}
+    step_s: dict[str, list[float]] = {name: [] for name in ways}
+    end_s: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(steps + 1):
+        for name, model in made.items():
+            whole, end = model.run(step)
+            if step:  # the first one touches new pages
+                step_s[name].append(whole)
+                end_s[name].append(end)
+    group.barrier()  # all pages are there, and nobody's are gone yet
+    used = pss_bytes() - before
+    group.barrier()
+    return RankFigures(step_s=step_s, end_s=end_s, pss_bytes=used)
+
+
+def measure(elements: int, workers: int, dtype: str, steps: int, way: GradientMemory | None) -> list[RankFigures]:
+    """Figures of every worker; with `way` those of its memory."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "app.bench.gradients", "--elements", str(elements), "--steps", str(steps)]
+    command += ["--workers", str(workers), "--dtype", dtype, "--way", way or "", "--port", str(store.port)]
+    processes = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(workers)
+    ]
+    try:
+        outputs = [process.communicate(timeout=_WAIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [RankFigures(**json.loads(output.splitlines()[-1])) for output in outputs]
+
+
+def wanted_bytes(way: GradientMemory, elements: int, workers: int, dtype: str) -> float:
+    """Of one worker by the layout: parameters, gradient, and its part of moments, EMA and, beside bf16, the master."""
+    parameters, master = (4, 0) if dtype == "float32" else (2, 4)
+    gradient = 4 if way == "own" else 4 / workers
+    return elements * (parameters + gradient + (12 + master) / workers)
+
+
+def slowest(ranks: Sequence[RankFigures], way: str, end: bool = False) -> list[float]:
+    """Per step, the seconds of the step; with `end` those that its last worker waits behind its own backward."""
+    if end:
+        return [min(times) for times in zip(*(rank.end_s[way] for rank in ranks))]
+    return [max(times) for times in zip(*(rank.step_s[way] for rank in ranks))]
+
+
+def table(
+    timed: Sequence[RankFigures], memory: dict[GradientMemory, list[RankFigures]], sizes: tuple[int, int], dtype: str
+) -> str:
+    """Markdown; `sizes` are the elements of the timed model and of that whose memory is measured."""
+    workers = len(timed)
+    lines = [
+        f"{workers} workers, {dtype} parameters; seconds of {sizes[0] / 1e6:g} M, memory of {sizes[1] / 1e6:g} M",
+        "",
+        "| gradients | step, median s | x own | end, median s | PSS per worker, MiB | by the layout | of the node |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    base = slowest(timed, "own")
+    for way in WAYS:
+        seconds = slowest(timed, way)
+        ratio = statistics.median(one / other for one, other in zip(seconds, base))
+        used = [rank.pss_bytes / 2**20 for rank in memory[way]]
+        lines.append(
+            f"| {way} | {statistics.median(seconds):.3f} | {ratio:.2f} | "
+            f"{statistics.median(slowest(timed, way, end=True)):.3f} | {min(used):.0f} to {max(used):.0f} | "
+            f"{wanted_bytes(way, sizes[1], workers, dtype) / 2**20:.0f} | {sum(used):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def run(
+    elements: Annotated[int, typer.Option(help="Weights of the model whose memory is measured.")] = 200_000_000,
+    timed_elements: Annotated[int, typer.Option(help="Weights of the model whose steps are timed.")] = 50_000_000,
+    workers: Annotated[int, typer.Option(help="Worker processes on this machine.")] = 4,
+    steps: Annotated[int, typer.Option(help="Timed steps of each way.")] = 12,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Seconds of both ways in turns, then the memory of each."""
+    timed = measure(timed_elements, workers, dtype, steps, None)
+    memory = {way: measure(elements, workers, dtype, 2, way) for way in WAYS}
+    print(table(timed, memory, (timed_elements, elements), dtype))
+
+
+def _rank_main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("elements", "steps", "workers", "rank", "port"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--way", required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", given.port, is_master=False, timeout=timedelta(seconds=300))
+    world = tuple(range(given.workers))
+    groups = Groups(store, given.rank, world, "gloo", 0, _WAIT_S, CancelToken(), "127.0.0.1")
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[given.dtype]
+    figures = measure_rank(groups.world_group(), given.elements, dtype, given.steps, given.way or None)
+    groups.close()
+    print(json.dumps(asdict(figures)))
+
+
+if __name__ == "__main__":
+    _rank_main()

@@ -1,0 +1,172 @@
+"""The page of `heddle bench papers`: pictures first, the command beneath each, then numbers; HTML and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from app.bench.papers.figure import PublishedPaper, ShownFigure
+from app.drawing.style import CSS
+from app.drawing.svg import Series, line_chart
+
+WIDTH, ROW, LABEL, BAR = 960, 34, 300, 520
+LOOK = """
+.way { display: inline-block; border: 1px solid var(--rule); border-radius: 999px; padding: 0 10px; font-size: 12.5px;
+  color: var(--soft); margin-left: 8px; }
+.way.none { color: var(--bad); }
+code.command { display: block; background: var(--bg); border: 1px solid var(--rule); border-radius: 6px;
+  padding: 5px 10px; font-size: 12.5px; margin: 10px 0; overflow-x: auto; white-space: pre; }
+svg rect.theirs { fill: var(--soft); fill-opacity: .45; } svg rect.ours { fill: var(--accent); }
+svg text.value { fill: var(--ink); font-variant-numeric: tabular-nums; }
+nav { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: 13px; margin: 10px 0; }
+"""
+
+
+def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: str) -> str:
+    """One file, no external assets. `facts`: where and when it was made."""
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>Heddle beside four papers</title><style>{CSS}{LOOK}</style><main>",
+        "<h1>Heddle beside four papers</h1>",
+        f"<p class=soft>{escape(facts)}</p>",
+        "<p>Grey is what a paper prints, blue what Heddle gets on the same input. Every section says how: by a "
+        "<b>simulation</b> (planned, and timed by published latencies or counted work), or <b>measured</b> on this "
+        "machine. The ratio is ours / published.</p>",
+        _overview(shown),
+    ]
+    for paper in papers:
+        own = [figure for figure in shown if figure.paper == paper.name]
+        if not own:
+            continue
+        links = "".join(f"<a href='#{anchor(f)}'>{escape(f.figure.id)}</a>" for f in own)
+        parts.append(f"<h1 style='margin-top:32px'>{escape(paper.paper)}</h1><nav>{links}</nav>")
+        parts += [_section(figure) for figure in own]
+    return "\n".join([*parts, "</main></html>\n"])
+
+
+def _overview(shown: Sequence[ShownFigure]) -> str:
+    """One number of every figure that has one on both sides."""
+    words = ("published", "Heddle", "ratio", "")
+    head = f"<tr><th></th><th class=words>one number of each</th>{''.join(f'<th>{word}</th>' for word in words)}</tr>"
+    lines = []
+    for one in shown:
+        if (row := one.headline()) is not None:
+            label, published, ours = row
+            link = f"<a href='#{anchor(one)}'>{escape(one.paper)} {escape(one.figure.id)}</a>"
+            numbers = (number_of(published), number_of(ours), ratio_of(published, ours), _wanted(one.figure.better))
+            lines.append(
+                f"<tr><td>{link}</td><td class=words>{escape(one.figure.title)}: {escape(label)}</td>"
+                f"{''.join(f'<td>{number}</td>' for number in numbers)}</tr>"
+            )
+    return f"<section><div class=wide><table>{head}{''.join(lines)}</table></div></section>" if lines else ""
+
+
+def _wanted(better: str) -> str:
+    return f"{better} is better" if better else ""
+
+
+def anchor(shown: ShownFigure) -> str:
+    return f"{shown.paper}-{shown.figure.id}"
+
+
+def _section(shown: ShownFigure) -> str:
+    figure, found = shown.figure, shown.found
+    way = f"<span class=way>{escape(found.way)}</span>" if found else "<span class='way none'>not run here</span>"
+    parts = [
+        f"<section id='{anchor(shown)}'>",
+        f"<h2>{escape(figure.id)}: {escape(figure.title)}{way}</h2>",
+    ]
+    rows = shown.rows()
+    if rows:
+        unit = ", ".join(filter(None, (figure.unit, _wanted(figure.better))))
+        parts.append(
+            f"<div class=legend><span><i style='background:var(--soft);opacity:.45'></i>{escape(shown.paper)}</span>"
+            f"<span><i style='background:var(--accent)'></i>Heddle</span><span>{escape(unit)}</span></div>"
+        )
+        parts.append(bars(rows))
+    if found and found.series:
+        parts.append(_curves(shown))
+    parts.append(f"<code class=command>{escape(shown.command)}</code>")
+    if rows and found:
+        parts.append(_table(rows, figure.unit))
+    notes = [figure.open if found is None else found.note, f"Published: {figure.source}."]
+    parts += [f"<p class=soft>{escape(note)}</p>" for note in notes if note]
+    return "\n".join([*parts, "</section>"])
+
+
+def bars(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
+    """Published above ours, one pair for each row, from zero."""
+    top = max((value for _, *values in rows for value in values if value is not None), default=1.0) or 1.0
+    parts = [f"<svg viewBox='0 0 {WIDTH} {ROW * len(rows) + 6}' role=img>"]
+    for number, (label, published, ours) in enumerate(rows):
+        y = number * ROW
+        parts.append(f"<text class=lane x={LABEL - 10} y={y + 20} text-anchor=end>{escape(label)}</text>")
+        pairs = [("theirs", published), ("ours", ours)]
+        drawn = [(css, value) for css, value in pairs if value is not None]
+        for line, (css, value) in enumerate(drawn):
+            thick = 12 if len(drawn) == 2 else 16
+            at = y + 4 + line * 13 if len(drawn) == 2 else y + 8
+            length = max(1.0, BAR * value / top)
+            parts.append(f"<rect class={css} x={LABEL} y={at} width={length:.1f} height={thick} rx=2 />")
+            parts.append(
+                f"<text class=value x={LABEL + length + 6:.1f} y={at + thick - 2}>{escape(number_of(value))}</text>"
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def _curves(shown: ShownFigure) -> str:
+    assert shown.found is not None
+    named = list(shown.found.series.items())
+    legend = "".join(
+        f"<span><i style='background:var(--{colour})'></i>{escape(name)}</span>"
+        for (name, _), colour in zip(named, ("accent", "text", "vae", "bad"), strict=False)
+    )
+    series = [
+        Series(name=name, xs=xs, ys=ys, css=f"c{number}") for number, (name, (xs, ys)) in enumerate(named, start=1)
+    ]
+    chart = line_chart(series, zero=True, x_name=shown.found.x_name)
+    return f"<h3>{escape(shown.found.x_name)}</h3><div class=legend>{legend}</div>{chart}"
+
+
+def _table(rows: Sequence[tuple[str, float | None, float | None]], unit: str) -> str:
+    head = f"<tr><th></th><th>published</th><th>Heddle</th><th>ratio</th><th>{escape(unit)}</th></tr>"
+    lines = [
+        f"<tr><td>{escape(label)}</td><td>{number_of(published)}</td><td>{number_of(ours)}</td>"
+        f"<td>{ratio_of(published, ours)}</td><td></td></tr>"
+        for label, published, ours in rows
+    ]
+    return f"<details><summary>numbers</summary><div class=wide><table>{head}{''.join(lines)}</table></div></details>"
+
+
+def markdown(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: str) -> str:
+    lines = ["# Heddle beside four papers", "", facts, ""]
+    for paper in papers:
+        own = [figure for figure in shown if figure.paper == paper.name]
+        lines += [f"## {paper.paper}", ""] if own else []
+        for one in own:
+            figure = one.figure
+            lines += [f"### {figure.id}: {figure.title}", ""]
+            if one.found is not None:
+                lines += [f"| {one.found.way}, {figure.unit} | published | Heddle | ratio |", "|---|---|---|---|"]
+                lines += [
+                    f"| {label} | {number_of(published)} | {number_of(ours)} | {ratio_of(published, ours)} |"
+                    for label, published, ours in one.rows()
+                ]
+            else:
+                lines += [f"Not run here. {figure.open}"]
+                lines += [f"- {label}: {number_of(value)} {figure.unit}" for label, value in figure.published.items()]
+            lines += ["", f"`{one.command}`. Published: {figure.source}."]
+            if one.found is not None and one.found.note:
+                lines += [one.found.note]
+            lines += [""]
+    return "\n".join(lines)
+
+
+def number_of(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def ratio_of(published: float | None, ours: float | None) -> str:
+    return "-" if published is None or ours is None or not published else f"{ours / published:.2f}"

@@ -1,0 +1,76 @@
+"""`heddle families`: what can be trained, and what each preset of it takes. Counted without memory or weights.
+
+heddle families
+heddle families my.yaml
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from app.settings.files import read
+from ops.models.base.config import DiTConfig
+from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
+from ops.models.load import num_trained
+from ops.shards import bytes_per_weight
+from ops.typed import ConfigError, Node, build
+
+PRESETS = Path(__file__).parent.parent.parent / "configs" / "models"
+HEAD = ("model", "family", "layers", "heads", "width", "weights", "bfloat16", "state", "degrees")
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PresetSize:
+    """A model of a config file. `weights` are those of the transformer."""
+
+    name: str
+    dit: DiTConfig
+    weights: int
+
+    @property
+    def degrees(self) -> list[int]:
+        """Sequence-parallel degrees that divide the heads."""
+        return [degree for degree in range(1, self.dit.num_heads + 1) if self.dit.num_heads % degree == 0]
+
+    def cells(self) -> tuple[str, ...]:
+        """One line of the table, in the order of `HEAD`."""
+        state = self.weights * bytes_per_weight(ema=True)
+        return (
+            self.name,
+            self.dit.architecture,
+            "+".join(map(str, self.dit.block_counts)),
+            str(self.dit.num_heads),
+            str(self.dit.dim),
+            f"{self.weights / 1e9:.2f} B" if self.weights >= 1e8 else f"{self.weights / 1e6:.1f} M",
+            f"{2 * self.weights / _GIB:.1f} GiB",
+            f"{state / _GIB:.1f} GiB",
+            " ".join(map(str, self.degrees)),
+        )
+
+
+def print_families(presets: Sequence[Path]) -> None:
+    """Body of the command."""
+    for name, family in FAMILIES.items():
+        print(f"{name:10} {family.diffusers_class}, {family.vae.name}")
+    files = list(presets) or sorted(PRESETS.glob("*.yaml"))
+    rows = [HEAD, *(size_of(file).cells() for file in files)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("state: fp32 weights, two moments and the average of AdamW, which all workers share")
+
+
+def size_of(path: Path) -> PresetSize:
+    """What a config file says of its transformer, without the folders it names. Raises ConfigError for a file without
+    one."""
+    node = read(path)
+    section = node.value.get("model") if isinstance(node.value, dict) else None
+    if not isinstance(section, Node):
+        raise ConfigError(f"{path} has no section model; give a config of a model or of a run.")
+    dit = build(ModelConfig, section, path="model").dit
+    return PresetSize(name=path.stem, dit=dit, weights=num_trained(replace(dit, path=None)))

@@ -1,0 +1,153 @@
+"""Where a run's curves can be seen besides its own files: TensorBoard, and Weights & Biases.
+
+`track: [tensorboard, wandb]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is left out for
+the rest of the run, with a warning, and never ends it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ops.typed import ConfigError
+
+log = logging.getLogger(__name__)
+
+WANDB_ID = "wandb.id"  # in the run's folder: a resumed run continues its own page
+Scalars = Iterable[tuple[str, float]]
+
+
+class Tracker(Protocol):
+    """One place for curves. Steps come in order; after `forget` from an earlier one again."""
+
+    def log(self, step: int, time: float, scalars: Scalars) -> None:
+        """`time` is in unix seconds."""
+
+    def forget(self, step: int) -> None:
+        """This step and later ones are computed again."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Event files in `events/` of the run's folder."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder = folder / "events"
+        self._writer = self._open(None)
+        self._writer.add_text("report", str(folder / "report.html"))
+
+    def _open(self, purge_step: int | None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where metrics are written
+
+        return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+
+    def log(self, step: int, time: float, scalars: Scalars) -> None:
+        for tag, value in scalars:
+            self._writer.add_scalar(tag, value, step, walltime=time)
+
+    def forget(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases, with the settings as its config. WANDB_PROJECT, WANDB_ENTITY and the like are its own
+    variables; without a key and without WANDB_MODE it writes to `wandb/` of the run's folder, for `wandb sync`.
+
+    Its own step only ever grows, so curves are drawn over "step"; steps that are computed again stand there twice.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        known = folder / WANDB_ID
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex[:12])
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "heddle"),
+            name=folder.name,
+            id=known.read_text().strip(),
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            notes=f"report: {folder / 'report.html'}",
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, time: float, scalars: Scalars) -> None:
+        self._run.log({"step": step, **dict(scalars)})
+
+    def forget(self, step: int) -> None:
+        """It has no way to."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raises ConfigError for a tracker whose package is not here."""
+    for name in names:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"track has {name}, whose package is not installed. Install it with "
+                f'pip install -c constraints.txt -e ".[{name}]", or take it out of track.'
+            ) from None
+
+
+class Trackers:
+    """All trackers of a run as one that does not fail."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any] | None = None) -> None:
+        self._open: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                self._open[name] = TRACKERS[name](folder, config or {})
+            except Exception as error:  # foreign code: a service that is down, a key that is refused
+                self._leave(name, error)
+
+    def log(self, step: int, time: float, scalars: Scalars) -> None:
+        values = list(scalars)
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.log(step, time, values)
+            except Exception as error:
+                self._leave(name, error)
+
+    def forget(self, step: int) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.forget(step)
+            except Exception as error:
+                self._leave(name, error)
+
+    def close(self) -> None:
+        for name, tracker in self._open.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                log.warning("%s did not close: %s", name, error)
+        self._open = {}
+
+    def _leave(self, name: str, error: Exception) -> None:
+        self._open.pop(name, None)
+        log.warning("%s gets no more of this run (%s: %s); metrics.jsonl is whole", name, type(error).__name__, error)

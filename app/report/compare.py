@@ -1,0 +1,316 @@
+"""`heddle compare RUN_A RUN_B ...`: loss, step time, idle share and model FLOPs of several runs over each other.
+
+The page is one file without scripts, like a run's report. Losses are compared where runs have the same steps: two runs
+that must agree (another plan, another number of workers) are shown by one number, their largest relative difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+
+from actors.plan.costs.flops import flop_coefficients
+from actors.plan.costs.forms import Load
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
+from app.drawing.style import CSS
+from app.drawing.svg import Series, line_chart
+from app.records.progress import clock
+from app.records.rundir import RunDir
+from app.report.figures import Curve, Smoothed, Values
+from app.settings.config import RunConfig
+from ops.geometry import Geometry
+from ops.models.base.config import DiTConfig
+from ops.models.folders import resolve
+from ops.typed import ConfigError
+
+COLOURS = ("accent", "text", "vae", "bad")  # of the classes c1 ... c4
+MOST = len(COLOURS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedRun:
+    """What is shown of one run. Curves are over steps; `by_time` over hours from its first step."""
+
+    name: str
+    path: Path
+    steps: int
+    seconds: float  # of all steps together
+    last_loss: float  # median of the last tenth
+    loss: Curve
+    by_time: Curve
+    step_s: Curve
+    idle: Curve
+    tflops: Curve  # of the model's FLOPs, per second and worker; NaN where the timeline is gone
+    medians: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossDifference:
+    """One run's losses beside those of the first, on the steps that both have."""
+
+    common: int
+    largest: float  # relative
+    at: int  # the step of the largest
+    curve: Curve
+
+
+def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.0) -> list[str]:
+    """Write the page; returns a line per run for the terminal. `peak_tflops` of a worker turns FLOPs into MFU.
+
+    Raises ConfigError for a folder that is no run, for runs without steps, or without common steps.
+    """
+    if not 2 <= len(folders) <= MOST:
+        raise ConfigError(f"{len(folders)} runs are given; heddle compare takes 2 to {MOST} run folders.")
+    opened = [RunDir.open(folder) for folder in folders]
+    runs = [read_run(run, name) for run, name in zip(opened, labels(folders), strict=True)]
+    differences = {
+        run.name: loss_difference(opened[0], folder, runs[0].name, run.name)
+        for run, folder in zip(runs[1:], opened[1:], strict=True)
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page(runs, differences, peak_tflops), encoding="utf-8")
+    return [line_of(run, differences.get(run.name)) for run in runs]
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as much of their paths as tells them apart."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        doubled = next(folder for folder in folders if resolved.count(folder.resolve()) > 1)
+        raise ConfigError(f"{doubled} is given twice; heddle compare takes different runs.")
+    for depth in itertools.count(1):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("different paths differ at some depth")
+
+
+def read_run(run: RunDir, name: str) -> ComparedRun:
+    """Go through a run's records. Raises ConfigError where there is no step."""
+    count = run.metrics().count()
+    loss, by_time, step_s, idle, tflops = (Curve(count) for _ in range(5))
+    smooth, last = Smoothed(), Values()
+    values = {key: Values() for key in ("step_s", "idle_ratio", "tokens_per_s", "tflops")}
+    flops = flops_by_step(run)
+    seconds, number = 0.0, 0
+    for number, line in enumerate(run.metrics(), start=1):
+        seconds += line.step_s if math.isfinite(line.step_s) else 0.0
+        rate = (
+            flops.get(line.step, math.nan) / (line.step_s * line.workers)
+            if line.step_s > 0 and line.workers
+            else math.nan
+        )
+        value = smooth.add(line.loss)
+        loss.add(line.step, value)
+        by_time.add(seconds / 3600, value)
+        step_s.add(line.step, line.step_s)
+        idle.add(line.step, line.idle_ratio)
+        tflops.add(line.step, rate)
+        for key, own in values.items():
+            own.add(rate if key == "tflops" else getattr(line, key))
+        if number > 0.9 * count:
+            last.add(line.loss)
+    if not number:
+        raise ConfigError(f"run {run.path} has no finished step yet: its metrics.jsonl is missing or empty.")
+    return ComparedRun(
+        name=name,
+        path=run.path,
+        steps=number,
+        seconds=seconds,
+        last_loss=last.median,
+        loss=loss,
+        by_time=by_time,
+        step_s=step_s,
+        idle=idle,
+        tflops=tflops,
+        medians={key: own.median for key, own in values.items()},
+    )
+
+
+def flops_by_step(run: RunDir) -> dict[int, float]:
+    """TFLOP of the transformer in each step that the timeline still has: forward and twice that backward, without what
+    checkpointing computes again and without the tokens of captions, which spans do not say."""
+    try:
+        config = RunConfig.from_yaml((run.path / "config.yaml").read_text(encoding="utf-8"))
+        model, geometry = resolve(config.model)
+    except (OSError, ValueError):  # another version's settings, or a model folder that is gone
+        return {}
+    count = SampleFlops(model.dit, geometry)
+    found: dict[int, dict[str, float]] = {}
+    for span in run.spans():
+        if span.module == "dit":  # every worker of a bag tells it, and every attempt
+            found.setdefault(span.step, {})[span.cascade] = count.of(span)
+    return {step: sum(cascades.values()) for step, cascades in found.items()}
+
+
+@dataclass(slots=True)
+class SampleFlops:
+    """TFLOP of cascades by their buckets."""
+
+    dit: DiTConfig
+    geometry: Geometry
+    known: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def of(self, span: SpanRecord) -> float:
+        pieces = [(piece.bucket, piece.batch) for piece in span.pieces]
+        if not pieces and span.bucket is not None:
+            pieces = [(span.bucket, span.batch)]
+        total = 0.0
+        for (frames, height, width), batch in pieces:
+            total += batch * self._of_one((frames, height, width))
+        return total
+
+    def _of_one(self, bucket: tuple[int, int, int]) -> float:
+        if bucket not in self.known:
+            tokens = self.geometry.tokens(*bucket)
+            fit = flop_coefficients(
+                replace(self.dit, gradient_checkpointing=False),
+                tflops=1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0,
+            )["dit"]  # fmt: skip
+            load = Load(batch=1, frames=1, height=1, width=1, text_tokens=0, tokens=tokens, degree=1)
+            self.known[bucket] = fit.predict(load)
+        return self.known[bucket]
+
+
+def loss_difference(first: RunDir, other: RunDir, first_name: str, name: str) -> LossDifference:
+    """Raises ConfigError when the runs have no step in common."""
+    count = min(first.metrics().count(), other.metrics().count())
+    curve, common, largest, at = Curve(max(1, count)), 0, 0.0, -1
+    for mine, theirs in _together(first.metrics(), other.metrics()):
+        common += 1
+        relative = abs(theirs.loss - mine.loss) / abs(mine.loss) if mine.loss else math.nan
+        curve.add(mine.step, math.log10(max(relative, 1e-17)))
+        if relative > largest or at < 0:
+            largest, at = relative, mine.step
+    if not common:
+        raise ConfigError(f"{first_name} and {name} have no step in common; compare runs that trained the same steps.")
+    return LossDifference(common=common, largest=largest, at=at, curve=curve)
+
+
+def _together(ones: Iterable[StepMetrics], others: Iterable[StepMetrics]) -> Iterator[tuple[StepMetrics, StepMetrics]]:
+    """Lines of the same step; both files are in the order of their steps."""
+    left, right = iter(ones), iter(others)
+    one, other = next(left, None), next(right, None)
+    while one is not None and other is not None:
+        if one.step == other.step:
+            yield one, other
+            one, other = next(left, None), next(right, None)
+        elif one.step < other.step:
+            one = next(left, None)
+        else:
+            other = next(right, None)
+
+
+def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
+    text = f"{run.name}: {run.steps} steps in {clock(run.seconds)}, loss {run.last_loss:.4f}"
+    if difference is None:
+        return text
+    return (
+        f"{text}; largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
+    )
+
+
+def page(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float) -> str:
+    """The whole document."""
+    legend = "".join(
+        f"<span><i style='background:var(--{colour})'></i>{escape(run.name)}</span>"
+        for run, colour in zip(runs, COLOURS, strict=False)
+    )
+    compute = "MFU" if peak_tflops else "Model TFLOP/s of a worker"
+    charts = [
+        ("Loss", _chart([run.loss for run in runs], runs)),
+        ("Loss over hours", _chart([run.by_time for run in runs], runs, x_name="hours")),
+        ("Seconds per step", _chart([run.step_s for run in runs], runs, zero=True)),
+        ("Idle share", _chart([run.idle for run in runs], runs, zero=True)),
+        (compute, _chart([run.tflops for run in runs], runs, zero=True, scale=1 / peak_tflops if peak_tflops else 1.0)),
+        ("Difference of the loss from the first run's, powers of ten", _differences(runs, differences)),
+    ]
+    sections = "".join(
+        f"<section><h2>{escape(title)}</h2><div class=legend>{legend}</div>{chart}</section>"
+        for title, chart in charts
+        if chart
+    )
+    made = time.strftime("%Y-%m-%d %H:%M")
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(' / '.join(run.name for run in runs))}</title><style>{CSS}</style></head><body><main>"
+        f"<h1>{escape(' / '.join(run.name for run in runs))}</h1><p class=soft>{len(runs)} runs, {made}</p>"
+        f"<section>{_table(runs, differences, peak_tflops)}</section>{sections}</main></body></html>\n"
+    )
+
+
+def _chart(
+    curves: Sequence[Curve], runs: Sequence[ComparedRun], zero: bool = False, x_name: str = "step", scale: float = 1.0
+) -> str:
+    return line_chart(
+        [
+            Series(name=run.name, xs=curve.xs, ys=[scale * y for y in curve.ys], css=f"c{number}", hover=True)
+            for number, (run, curve) in enumerate(zip(runs, curves, strict=True), start=1)
+        ],
+        zero=zero,
+        x_name=x_name,
+    )
+
+
+def _differences(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference]) -> str:
+    return line_chart(
+        [
+            Series(name=run.name, xs=found.curve.xs, ys=found.curve.ys, css=f"c{number}", hover=True)
+            for number, run in enumerate(runs, start=1)
+            if (found := differences.get(run.name)) is not None
+        ]
+    )
+
+
+def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float) -> str:
+    compute = "MFU" if peak_tflops else "TFLOP/s of a worker"
+    head = (
+        "",
+        "steps",
+        "time",
+        "loss, last tenth",
+        "s / step",
+        "tokens / s",
+        "idle",
+        compute,
+        "loss differs by",
+        "report",
+    )
+    rows = []
+    for run in runs:
+        medians, found = run.medians, differences.get(run.name)
+        rate = medians["tflops"] / peak_tflops if peak_tflops else medians["tflops"]
+        report = run.path.resolve() / "report.html"
+        cells = (
+            escape(run.name),
+            f"{run.steps:,}",
+            clock(run.seconds),
+            f"{run.last_loss:.4f}",
+            _number(medians["step_s"]),
+            _number(medians["tokens_per_s"]),
+            _percent(medians["idle_ratio"]),
+            _percent(rate) if peak_tflops else _number(rate),
+            "-" if found is None else f"{found.largest:.1e} (step {found.at})",
+            f"<a href='{escape(report.as_uri())}'>report.html</a>" if report.is_file() else "-",
+        )
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    heads = "".join(f"<th>{escape(word)}</th>" for word in head)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div class=wide><table><tr>{heads}</tr>{body}</table></div>"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%" if math.isfinite(value) else "-"

@@ -1,0 +1,131 @@
+"""LTX-Video 0.9, text to video: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.ltx.config import LTXConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ops.config import FlowConfig
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.ltx.model import LTXDiT
+
+    return LTXDiT
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    if fields.get("timestep_conditioning"):
+        raise ValueError(
+            "this AutoencoderKLLTXVideo decodes with a timestep (0.9.1 and later), which is not offered. Use 0.9.0's."
+        )
+    halvings = 2 ** sum(map(bool, fields.get("spatio_temporal_scaling", (True, True, True, False))))
+    stride_s = fields.get("spatial_compression_ratio") or fields.get("patch_size", 4) * halvings
+    stride_t = fields.get("temporal_compression_ratio") or fields.get("patch_size_t", 1) * halvings
+    return fields.get("latent_channels", 128), (stride_t, stride_s, stride_s)
+
+
+def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[list[float], list[float]]:
+    """From the buffers of the loaded module; its config.json has the scale only."""
+    del channels
+    scale = float(fields.get("scaling_factor", 1.0))
+    return module.latents_mean.tolist(), (module.latents_std / scale).tolist()
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
+    width = known["num_heads"] * known["head_dim"]
+    if fields.get("cross_attention_dim", 2048) != width:
+        raise ValueError(
+            f"cross_attention_dim {fields.get('cross_attention_dim')} is not the transformer's width {width}."
+        )
+    return {"ffn_dim": 4 * width, "patch": (1, 1, 1)}
+
+
+def _write_rest(config: LTXConfig) -> dict[str, object]:
+    return {"cross_attention_dim": config.dim}
+
+
+def _scheduler(flow: FlowConfig) -> Scheduler:
+    """LTXPipeline passes even sigmas, and the shift of the clip's tokens, which a dynamic FlowMatchEuler takes."""
+    line = flow.token_shift
+    if line is None:
+        return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
+    settings = {
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": line.base_tokens,
+        "max_image_seq_len": line.max_tokens,
+        "base_shift": line.base,
+        "max_shift": line.max,
+    }
+    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
+
+
+def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, Any]:
+    import torch
+
+    _, t, h, w = sample.latent.shape
+    times = sample.timestep
+    if sample.clean_frames:  # a time for each token
+        times = times.expand(t, h, w).clone()
+        times[: sample.clean_frames] = 0
+        times = times.reshape(1, -1)
+    stride_t, *pixels = config.vae_stride
+    return {
+        "hidden_states": sample.latent.flatten(1).T[None],
+        "encoder_hidden_states": sample.text[None],
+        "timestep": times,
+        "encoder_attention_mask": torch.ones(1, len(sample.text)),
+        "num_frames": t,
+        "height": h,
+        "width": w,
+        "rope_interpolation_scale": (stride_t / config.frame_rate, *pixels),
+    }
+
+
+def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
+    latent: Tensor = output.T.unflatten(1, sample.latent.shape[1:])
+    return latent
+
+
+FAMILY = Family(
+    config=LTXConfig,
+    model=_model,
+    diffusers_class="LTXVideoTransformer3DModel",
+    pipeline_class=lambda config: "LTXPipeline",
+    vae=VAEClass(
+        name="AutoencoderKLLTXVideo", numbers=_vae_numbers, normalisation=_vae_normalisation, can_be_tiled=False
+    ),
+    key_map={
+        "num_layers": "num_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "text_dim": "caption_channels",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "eps": "norm_eps",
+    },
+    fixed_fields={
+        "qk_norm": "rms_norm_across_heads",
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "norm_elementwise_affine": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "activation_fn": "gelu-approximate",
+    },
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(
+        blocks=("transformer_blocks.",),
+        projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
+    ),
+    scheduler=_scheduler,
+    shifts_by_tokens=True,
+    parity_inputs=_parity_inputs,
+    parity_output=_parity_output,
+)

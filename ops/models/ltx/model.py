@@ -1,0 +1,152 @@
+"""LTX-Video's diffusion transformer over packed sequences, with the parameter names of LTXVideoTransformer3DModel.
+
+S sequences, n rows of this rank, D width, T rows of the (replicated) text. Blocks are like Wan's, with RMSNorm without
+weights, a cross-attention that reads the stream as it is, and positions in seconds and pixels (HaCohen et al. 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ops.attention.varlen import attention
+from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
+from ops.models.base.layers import (
+    Attention,
+    FeedForward,
+    TwoLayerMLP,
+    check_inputs,
+    gelu_tanh,
+    init_linear,
+    maybe_checkpoint,
+    sinusoidal_embedding,
+)
+from ops.models.ltx.config import LTXConfig
+from ops.packing import Layout
+from ops.sequence_parallel import check_degree, sequence_parallel_attention
+
+_TIME_DIM = 256  # LTX-Video's sinusoidal width, not a setting there
+_QK_EPS = 1e-5
+_OUT_EPS = 1e-6
+_LONGEST = (20.0, 2048.0, 2048.0)  # seconds and pixels at which a position is 1
+
+
+class LTXBlockInputs(NamedTuple):
+    """What all blocks of one forward share."""
+
+    text: Tensor  # [T, D]
+    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
+    cos: Tensor  # [n, D / 2]
+    sin: Tensor
+    layout: Layout
+    group: Group
+
+
+class LTXDiT(nn.Module):
+    """`timesteps` are sigma * num_train_timesteps, one per sequence, as for WanDiT."""
+
+    def __init__(self, config: LTXConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.proj_in = nn.Linear(config.in_channels, config.dim)
+        self.time_embed = TimeModulation(config.dim)
+        self.caption_projection = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
+        self.transformer_blocks = nn.ModuleList(LTXBlock(config) for _ in range(config.num_layers))
+        self.proj_out = nn.Linear(config.dim, config.out_channels)
+        self.scale_shift_table = nn.Parameter(torch.randn(2, config.dim) / config.dim**0.5)
+        init_linear(self, head=self.proj_out)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        layout: Layout,
+        group: Group,
+        conditions: Conditions = NOTHING,
+    ) -> Tensor:
+        """tokens [n, C], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out].
+
+        Collective over the group like WanDiT. Raises ValueError for shapes that do not fit the layout.
+        """
+        check_inputs(tokens, self.config.in_channels, timesteps, text, layout)
+        check_degree(layout.degree, self.config.num_heads)
+        x = self.proj_in(tokens.to(self.proj_in.weight.dtype))
+        time, modulation = self.time_embed(layout.times(timesteps))
+        cos, sin = rotation(layout, self.config, time.dtype)
+        shared = LTXBlockInputs(self.caption_projection(text), modulation, cos, sin, layout, group)
+        for block in self.transformer_blocks:
+            x = maybe_checkpoint(self.config.gradient_checkpointing, block, x, shared)
+        shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
+        return self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=_OUT_EPS))
+
+
+def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [n, D / 2] of each local row. A frequency turns all three axes before the next one does; in front are
+    the pairs that are not rotated. In fp32 as in Diffusers."""
+    stride, longest = torch.tensor(config.vae_stride), torch.tensor(_LONGEST)
+    unit = stride / torch.tensor([config.frame_rate, 1.0, 1.0]) / longest
+    place = layout.positions.float() * unit.to(layout.device) * 2 - 1  # [n, 3]
+    count = config.dim // 6
+    powers = torch.linspace(0.0, 1.0, count, dtype=torch.float32, device=layout.device)
+    frequencies = config.rope_theta**powers * (math.pi / 2)
+    angles = (frequencies[:, None] * place[:, None]).flatten(1)  # [n, count * 3]
+    angles = F.pad(angles, (config.dim % 6 // 2, 0))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class TimeModulation(nn.Module):
+    """Diffusers' AdaLayerNormSingle: the time of each table row, and from it what modulates all blocks."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.emb = _TimestepEmbedding(dim)
+        self.linear = nn.Linear(dim, 6 * dim)
+
+    def forward(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        """[R] -> time [R, D], modulation [R, 6, D], in the weights' precision."""
+        with torch.autocast(timesteps.device.type, enabled=False):
+            time = self.emb.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, self.linear.weight.dtype))
+            modulation = self.linear(F.silu(time)).unflatten(1, (6, -1))
+        at_least_fp32 = torch.promote_types(self.linear.weight.dtype, torch.float32)
+        return time.to(at_least_fp32), modulation.to(at_least_fp32)
+
+
+class _TimestepEmbedding(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
+
+
+class LTXBlock(nn.Module):
+    """Self-attention over the bag, cross-attention to the replicated text, MLP; AdaLN from each row's table row."""
+
+    def __init__(self, config: LTXConfig) -> None:
+        super().__init__()
+        self.eps, self.backend = config.eps, config.attention
+        self.attn1 = Attention(config.dim, config.head_dim, _QK_EPS, rope_dim=config.dim)
+        self.attn2 = Attention(config.dim, config.head_dim, _QK_EPS)
+        self.ff = FeedForward(config.dim, config.ffn_dim)
+        self.scale_shift_table = nn.Parameter(torch.randn(6, config.dim) / config.dim**0.5)
+
+    def forward(self, x: Tensor, shared: LTXBlockInputs) -> Tensor:
+        """x [n, D] -> [n, D]."""
+        layout, segments = shared.layout, shared.layout.segments
+        table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unbind(1)
+
+        h = ln_modulate(x, scale, shift, segments, eps=self.eps, rms=True)
+        q, k, v = self.attn1.project(h, h, shared.cos, shared.sin)
+        y = self.attn1.output(sequence_parallel_attention(q, k, v, layout.video_exchange, shared.group, self.backend))
+        x = gate_residual(x, y, gate, segments)
+
+        q, k, v = self.attn2.project(x, shared.text)
+        y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text, self.backend))
+        x, h = gate_residual_ln_modulate(x, y, None, mlp_scale, mlp_shift, segments, eps=self.eps, rms=True)
+        return gate_residual(x, self.ff(h), mlp_gate, segments)

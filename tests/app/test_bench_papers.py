@@ -1,0 +1,207 @@
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+
+from app.bench.papers import adaptiveload, arachne, contents, knapformer, scalefusion
+from app.bench.papers.contents import choose, reproductions, show, summary
+from app.bench.papers.figure import PublishedFigure, Reproduction, ShownFigure, papers, read_paper
+from app.bench.papers.page import html, markdown, ratio_of
+from ops.typed import ConfigError
+
+
+def test_every_figure_is_made_or_says_why_not() -> None:
+    for name, paper in papers().items():
+        known = reproductions(paper)
+        ids = [figure.id for figure in paper.figures]
+        assert len(set(ids)) == len(ids)
+        assert set(known) <= set(ids), f"{name} makes figures that its data file does not have"
+        for figure in paper.figures:
+            assert figure.source and figure.title and figure.unit, figure.id
+            assert (figure.id in known) != bool(figure.open) or figure.id == "table2", f"{name} {figure.id}"
+
+
+def test_every_paper_has_a_file_of_its_name() -> None:
+    for name in papers():
+        assert importlib.import_module(f"app.bench.papers.{name}").FIGURES
+
+
+def test_unknown_names_are_refused_with_those_there_are() -> None:
+    with pytest.raises(typer.BadParameter, match="'archne' is none of adaptiveload, arachne, knapformer, scalefusion"):
+        choose(papers(), "archne", None)
+    with pytest.raises(typer.BadParameter, match="arachne has no 'fig99'; it has fig1b, fig2"):
+        choose(papers(), "arachne", "fig99")
+    with pytest.raises(typer.BadParameter, match="Give --paper as well"):
+        choose(papers(), None, "fig9")
+
+
+def test_a_file_that_is_no_paper_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("paper: x\nfigures: [{id: a, titel: b}]\n")
+    with pytest.raises(ConfigError, match="is not a data file of a paper"):
+        read_paper(path)
+
+
+def test_a_published_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("paper: x\nfigures: [{id: a, title: t, source: s, unit: u, published: {longest, 113 frames: 5}}]\n")
+    with pytest.raises(ConfigError, match="'longest' is published as None, not a number"):
+        read_paper(path)
+
+
+# Arachne
+
+
+def test_the_case_study_is_that_of_the_paper() -> None:
+    static, flexsp, ours = (reproductions(papers()["arachne"])[name](True) for name in ("fig1b", "fig3", "fig9"))
+    assert static is not None and flexsp is not None and ours is not None
+    assert set(static.ours) == set(papers()["arachne"].figures[0].published)
+    longest, shortest, idle = static.ours.values()
+    assert longest == pytest.approx(shortest + idle)
+    assert ours.ours["step, proven optimum"] - 1e-6 <= ours.ours["step"] < 31.4  # Figure 9
+    assert ours.ours["step"] < flexsp.ours["step"] <= longest
+
+
+def test_a_step_is_longest_without_any_rule_of_the_mapper() -> None:
+    found = arachne.table3(True).ours
+    assert set(found) == set(next(f for f in papers()["arachne"].figures if f.id == "table3").published)
+    assert found["without the mapper"] > 1.0
+    assert found["without the mapper"] >= max(found.values()) - 0.02  # each plan is a search of its own
+
+
+# KnapFormer
+
+
+def test_the_replay_meets_the_printed_imbalance() -> None:
+    printed = next(f for f in papers()["knapformer"].figures if f.id == "table1-wir").published
+    for scenario in ("low-res", "mixed-res"):
+        kept = knapformer.unbalanced(scenario, 8)
+        replayed = sum(max(work) / min(work) for work in kept) / len(kept)
+        assert replayed == pytest.approx(printed[f"{scenario} none"], rel=0.03)
+
+
+def test_printed_seconds_tokens_and_utilisation_are_of_one_step() -> None:
+    figures = {figure.id: figure.published for figure in papers()["knapformer"].figures}
+    for label, taken in figures["table1-fbl"].items():
+        lengths = knapformer.drawn(label.split()[0], 8)
+        tokens, flops = (sum(map(sum, per)) / len(lengths) for per in (lengths, map(knapformer.flops_of, lengths)))
+        assert figures["table1-tps"][label] * 1e3 * taken == pytest.approx(tokens, rel=0.02)
+        assert figures["table1-hfu"][label] == pytest.approx(knapformer.utilisation(flops, taken), rel=0.02)
+
+
+def test_our_balance_is_never_worse_than_their_rule() -> None:
+    taken = knapformer.seconds(True)
+    printed = next(f for f in papers()["knapformer"].figures if f.id == "table1-fbl").published
+    assert len(taken) == 8
+    assert all(value <= printed[label] * (1 + 1e-9) for label, value in taken.items())
+
+
+# AdaptiveLoad
+
+
+def test_the_dual_constraint_bounds_memory_and_work() -> None:
+    memory, compute = adaptiveload.limits()
+    for tokens in adaptiveload.buckets():
+        equal, dual = adaptiveload.batch(tokens, False), adaptiveload.batch(tokens, True)
+        assert 1 <= dual <= equal and equal * tokens <= memory
+        assert dual == 1 or dual * adaptiveload.work(tokens) <= compute
+    assert any(adaptiveload.batch(s, True) < adaptiveload.batch(s, False) for s in adaptiveload.buckets())
+
+
+def test_the_dual_constraint_evens_out_steps() -> None:
+    found = adaptiveload.fig6(True).ours
+    for gpus in (8, 16):
+        assert found[f"{gpus} GPUs, dual constraint"] < found[f"{gpus} GPUs, equal tokens"]
+    assert adaptiveload.rate(8, True, True) > adaptiveload.rate(8, False, True)
+
+
+def test_fused_speeds_have_a_ratio_for_each_length_and_side() -> None:
+    found = adaptiveload.fused_speed("cpu", {"64": 64, "128": 128}, 32, repeats=3)
+    assert list(found) == ["64 forward", "64 backward", "128 forward", "128 backward"]
+    assert all(value > 0 for value in found.values())
+
+
+# ScaleFusion
+
+
+def test_speed_ups_are_those_of_the_simulated_seconds() -> None:
+    found = scalefusion.fig9(True).ours
+    assert found["4 machines"] > 1.0 and found["parts under the layer before"] > 1.0
+    assert scalefusion.scaling(True).ours["4 machines"] > scalefusion.scaling(True).ours["2 machines"] > 1.0
+
+
+def test_more_slices_leave_less_all_to_all_up_to_the_paper_s_four() -> None:
+    left = scalefusion.fig10(True).ours
+    assert left["1 slice"] == 1.0
+    assert left["1 slice"] > left["2 slices"] > left["4 slices"] >= 0.25
+
+
+# the page
+
+
+def shown(found: Reproduction | None, **published: float) -> ShownFigure:
+    figure = PublishedFigure(
+        id="fig1",
+        title="a <b>",
+        source="Section 1",
+        unit="s",
+        better="less",
+        published=published,
+        open="" if found else "no data",
+    )
+    return ShownFigure(paper="arachne", figure=figure, found=found)
+
+
+def test_the_page_says_how_and_with_which_command() -> None:
+    found = Reproduction(
+        way="simulation",
+        ours={"a": 2.0, "own": 1.0},
+        note="why",
+        series={"curve": ((0.0, 1.0), (1.0, 2.0))},
+        x_name="n",
+    )
+    sections = [shown(found, a=4.0), shown(None, b=1.0)]
+    text = html([papers()["arachne"]], sections, "2 cores")
+    assert "a &lt;b&gt;" in text and "<b>" not in text.split("</nav>")[1].split("<svg")[0].replace("</b>", "")
+    assert "heddle bench papers --paper arachne --figure fig1" in text
+    assert "simulation" in text and "not run here" in text and "no data" in text
+    assert text.count("class=ours") == 2 and text.count("class=theirs") == 2
+    assert text.count("<td>0.50</td>") == 2 and "s, less is better" in text
+    plain = markdown([papers()["arachne"]], sections, "2 cores")
+    assert "| a | 4 | 2 | 0.50 |" in plain and "| own | - | 1 | - |" in plain and "Not run here. no data" in plain
+
+
+def test_the_overview_shows_the_headline_of_a_figure() -> None:
+    found = Reproduction(way="simulation", ours={"a": 2.0, "b": 3.0})
+    plain = shown(found, a=4.0, b=4.0, c=1.0)
+    named = replace(plain, figure=replace(plain.figure, headline="b"))
+    assert plain.headline() == ("a", 4.0, 2.0) and named.headline() == ("b", 4.0, 3.0)
+    assert shown(found, c=1.0).headline() is None and shown(None, a=1.0).headline() is None
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    from app.bench.papers.page import BAR, bars
+
+    widths = [float(width) for width in re.findall(r"width=([\d.]+) ", bars([("a", 4.0, 2.0), ("b", None, 1.0)]))]
+    assert widths == [BAR, BAR / 2, BAR / 4]
+
+
+def test_a_ratio_needs_both_sides() -> None:
+    assert [ratio_of(None, 1.0), ratio_of(2.0, None), ratio_of(2.0, 1.0)] == ["-", "-", "0.50"]
+
+
+def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contents.run(paper="scalefusion", figure=None, quick=True, out=tmp_path / "page")
+    said = capsys.readouterr().out
+    assert "scalefusion fig9" in said and "ratio" in said and "memory" in said
+    assert (tmp_path / "page" / "papers.html").stat().st_size > 5000
+    assert "### fig10" in (tmp_path / "page" / "papers.md").read_text()
+
+
+def test_a_line_is_printed_for_each_number() -> None:
+    figure = papers()["scalefusion"].figures[0]
+    made = show("scalefusion", figure, scalefusion.fig9, True)
+    assert summary(made).count("\n") == len(made.rows())

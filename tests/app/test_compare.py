@@ -1,0 +1,119 @@
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from app.cli import app
+from app.records.rundir import RunDir
+from app.report.compare import flops_by_step, labels, loss_difference, page, read_run, write_comparison
+from ops.typed import ConfigError
+
+
+def copy_of(run: Path, name: str, change=lambda line: line) -> Path:
+    """A run whose metrics lines are changed, or left out where `change` gives None."""
+    other = shutil.copytree(run, run.parent / name)
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [changed for line in lines if (changed := change(line)) is not None]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return other
+
+
+def test_losses_are_compared_where_both_runs_have_the_step(run_folder: Path) -> None:
+    def later_and_off_once(line):
+        if line["step"] < 10:
+            return None
+        return {**line, "loss": line["loss"] * (1.001 if line["step"] == 17 else 1 + 1e-7)}
+
+    other = copy_of(run_folder, "other", later_and_off_once)
+    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")
+    assert (found.common, found.at) == (20, 17)
+    assert found.largest == pytest.approx(1e-3)
+    assert min(found.curve.ys) == pytest.approx(-7, abs=1e-3)
+
+
+def test_runs_without_a_common_step_are_refused_by_name(run_folder: Path) -> None:
+    other = copy_of(run_folder, "other", lambda line: {**line, "step": line["step"] + 1000})
+    with pytest.raises(ConfigError, match="demo and other have no step in common"):
+        write_comparison([run_folder, other], run_folder / "page.html")
+
+
+def test_medians_and_last_losses_are_those_of_the_run(run_folder: Path) -> None:
+    run = read_run(RunDir.open(run_folder), "demo")
+    lines = [json.loads(text) for text in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert run.steps == 30
+    assert run.seconds == pytest.approx(sum(line["step_s"] for line in lines))
+    assert run.last_loss == pytest.approx(lines[28]["loss"])  # the median of the last three
+    assert run.medians["step_s"] == pytest.approx(1.1)
+    assert run.medians["idle_ratio"] == pytest.approx(0.05)
+    assert run.by_time.xs[-1] == pytest.approx(run.seconds / 3600)
+
+
+def test_flops_of_a_step_are_those_of_its_clips_once(run_folder: Path) -> None:
+    """24 S d^2 and 4 S^2 d for each layer, three passes (KnapFormer Eq. 1); bags tell a cascade once per worker."""
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())["model"]["dit"]
+    d, ffn, layers = config["num_heads"] * config["head_dim"], config["ffn_dim"], config["num_layers"]
+
+    def tflop(tokens: int) -> float:
+        return 3 * layers * tokens * (8 * d * d + 4 * d * ffn + 4 * tokens * d) / 1e12
+
+    model = yaml.safe_load((run_folder / "config.yaml").read_text())["model"]["vae"]
+    rows, columns = 64 // model["spatial"] // 2, 96 // model["spatial"] // 2
+    video, image = ((16 // model["temporal"]) + 1) * rows * columns, rows * columns
+    found = flops_by_step(RunDir.open(run_folder))
+    assert found[0] == pytest.approx(2 * 4 * tflop(video) + 16 * tflop(image))
+    spans = (run_folder / "timeline.jsonl").read_text()
+    (run_folder / "timeline.jsonl").write_text(spans + spans.splitlines()[2] + "\n")  # another worker of the same bag
+    assert flops_by_step(RunDir.open(run_folder)) == found
+
+
+def test_a_run_whose_timeline_is_gone_has_no_flops(run_folder: Path) -> None:
+    (run_folder / "timeline.jsonl").unlink()
+    run = read_run(RunDir.open(run_folder), "demo")
+    assert math.isnan(run.medians["tflops"]) and run.steps == 30
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "demo", tmp_path / "b" / "demo", tmp_path / "c"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert labels(folders[1:]) == ["demo", "c"]
+    assert labels(folders[:2]) == ["a/demo", "b/demo"]
+    with pytest.raises(ConfigError, match="is given twice"):
+        labels([folders[0], tmp_path / "b" / ".." / "a" / "demo"])
+
+
+def test_one_run_is_refused_and_a_folder_that_is_none(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 runs are given; heddle compare takes 2 to 4"):
+        write_comparison([run_folder], tmp_path / "page.html")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        write_comparison([run_folder, tmp_path / "empty"], tmp_path / "page.html")
+    bare = copy_of(run_folder, "bare", lambda line: None)
+    with pytest.raises(ConfigError, match="has no finished step yet"):
+        write_comparison([run_folder, bare], tmp_path / "page.html")
+
+
+def test_the_page_draws_every_run_in_its_colour(run_folder: Path) -> None:
+    other = copy_of(run_folder, "b<b>", lambda line: {**line, "step_s": 2 * line["step_s"]})
+    runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
+    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "b<b>")
+    text = page(runs, {"b<b>": found}, peak_tflops=1e-3)
+    assert "<b>" not in text and "b&lt;b&gt;" in text
+    for title in ("Loss", "Loss over hours", "Seconds per step", "Idle share", "MFU"):
+        assert f"<h2>{title}</h2>" in text
+    assert len(re.findall(r'class="line c1"', text)) == 5 and len(re.findall(r'class="line c2"', text)) == 6
+    assert "MFU" not in page(runs, {"b<b>": found}, peak_tflops=0.0)
+
+
+def test_the_command_writes_a_page_and_says_a_line_for_each_run(run_folder: Path) -> None:
+    other = copy_of(run_folder, "other", lambda line: {**line, "loss": line["loss"] * 1.5})
+    (other / "report.html").write_text("a report")
+    result = CliRunner().invoke(app, ["compare", str(run_folder), str(other), "--out", str(run_folder / "c.html")])
+    assert result.exit_code == 0, result.output
+    assert "other: 30 steps" in result.output and "largest difference of a loss 5.0e-01 at step" in result.output
+    assert (other / "report.html").resolve().as_uri() in (run_folder / "c.html").read_text()

@@ -1,0 +1,45 @@
+"""`heddle families`: sizes as published, degrees that divide the heads, one sentence for a file without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.plan.families import PRESETS, print_families, size_of
+from ops.models.families import FAMILIES
+from ops.typed import ConfigError
+
+# billions of weights, counted with Diffusers' own classes on the meta device
+PUBLISHED = {
+    "wan2.1-1.3b": 1.42,
+    "wan2.1-14b": 14.29,
+    "wan2.1-i2v-14b-480p": 16.40,
+    "wan2.1-i2v-14b-720p": 16.40,
+    "wan2.2-ti2v-5b": 5.00,
+    "wan2.2-t2v-a14b": 14.29,
+    "wan2.2-i2v-a14b": 14.29,
+    "hunyuan-13b": 12.8,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_sizes(name: str) -> None:
+    size = size_of(PRESETS / f"{name}.yaml")
+    assert size.weights / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+    assert all(size.dit.num_heads % degree == 0 for degree in size.degrees) and size.degrees[-1] == size.dit.num_heads
+
+
+def test_every_family_and_every_preset_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_families([PRESETS / "tiny.yaml", PRESETS / "wan2.1-1.3b.yaml"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(FAMILIES)]] == list(FAMILIES)
+    (row,) = [line for line in lines if line.startswith("wan2.1-1.3b")]
+    assert " ".join(row.split()) == "wan2.1-1.3b wan 30 12 1536 1.42 B 2.6 GiB 21.1 GiB 1 2 3 4 6 12"
+    assert set(PUBLISHED) <= {file.stem for file in PRESETS.glob("*.yaml")}
+
+
+def test_a_file_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("train: {steps: 3}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml has no section model"):
+        size_of(tmp_path / "a.yaml")

@@ -1,0 +1,119 @@
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from app.records.metrics import Metrics
+from app.records.trackers import TRACKERS, Trackers, check_installed
+from app.settings.config import RunConfig
+from ops.typed import ConfigError
+from tests.app.test_metrics import line
+
+RUN = "run: {name: tracked}\ndata: {sources: [{path: clips.tar}]}\n"
+
+
+class Spy:
+    """A tracker that remembers, and fails where it is told to."""
+
+    made: list["Spy"] = []  # noqa: RUF012
+    fails_at = ""
+
+    def __init__(self, folder: Path, config) -> None:
+        if self.fails_at == "open":
+            raise OSError("no route to host")
+        self.said: list[tuple] = [("open", folder.name, config.get("seed"))]
+        Spy.made.append(self)
+
+    def log(self, step: int, time: float, scalars) -> None:
+        if self.fails_at == "log":
+            raise RuntimeError("503")
+        self.said.append((step, dict(scalars)["train/loss"]))
+
+    def forget(self, step: int) -> None:
+        self.said.append(("forget", step))
+
+    def close(self) -> None:
+        self.said.append(("close",))
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> type[Spy]:
+    monkeypatch.setitem(TRACKERS, "wandb", Spy)
+    monkeypatch.setattr(Spy, "made", [])
+    monkeypatch.setattr(Spy, "fails_at", "")
+    return Spy
+
+
+def test_a_tracker_hears_of_every_step_and_of_those_that_come_again(spy: type[Spy], tmp_path: Path) -> None:
+    with Metrics(tmp_path, track=["wandb"], config={"seed": 7}) as metrics:
+        for step, loss in ((0, 3.0), (1, 2.0), (2, 1.0), (1, 2.5)):
+            metrics.step(line(step, loss=loss))
+    (heard,) = spy.made
+    assert heard.said == [
+        ("open", tmp_path.name, 7), (0, 3.0), (1, 2.0), (2, 1.0), ("forget", 1), (1, 2.5), ("close",)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["open", "log"])
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
+    where: str, spy: type[Spy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spy, "fails_at", where)
+    with Metrics(tmp_path, track=["wandb", "tensorboard"]) as metrics:
+        for step in range(3):
+            metrics.step(line(step))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert list((tmp_path / "events").iterdir()), "the other tracker got nothing"
+    assert [record.message for record in caplog.records if "wandb gets no more of this run" in record.message]
+    assert len([record for record in caplog.records if "gets no more" in record.message]) == 1
+
+
+def test_trackers_are_named_in_the_run_file_and_may_change_on_resume() -> None:
+    from app.run.resume import kind_of
+
+    assert RunConfig.from_yaml(RUN).track == ("tensorboard",)
+    assert RunConfig.from_yaml(RUN + "track: [tensorboard, wandb]\n").track == ("tensorboard", "wandb")
+    assert RunConfig.from_yaml(RUN + "track: []\n").track == ()
+    assert kind_of("track") == "free"
+
+
+def test_an_unknown_tracker_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"track.*comet.*tensorboard.*wandb"):
+        RunConfig.from_yaml(RUN + "track: [comet]\n")
+    with pytest.raises(ConfigError, match="track"):
+        RunConfig.from_yaml(RUN + "report_to: wandb\n")
+
+
+def test_every_tracker_that_a_run_file_may_name_is_there() -> None:
+    assert set(TRACKERS) == {"tensorboard", "wandb"}
+    RunConfig.from_yaml(RUN + f"track: [{', '.join(TRACKERS)}]\n")
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_installed(["tensorboard"])
+
+    def nothing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", nothing)
+    with pytest.raises(ConfigError, match=r'track has wandb, whose package is not installed.*"\.\[wandb\]"'):
+        check_installed(["wandb"])
+
+
+def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no.netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "tracked"
+    folder.mkdir()
+    for start in (0, 2):  # the second time as a resumed run does
+        trackers = Trackers(["wandb"], folder, {"train": {"seed": 3}})
+        for step in range(start, start + 2):
+            trackers.log(step, 1.7e9 + step, [("train/loss", 1.0 / (step + 1))])
+        trackers.close()
+    runs = list((folder / "wandb").glob("offline-run-*"))
+    assert runs and all((folder / "wandb.id").read_text() in run.name for run in runs)
+    stored = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
+    assert b"train/loss" in stored and b"report.html" in stored
