@@ -6,14 +6,10 @@ An error of our own is one sentence on stderr; `--debug` anywhere on the line sh
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import traceback
 
 import typer
 
-from actors.outcome import Exit
 from app.commands.bench import app as bench_app
 from app.commands.compare import compare
 from app.commands.data import app as data_app
@@ -25,7 +21,7 @@ from app.commands.report import report
 from app.commands.sample import sample
 from app.commands.train import train
 from app.commands.workers import app as workers_app
-from app.settings.errors import PACKAGES, exit_code, is_ours, one_line
+from app.settings.terminal import answer, debug_wanted, set_up_logging
 
 app = typer.Typer(
     name="heddle",
@@ -45,21 +41,12 @@ app.add_typer(workers_app, name="workers", help="Look at, drain, scale or stop t
 def main() -> None:
     """Console script. Ends the process with the documented exit code."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("HEDDLE_DEBUG", "") not in ("", "0")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for package in PACKAGES:
-        logging.getLogger(package).setLevel(logging.DEBUG if debug else logging.INFO)
+    debug = len(arguments) < len(sys.argv) - 1 or debug_wanted()
+    set_up_logging(debug)
     try:
         app(args=arguments, prog_name="heddle")
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(Exit.INTERRUPTED)
-    except Exception as error:  # the last line of defence: it ends as a sentence or a traceback
-        if debug or not is_ours(error):
-            traceback.print_exc()
-        else:
-            print(f"error: {one_line(error)}", file=sys.stderr)
-        sys.exit(exit_code(error))
+    except (Exception, KeyboardInterrupt) as error:  # the last line of defence
+        sys.exit(answer(error, debug))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,12 @@ The run itself is `app/run/launch.py`.
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import sys
-import traceback
 from collections.abc import Sequence
 
-from actors.outcome import Exit
 from app.run.apart import is_inner, join_lifeline
+from app.run.cluster import leave
 from app.run.launch import train
-from app.run.live_runs import leave
-from app.settings.errors import PACKAGES, exit_code, is_ours, one_line
+from app.settings.terminal import answer, debug_wanted, set_up_logging
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,25 +26,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _main() -> int:
-    """The process of its own that a run of this machine has, and that of a submitted job. Returns the exit code."""
+    """The process of one run, started by `heddle train` or by a submitted job. Returns the exit code."""
     if is_inner():
         join_lifeline()
     given = parse()
-    debug = os.environ.get("HEDDLE_DEBUG", "") not in ("", "0")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for package in PACKAGES:
-        logging.getLogger(package).setLevel(logging.DEBUG if debug else logging.INFO)
+    debug = debug_wanted()
+    set_up_logging(debug)
     try:
         return train(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
-    except Exception as error:
-        if debug or not is_ours(error):
-            traceback.print_exc()
-        else:
-            print(f"error: {one_line(error)}", file=sys.stderr)
-        return exit_code(error)
+    except (Exception, KeyboardInterrupt) as error:
+        return answer(error, debug)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Cost:
     wall_s: float
     cpu_s: float  # of the process and all its descendants
     memory_mib: float  # largest private memory of one process of the tree
-    services_s: float = 0.0  # of these, the services of a Ray cluster, whatever it does
+    services_s: float = 0.0  # part of cpu_s: services of a Ray cluster, which run in any case
     course_mib: tuple[float, ...] = ()  # largest private memory at equal intervals
 
     @property
@@ -104,7 +104,8 @@ def run(
 
 
 def table(costs: list[Cost], title: str) -> str:
-    """Markdown: medians over rounds, and the median ratio to the plain loops beside it, or to the peer of its round."""
+    """Markdown: medians over rounds, and the median ratio to the plain loops before and after, or to the rival of the
+    same round."""
     return "\n".join([title, *_decoding(costs), *_indexing(costs), *_first(costs), *_memory(costs)])
 
 
@@ -201,8 +202,8 @@ def _measure(way: str, root: Path, bucket: str, batch: int, clips: int = 0) -> C
 
 
 def timed(work: Callable[[], int], way: str = "", look_s: float = 0.25) -> Cost:
-    """The cost of `work`, which returns the number of clips, in this process and its descendants, looked at every
-    `look_s` seconds."""
+    """The cost of `work` in this process and its descendants, read every `look_s` seconds. `work` returns the number of
+    clips."""
     from app.bench.tree import Tree
 
     tree = Tree(look_s)

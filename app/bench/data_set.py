@@ -9,14 +9,13 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
 
 DISTINCT = 12
 FPS = 24
-GRAIN = 6  # of 256: what makes residuals, and so the bit rate, like those of a camera
+GRAIN = 6  # of 256; gives residuals, and so the bit rate, like those of a camera
 
 
 def make_set(folder: Path, clips: int, height: int, width: int, frames: int, shards: int = 2, mib: int = 0) -> Path:
@@ -51,7 +50,7 @@ def encode(height: int, width: int, frames: int, seed: int) -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as out:
         options = {"preset": "veryfast", "crf": "23", "g": str(2 * FPS)}
-        stream: Any = out.add_stream("libx264", rate=FPS, options=options)
+        stream = out.add_stream("libx264", rate=FPS, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.thread_count = 1
         for number in range(frames):
@@ -73,4 +72,5 @@ def _texture(height: int, width: int, random: np.random.Generator) -> np.ndarray
         coarse = random.standard_normal((height // scale + 2, width // scale + 2))
         total += scale * coarse.repeat(scale, 0).repeat(scale, 1)[:height, :width]
     low, high = np.quantile(total, (0.01, 0.99))
-    return ((total - low) / (high - low) * 219 + 16).clip(16, 235).astype(np.uint8)
+    texture: np.ndarray = ((total - low) / (high - low) * 219 + 16).clip(16, 235).astype(np.uint8)
+    return texture

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any
 
 import av
 import numpy as np
+from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
 
 from app.bench.data import Cost, timed
 from app.bench.tree import Tree
@@ -25,6 +27,7 @@ from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, Li
 from data.dataset.dataset import Dataset
 from data.decode import SCALING, covering, decode_job, decode_video
 from data.engines.blocks import as_batch
+from data.engines.engine import Engine
 from data.types import Clip, DecodeJob
 from ops.geometry import Geometry
 
@@ -32,13 +35,13 @@ WORKERS = 2
 ITEMS = 2  # per step
 WARM_STEPS = 1
 ENGINE_EPOCHS = 2
-SETTLED_SHARE = 0.25  # of a core: less than this over a second, and nothing is decoded any more
-MEASURES = 10  # of the memory, over the course of many clips
+SETTLED_SHARE = 0.25  # of a core: below this over a second, nothing is being decoded
+MEASURES = 10  # readings of the memory while many clips go by
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one way is to load."""
+    """What each way of loading has to load."""
 
     root: Path
     bucket: str
@@ -66,7 +69,7 @@ def dataset(setting: Setting) -> Dataset:
 
 
 def steps_of(data: Dataset) -> int:
-    """As many as draw each clip about once, without what waits."""
+    """The number of steps that draw each clip about once; clips that wait for their bucket to fill are left out."""
     return data.ledger.planned // (next(iter(data.batch_sizes().values())) * ITEMS)
 
 
@@ -87,14 +90,14 @@ def everything(setting: Setting) -> Cost:
 
 
 def _spread(work: list[DecodeJob], decode: Callable[[list[DecodeJob]], int]) -> Cost:
-    """The cost of decoding jobs in WORKERS processes that are up and warm."""
+    """The cost of decoding jobs in WORKERS processes that have started and warmed up."""
     with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(decode, [work[:1]] * WORKERS))
         return timed(lambda: sum(pool.map(decode, [work[number::WORKERS] for number in range(WORKERS)])))
 
 
 def decode_plainly(work: list[DecodeJob]) -> int:
-    """As one would write it: read, decode up to the last wanted frame, scale and cut each wanted one, stack."""
+    """The plain loop: read, decode up to the last wanted frame, scale and cut each wanted one, stack."""
     scaler = VideoReformatter()
     for job in work:
         for clip in job.clips:
@@ -111,19 +114,19 @@ def _wanted(clip: Clip, job: DecodeJob) -> list[int]:
     return [clip.start_frame + int(k * clip.fps / job.fps) for k in range(job.bucket.frames)]
 
 
-def _opened(clip: Clip) -> Any:
+def _opened(clip: Clip) -> InputContainer:
     with open(clip.media, "rb") as shard:
         shard.seek(clip.offset)
-        return av.open(io.BytesIO(shard.read(clip.size)))
+        return av.open(io.BytesIO(shard.read(clip.size)), mode="r")
 
 
-def _one_thread(container: Any) -> Any:
+def _one_thread(container: InputContainer) -> VideoStream:
     stream = container.streams.video[0]
     stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
     return stream
 
 
-def _scaled(frame: Any, job: DecodeJob, scaler: VideoReformatter) -> np.ndarray:
+def _scaled(frame: av.VideoFrame, job: DecodeJob, scaler: VideoReformatter) -> np.ndarray:
     height, width = covering(frame.height, frame.width, job.bucket.height, job.bucket.width, crop=False)
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation=SCALING, threads=1)
     top, left = (height - job.bucket.height) // 2, (width - job.bucket.width) // 2
@@ -167,10 +170,12 @@ class WebDecode:
     def __init__(self, job: DecodeJob) -> None:
         self.job = job
 
-    def __call__(self, sample: dict[str, Any]) -> tuple[np.ndarray, str]:
+    def __call__(self, sample: Mapping[str, object]) -> tuple[np.ndarray, str]:
         text = sample["txt"]  # bytes from webdataset, text from Ray
         pixels = np.empty(self.job.shape[1:], np.uint8)
-        return decode_video(io.BytesIO(sample["mp4"]), self.job.clips[0], self.job, pixels), str(text)
+        media = sample["mp4"]
+        assert isinstance(media, bytes)
+        return decode_video(io.BytesIO(media), self.job.clips[0], self.job, pixels), str(text)
 
 
 class PlanDataset:
@@ -191,7 +196,7 @@ def torch_loader(setting: Setting) -> Cost:
 
     torch.set_num_threads(1)
     work = list(jobs(dataset(setting)))
-    loader: Any = torch.utils.data.DataLoader(PlanDataset(work), batch_size=None, num_workers=WORKERS)  # type: ignore[arg-type]
+    loader: Iterable[np.ndarray] = torch.utils.data.DataLoader(PlanDataset(work), batch_size=None, num_workers=WORKERS)  # type: ignore[arg-type]
     return timed(lambda: sum(len(video) for video in loader))
 
 
@@ -214,9 +219,9 @@ def ray_data(setting: Setting) -> Cost:
     return cost
 
 
-def _engine(engine: Any, data: Dataset) -> Cost:
-    """From full look-ahead to full look-ahead, so that what is decoded ahead is neither given nor taken; after a first
-    epoch, in which all processes have come up."""
+def _engine(engine: Engine, data: Dataset) -> Cost:
+    """Measures from full look-ahead to full look-ahead, so that what was decoded ahead counts neither for nor against
+    it, after a first epoch in which all processes have started."""
     epoch = steps_of(data)
     steps = itertools.count()
 
@@ -241,7 +246,7 @@ def _engine(engine: Any, data: Dataset) -> Cost:
 
 
 def _settle() -> Tree:
-    """Wait until the processes of this one have nothing to do. What they took in the last second."""
+    """Wait until the child processes are idle. Returns what they took in the last second."""
     while True:
         with Tree() as tree:
             time.sleep(1.0)
@@ -344,7 +349,7 @@ def first_batch_of_read_webdataset(setting: Setting) -> Cost:
         batches.append(iter(rows.iter_batches(batch_size=setting.batch)))
         return len(next(batches[0])["video"])
 
-    batches: list[Iterator[Any]] = []
+    batches: list[Iterator[Any]] = []  # of Ray's many kinds of batches
     cost = timed(first)
     batches.clear()  # its execution ends, which is not part of the wait
     await_executions()

@@ -15,12 +15,24 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
 from app.bench.lab import Lab
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from data.types import Batch
+    from ops.models.config import ModelConfig
+    from ops.models.text import TextEncoder
+    from ops.models.vae import VAE
 
 _KILL_AFTER = 8  # steps
 
@@ -38,14 +50,43 @@ def run(
         joined = _join(lab)
         snapshots = _snapshots(lab)
         train = _ray_train(lab, kills)
-    figures = {"recovery_s": ours, "ray_train_recovery_s": train, "join_s": joined, **snapshots}
+    figures = ElasticFigures(recovery_s=ours, ray_train_recovery_s=train, join_s=joined, snapshots=snapshots)
     print(_table(figures))
     if out is not None:
-        out.write_text(json.dumps(figures, indent=1))
+        told = asdict(figures)
+        snapshot_figures = told.pop("snapshots")
+        out.write_text(json.dumps({**told, **snapshot_figures}, indent=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotCost:
+    """Median seconds of a step's copy of the shard, and of steps with and without snapshots."""
+
+    snapshot_s: float
+    step_with_s: float
+    step_without_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticFigures:
+    """All that is measured, in seconds. One recovery per kill."""
+
+    recovery_s: list[float]
+    ray_train_recovery_s: list[float]
+    join_s: float
+    snapshots: SnapshotCost
+
+
+class BaselineStep(TypedDict):
+    """A step that the baseline has finished: when, and the processes of its workers."""
+
+    step: int
+    time: float
+    pids: list[int]
 
 
 def _ours(lab: Lab, kills: int) -> list[float]:
-    """SIGKILL to the next finished step, survivors going on."""
+    """Seconds from SIGKILL to the next finished step, while the survivors stay."""
     run = lab.start(lab.config("kills", train={"steps": 2000}, workers={"min": 1, "max": 3}))
     seconds = []
     for kill in range(kills):
@@ -74,7 +115,7 @@ def _join(lab: Lab) -> float:
     return seconds
 
 
-def _snapshots(lab: Lab, steps: int = 60) -> dict[str, float]:
+def _snapshots(lab: Lab, steps: int = 60) -> SnapshotCost:
     """What the copy of the shard and its way to the keeper take of a step, and the same run without them."""
     copies: dict[bool, list[float]] = {True: [], False: []}
     phase: list[float] = []
@@ -90,11 +131,11 @@ def _snapshots(lab: Lab, steps: int = 60) -> dict[str, float]:
         run.join(600)
         copies[enabled] += [m.step_s for m in run.metrics[10:]]
         phase += [m.snapshot_s for m in run.metrics[10:] if enabled]
-    return {
-        "snapshot_s": statistics.median(phase),
-        "step_with_s": statistics.median(copies[True]),
-        "step_without_s": statistics.median(copies[False]),
-    }
+    return SnapshotCost(
+        snapshot_s=statistics.median(phase),
+        step_with_s=statistics.median(copies[True]),
+        step_without_s=statistics.median(copies[False]),
+    )
 
 
 def _ray_train(lab: Lab, kills: int) -> list[float]:
@@ -109,17 +150,17 @@ def _ray_train(lab: Lab, kills: int) -> list[float]:
         "stop": str(lab.folder / "stop"),
     }
     # elastic sizes are known to Ray Train's second version, not to the types of the first
-    scaling: dict[str, Any] = {
-        "num_workers": (1, 3),
-        "use_gpu": False,
-        "resources_per_worker": {"CPU": 2},
-        "elastic_resize_monitor_interval_s": 5,
-    }
+    scaling = ScalingConfig(
+        num_workers=(1, 3),  # type: ignore[arg-type]
+        use_gpu=False,
+        resources_per_worker={"CPU": 2},
+        elastic_resize_monitor_interval_s=5,  # type: ignore[call-arg]
+    )
     trainer = TorchTrainer(
         baseline_loop,
         train_loop_config=settings,
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(**scaling),
+        scaling_config=scaling,
         run_config=RunConfig(
             name="baseline",
             storage_path=str(lab.folder / "baseline"),
@@ -142,8 +183,12 @@ def _ray_train(lab: Lab, kills: int) -> list[float]:
     return seconds
 
 
-def baseline_loop(settings: dict[str, Any]) -> None:
-    """Data parallel training of the same model on the same items; runs in Ray Train's workers."""
+def baseline_loop(settings: dict[str, str]) -> None:
+    """Data parallel training of the same model on the same items; runs in Ray Train's workers.
+
+    `yaml` is the config. The first worker writes a `BaselineStep` to the file `log` after each step; the loop ends when
+    the file `stop` exists.
+    """
     import torch
     import torch.distributed as dist
     from ray import train
@@ -169,12 +214,12 @@ def baseline_loop(settings: dict[str, Any]) -> None:
     engine = PoolEngine(feeder.dataset, config.data)
     engine.start(step)
     rank, world = dist.get_rank(), dist.get_world_size()
-    pids: list[Any] = [None] * world
+    pids = [0] * world
     dist.all_gather_object(pids, os.getpid())
     while not Path(settings["stop"]).exists():
         batches = [as_batch(b) for b in engine.batches(step)]
         for batch in batches[rank::world]:
-            _forward_backward(dit, vae, text, batch, model).backward()
+            _loss(dit, vae, text, batch, model).backward()
         for parameter in dit.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad)
@@ -192,12 +237,12 @@ def baseline_loop(settings: dict[str, Any]) -> None:
             train.report({"step": step}, checkpoint=checkpoint)
         if rank == 0:
             with Path(settings["log"]).open("a") as file:
-                file.write(json.dumps({"step": step, "time": time.time(), "pids": pids}) + "\n")
+                file.write(json.dumps(BaselineStep(step=step, time=time.time(), pids=pids)) + "\n")
         step += 1
     engine.stop()
 
 
-def _restore(dit: Any, optimizer: Any, checkpoint: Any) -> int:
+def _restore(dit: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint | None) -> int:
     import torch
 
     if checkpoint is None:
@@ -209,7 +254,8 @@ def _restore(dit: Any, optimizer: Any, checkpoint: Any) -> int:
     return int(state["step"]) + 1
 
 
-def _forward_backward(dit: Any, vae: Any, text: Any, batch: Any, model: Any) -> Any:
+def _loss(dit: nn.Module, vae: VAE, text: TextEncoder, batch: Batch, model: ModelConfig) -> Tensor:
+    """Mean squared error of the velocity, over the samples of a batch."""
     import torch
 
     from ops.comm import Group
@@ -223,17 +269,19 @@ def _forward_backward(dit: Any, vae: Any, text: Any, batch: Any, model: Any) -> 
     layout = Layout([Sequence(grid, len(one)) for one in words])
     clean = torch.cat(rows)
     noise = torch.randn_like(clean)
-    predicted = dit((clean + noise) / 2, torch.full((len(words),), 500.0), torch.cat(words), layout, Group.solo())
+    predicted: Tensor = dit(
+        (clean + noise) / 2, torch.full((len(words),), 500.0), torch.cat(words), layout, Group.solo()
+    )
     return (predicted - (noise - clean)).square().mean() / len(words)
 
 
-def _steps(log: Path) -> list[dict[str, Any]]:
+def _steps(log: Path) -> list[BaselineStep]:
     if not log.exists():
         return []
     return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
 
 
-def _await(condition: Any, timeout_s: float = 240.0) -> None:
+def _await(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -241,9 +289,10 @@ def _await(condition: Any, timeout_s: float = 240.0) -> None:
         time.sleep(0.02)
 
 
-def _table(figures: dict[str, Any]) -> str:
-    ours, train = statistics.median(figures["recovery_s"]), statistics.median(figures["ray_train_recovery_s"])
-    share = figures["snapshot_s"]
+def _table(figures: ElasticFigures) -> str:
+    ours, train = statistics.median(figures.recovery_s), statistics.median(figures.ray_train_recovery_s)
+    snapshots = figures.snapshots
+    share = snapshots.snapshot_s
     rows = [
         (
             "SIGKILL of a worker to the next finished step, median",
@@ -252,11 +301,11 @@ def _table(figures: dict[str, Any]) -> str:
             f"{ours / train:.2f}",
             "<= 0.33, aim 0.1",
         ),
-        ("new node to its first step (start of the process included)", f"{figures['join_s']:.1f} s", "", "", ""),
+        ("new node to its first step (start of the process included)", f"{figures.join_s:.1f} s", "", "", ""),
         (
             "snapshot of a step on the worker",
             f"{1e3 * share:.1f} ms",
-            f"step {figures['step_with_s']:.3f} s with, {figures['step_without_s']:.3f} s without",
+            f"step {snapshots.step_with_s:.3f} s with, {snapshots.step_without_s:.3f} s without",
             f"{share:.1%} of a step of 1 s",
             "<= 3 %, aim 1 %",
         ),

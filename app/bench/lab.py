@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -28,7 +28,13 @@ from actors.records.span_record import SpanRecord
 from actors.step import StepAssignment
 from app.settings.config import RunConfig
 
-TINY = {
+if TYPE_CHECKING:
+    from ray._private.node import Node
+
+    from actors.outcome import Outcome
+    from actors.worker.worker import Worker
+
+TINY: Mapping[str, Mapping[str, object]] = {
     "model": {
         "dit": {"num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_dim": 128, "freq_dim": 32},
         "vae": {"kind": "haar", "channels": 24},
@@ -41,13 +47,13 @@ TINY = {
 }
 
 
-OPEN_END = 100_000  # steps of a run that somebody will stop
-_PACE_S = 0.5  # added to a step while something else than steps is awaited of a run
-_PACE_SHARE = 1 / 8  # of the time already waited, if that is more: few steps go by however long it takes
+OPEN_END = 100_000  # steps of a run that the test or benchmark will stop
+_PACE_S = 0.5  # seconds added to a step while something other than steps is awaited
+_PACE_SHARE = 1 / 8  # or this share of the time already waited, if that is more, so that few steps go by
 
 
 class Timeout(RuntimeError):
-    """A run did not get where it was awaited."""
+    """A run did not reach in time what was awaited."""
 
 
 class Lab:
@@ -73,7 +79,7 @@ class Lab:
             head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20},
         )
         ray.init(address=self.cluster.address, namespace="heddle", log_to_driver=False, logging_level=logging.ERROR)
-        self.nodes: list[Any] = []
+        self.nodes: list[Node] = []
         self.runs: list[LabRun] = []
 
     def __enter__(self) -> Lab:
@@ -90,21 +96,21 @@ class Lab:
         ray.shutdown()
         self.cluster.shutdown()
 
-    def add_node(self, workers: int) -> Any:
+    def add_node(self, workers: int) -> Node:
         """A node with room for this many workers."""
-        node = self.cluster.add_node(num_cpus=2 * workers, object_store_memory=150 * 2**20)
+        node: Node = self.cluster.add_node(num_cpus=2 * workers, object_store_memory=150 * 2**20)
         self.nodes.append(node)
         return node
 
-    def kill_node(self, node: Any) -> None:
-        """The node is gone without a word, with all its processes."""
+    def kill_node(self, node: Node) -> None:
+        """Remove the node without notice, with all its processes."""
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def config(self, name: str, **sections: Mapping[str, Any]) -> RunConfig:
+    def config(self, name: str, **sections: Mapping[str, object]) -> RunConfig:
         """Settings of a tiny run; `sections` are merged over TINY, e.g. train={"steps": 20}."""
         shards = sorted(str(path) for path in (self.data / "shards").glob("*.tar"))
-        tree: dict[str, Any] = {
+        tree: dict[str, Mapping[str, object]] = {
             "run": {"name": name, "dir": str(self.folder / "runs")},
             **TINY,
             "data": {
@@ -128,7 +134,7 @@ class Lab:
             tree[section] = _merge(tree.get(section, {}), values)
         return RunConfig.from_yaml(yaml.safe_dump(tree))
 
-    def start(self, config: RunConfig, worker_class: Any = None, **replacements: Any) -> LabRun:
+    def start(self, config: RunConfig, worker_class: type[Worker] | None = None, **replacements: Any) -> LabRun:
         """Begin a run in a thread of this process; `replacements` go to `start_controller`."""
         run = LabRun(config, worker_class, replacements)
         self.runs.append(run)
@@ -136,9 +142,9 @@ class Lab:
 
 
 class LabRun:
-    """A controller in a thread, what it has said so far, and ways to hurt it."""
+    """A controller in a thread, what it has reported so far, and faults to inflict on it."""
 
-    def __init__(self, config: RunConfig, worker_class: Any, replacements: Mapping[str, Any]) -> None:
+    def __init__(self, config: RunConfig, worker_class: type[Worker] | None, replacements: Mapping[str, Any]) -> None:
         from actors.worker.worker import Worker
 
         self.config = config
@@ -147,9 +153,9 @@ class LabRun:
         self.metrics: list[StepMetrics] = []
         self.spans: list[SpanRecord] = []  # of the committed steps
         self.events: list[RunEvent] = []
-        self.outcome: Any = None
+        self.outcome: Outcome | None = None
         self.error: BaseException | None = None
-        self.controller: Any = None
+        self.controller: Any = None  # the faults below reach into its parts, of any type
         self._waiting_since: float | None = None
         self._hold, self._held = threading.Event(), threading.Event()  # set: go on; set: the run is being held
         self._hold.set()
@@ -158,7 +164,7 @@ class LabRun:
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
-    def join(self, timeout_s: float = 300.0) -> Any:
+    def join(self, timeout_s: float = 300.0) -> Outcome:
         """Outcome of the run. Raises what the controller raised, or Timeout, or that a step is not whole."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -170,19 +176,21 @@ class LabRun:
             raise self.error
         if self.torn_steps():
             raise RuntimeError(f"run {self.run_dir.name} committed steps without some samples: {self.torn_steps()}")
+        assert self.outcome is not None
         return self.outcome
 
     def stop(self, timeout_s: float = 120.0) -> None:
         """End a run that is still going, at a committed step. Raises what the controller raised, or Timeout."""
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline:
-            if self.controller is not None:  # again and again: a monitor that is started anew has forgotten it
+            if self.controller is not None:  # repeatedly, since a restarted monitor has forgotten the request
                 self.controller.generations.monitor.stop.remote("stopped by the laboratory")
             self._thread.join(2)
         self.join(0)
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
-        """Returns when it holds; meanwhile steps take longer, so that the run does not get far. Raises Timeout."""
+        """Wait until the condition holds. Meanwhile steps are slowed down, so that the run does not get far. Raises
+        Timeout."""
         self._waiting_since = time.monotonic()
         try:
             self._poll(condition, what, timeout_s)
@@ -272,12 +280,12 @@ class LabRun:
         ray.get(self.controller.generations.monitor.scale.remote(target))
 
     def kill_actor(self, kind: str) -> None:
-        """End the process of the "planner", "feeder", "monitor", of one "keeper" or of all "keepers" without a word."""
-        import ray
+        """End the process of the "planner", "feeder", "monitor", of one "keeper" or of all "keepers" without notice."""
+        from actors.ray_calls import kill
 
         controller = self.controller
         keepers = controller.state.keepers.find
-        handles: list[Any] = {
+        handles: list[object] = {
             "planner": lambda: [controller.planner._actor],
             "feeder": lambda: [controller.source._feeder],
             "monitor": lambda: [controller.generations.monitor],
@@ -285,7 +293,7 @@ class LabRun:
             "keepers": lambda: list(keepers().values()),
         }[kind]()
         for handle in handles:
-            ray.kill(handle, no_restart=kind != "monitor")  # Ray itself starts the monitor again
+            kill(handle, no_restart=kind != "monitor")  # Ray itself starts the monitor again
 
     # -- the controller's thread ---------------------------------------------------------------------------------------
 
@@ -324,10 +332,9 @@ class LabRun:
         return None
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
     merged = dict(base)
     for key, value in over.items():
-        merged[key] = (
-            _merge(base[key], value) if isinstance(value, Mapping) and isinstance(base.get(key), Mapping) else value
-        )
+        below = base.get(key)
+        merged[key] = _merge(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
     return merged

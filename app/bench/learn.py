@@ -27,12 +27,13 @@ import torch
 import typer
 
 from app.drawing.video import contact_sheet
-from app.settings.config import RunConfig, run_dir
+from app.settings.config import RunConfig
+from app.settings.run_folder import run_dir
 from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, mask, synthesize
 from ops.models.vae import VAE
 from ops.typed import ConfigError
 
-_LEAST_SHARE = 0.01  # of the pixels; with less of every shape colour a clip names none
+_LEAST_SHARE = 0.01  # of the pixels; a clip with less of every shape colour names none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON; a contact sheet goes beside it.")] = None,
 ) -> None:
     """Train if asked to, sample every colour, and count how often the samples show the prompted colour."""
-    from app.sampling.sample import load_model
+    from app.sampling.model import load_model
 
     if checkpoint is None:
         checkpoint = _train(config)
@@ -93,7 +94,8 @@ def run(
 def prove(model: object, samples: int, seed: int, captions: bool = False) -> tuple[Proof, list[np.ndarray], list[str]]:
     """Sample `samples` prompts, all colours equally often, with the run's own sampler settings. Image to video gets the
     first frames of the scenes instead of their captions, or with them."""
-    from app.sampling.sample import ClipSettings, Model, make_clips
+    from app.sampling.clips import ClipSettings, make_clips
+    from app.sampling.model import Model
 
     assert isinstance(model, Model)
     settings = replace(ClipSettings.of(model.config), seed=seed)

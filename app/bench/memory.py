@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from app.bench.lab import Lab, LabRun
 
@@ -30,7 +29,7 @@ class MemoryUse:
 
 
 def measure(lab: Lab, steps: int) -> list[MemoryUse]:
-    """Run `steps` steps and look three times."""
+    """Run `steps` steps and read the memory three times."""
     lab.add_node(workers=2)
     planner = {"strategy": "cascade", "budget_s": 0.01}
     run = lab.start(lab.config("memory", train={"steps": steps}, workers={"min": 2, "max": 2}, planner=planner))
@@ -81,15 +80,16 @@ def _resident_mib(pid: int, kind: str) -> float:
 def object_store_mib() -> float:
     """Bytes in the object stores of all nodes, from the raylets themselves; a node that has just died has none."""
     import grpc
-    import ray
     from ray._private.internal_api import node_stats
 
+    from actors.ray_calls import nodes
+
     used = 0
-    for node in ray.nodes():
+    for node in nodes():
         if node["Alive"]:
             address = node["NodeManagerAddress"], node["NodeManagerPort"]
             try:
-                stats: Any = node_stats(*address, include_memory_info=False)
+                stats = node_stats(*address, include_memory_info=False)
             except grpc.RpcError:
                 continue
             used += stats.store_stats.object_store_bytes_used

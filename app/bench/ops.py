@@ -113,7 +113,8 @@ def _heading(device: torch.device, liger_installed: bool) -> list[str]:
 
 
 def _cases(grid: CaseGrid, liger: bool, compile: bool, ablations: bool) -> Iterator[BenchCase]:
-    """Most telling shapes first, because a budget may cut the rest; compiles, which are slow, after everything else."""
+    """The most important shapes first, because a budget may cut the rest; cases that compile, which is slow, come
+    last."""
     shapes = [(tokens, width) for tokens in grid.tokens for width in grid.widths]
     for tokens, width in shapes:
         for op, layout in _ops_and_layouts(liger, tokens):
@@ -129,7 +130,7 @@ def _cases(grid: CaseGrid, liger: bool, compile: bool, ablations: bool) -> Itera
         if compile and tokens in grid.compile_tokens:
             for op, layout in _ops_and_layouts(liger, tokens):
                 if op.name == "ln_modulate, RMS":
-                    continue  # there to be beside Liger's
+                    continue  # measured to stand beside Liger's
                 compiled = torch.compile(op.variants["eager"], fullgraph=True, dynamic=False)
                 yield BenchCase(op=op, layout=layout, width=width, variants={"torch.compile": compiled})
 

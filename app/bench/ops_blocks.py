@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,17 @@ class BlockResult:
     peak_bytes: int
 
 
-def wan_block(width: int, ffn: int, tokens: int, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+class BlockInputs(TypedDict):
+    """Arguments of a block's forward. Wan names its rotary angles `rotary_emb`, HunyuanVideo `freqs_cis`."""
+
+    hidden_states: Tensor  # [1, tokens, width]
+    encoder_hidden_states: Tensor  # [1, text tokens, width]
+    temb: Tensor
+    rotary_emb: NotRequired[tuple[Tensor, Tensor]]  # cosines and sines
+    freqs_cis: NotRequired[tuple[Tensor, Tensor]]
+
+
+def wan_block(width: int, ffn: int, tokens: int, device: torch.device) -> tuple[nn.Module, BlockInputs]:
     """Wan2.1: 1536 wide and 8960 in the MLP is the 1.3B model."""
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
@@ -45,7 +55,7 @@ def wan_block(width: int, ffn: int, tokens: int, device: torch.device) -> tuple[
     }
 
 
-def mmdit_block(width: int, tokens: int, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+def mmdit_block(width: int, tokens: int, device: torch.device) -> tuple[nn.Module, BlockInputs]:
     """HunyuanVideo's double-stream block: 3072 wide is the 13B model."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformerBlock
 
@@ -60,7 +70,7 @@ def mmdit_block(width: int, tokens: int, device: torch.device) -> tuple[nn.Modul
 
 
 def compare_block(
-    name: str, block: nn.Module, inputs: dict[str, Any], device: torch.device, repeats: int
+    name: str, block: nn.Module, inputs: BlockInputs, device: torch.device, repeats: int
 ) -> list[BlockResult]:
     """The block as it is and fused."""
     fused = copy.deepcopy(block)
@@ -88,16 +98,19 @@ def _always(call: Callable[[], object]) -> Callable[[int], Callable[[], object]]
     return lambda _: call
 
 
-def _training_call(block: nn.Module, inputs: dict[str, Any], checkpointing: bool) -> Callable[[], object]:
+def _training_call(block: nn.Module, inputs: BlockInputs, checkpointing: bool) -> Callable[[], object]:
     leaves: list[Tensor] = list(block.parameters())
-    for name in ("hidden_states", "encoder_hidden_states"):
-        inputs[name].requires_grad_()
-        leaves.append(inputs[name])
+    for tensor in (inputs["hidden_states"], inputs["encoder_hidden_states"]):
+        tensor.requires_grad_()
+        leaves.append(tensor)
 
-    def forward() -> Any:
+    def forward() -> Tensor | tuple[Tensor, ...]:
+        output: Tensor | tuple[Tensor, ...]
         if checkpointing:
-            return checkpoint(lambda: block(**inputs), use_reentrant=False, preserve_rng_state=False)
-        return block(**inputs)
+            output = checkpoint(lambda: block(**inputs), use_reentrant=False, preserve_rng_state=False)
+        else:
+            output = block(**inputs)
+        return output
 
     def call() -> object:
         out = forward()

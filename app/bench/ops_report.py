@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from app.bench.ops_blocks import BlockResult
 from app.bench.timing import Timing
 
-LONG, SHORT = 32768, 8192  # tokens: where the shares of the ceiling are asked for, and where launches weigh most
+LONG, SHORT = 32768, 8192  # tokens: where shares of the ceiling are promised, and where launches weigh most
 SHARES = {"forward": 0.92, "backward": 0.85}
 PAPER = (
     "AdaptiveLoad, Table 1, whole steps of its own model, all its kernels: 62 -> 56 s (-10.7 %), and 3 GB less or "

@@ -1,4 +1,4 @@
-"""On what the contestants of `heddle bench ops` are measured: layouts of packed tokens, and fresh tensors.
+"""Inputs of `heddle bench ops`: layouts of packed tokens, and fresh tensors.
 
 The contestants themselves are in the folders of the ops, `ops/kernels/NAME/variants.py`.
 """

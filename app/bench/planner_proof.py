@@ -1,4 +1,4 @@
-"""What no plan of a single step can beat, proven by CP-SAT on the cluster as one pool of workers.
+"""A time that no plan of a single step can beat, proven by CP-SAT on the cluster as one pool of workers.
 
     python -m app.bench.planner_proof C-64gpu [SECONDS PER STEP]
 
@@ -12,7 +12,6 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.problem import PlanOptions, Problem
@@ -30,10 +29,10 @@ def pool_bound(problem: Problem, seconds: float) -> tuple[float, bool]:
     jobs = problem.jobs()
     largest, workers = max(problem.cluster.nodes), problem.topology.num_workers
     horizon = int(sum(max(s for _, s in job.modes) for job in jobs) / TICK_S)
-    intervals: list[Any] = []
+    intervals: list[cp_model.IntervalVar] = []
     demands: list[int] = []
-    energy: list[Any] = []
-    ends: list[Any] = []
+    energy: list[cp_model.LinearExprT] = []
+    ends: list[cp_model.IntVar] = []
     makespan = model.new_int_var(0, horizon, "")
     for job in jobs:
         start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")

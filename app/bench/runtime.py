@@ -16,21 +16,21 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
 import typer
 
 from actors.feed.pulse import Answering
-from actors.messages import CascadeTask
+from actors.messages import CascadeTask, SampleId
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
 from actors.ray_calls import put
-from actors.step import StepBatches, StepItems
+from actors.step import Position, StepBatches, StepItems
 from actors.worker.executor import Executor, Modules, _Measure
 from actors.worker.handoff import EncodeResult
 from actors.worker.worker import Worker
@@ -38,6 +38,9 @@ from app.bench import memory
 from app.bench.lab import Lab
 from data.types import Batch
 from ops.sync import FlatSync
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "configs/profiles/hunyuan-13b-720p-h100.json"
@@ -51,10 +54,12 @@ class TimedExecutor(Executor):
     def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
         return self._wait(task)
 
-    def vae(self, task: CascadeTask, video: Any, ok: Sequence[bool]) -> list[EncodeResult]:
+    def vae(self, task: CascadeTask, video: object, ok: Sequence[bool]) -> list[EncodeResult]:
         return self._wait(task)
 
-    def dit(self, task: CascadeTask, fetched: dict[Any, EncodeResult], fetch_s: float | None = None) -> None:
+    def dit(
+        self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
+    ) -> None:
         self._wait(task)
         self._weights[task.step] = 1.0
 
@@ -70,7 +75,7 @@ class TimedWorker(Worker):
 
     def _load(self) -> Executor:
         layer = torch.nn.Linear(64, 64)
-        modules: Any = Modules(config=self.settings.model, geometry=None, dit=layer, vae=None, text=None)  # type: ignore[arg-type]
+        modules = Modules(config=self.settings.model, geometry=None, dit=layer, vae=None, text=None)  # type: ignore[arg-type]
         train = self.settings.train
         return TimedExecutor(modules, FlatSync(layer, train.optimizer, train.steps), train, self.device, self._phase)
 
@@ -81,7 +86,7 @@ class WorkloadFeeder(Answering):
     def __init__(self, steps: list[list[Item]]) -> None:
         self._steps = steps
 
-    def start(self, first_step: int, token: dict[str, Any] | None = None) -> dict[str, Any]:
+    def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
         return {"steps": len(self._steps)}
 
     def items(self, step: int) -> StepItems:
@@ -108,10 +113,10 @@ class WorkloadFeeder(Answering):
     def release(self, step: int) -> None:
         return None
 
-    def ledger(self) -> dict[str, Any]:
+    def ledger(self) -> dict[str, int]:
         return {}
 
-    def token(self, step: int) -> dict[str, Any]:
+    def token(self, step: int) -> Position:
         return {"step": step}
 
 
@@ -125,14 +130,16 @@ def run(
 ) -> None:
     """Measure and print one table per part."""
     logging.getLogger("actors").setLevel(logging.ERROR)
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab:
         if steps:
-            figures["timed"] = _timed(lab, workers, steps, speed)
-            print(_timed_table(figures["timed"]), flush=True)
+            timed = _timed(lab, workers, steps, speed)
+            figures["timed"] = asdict(timed)
+            print(_timed_table(timed), flush=True)
         if real_steps:
-            figures["real"] = _real(lab, real_steps)
-            print(_real_table(figures["real"]), flush=True)
+            real = _real(lab, real_steps)
+            figures["real"] = {strategy: asdict(pace) for strategy, pace in real.items()}
+            print(_real_table(real), flush=True)
         if memory_steps:
             found = memory.measure(lab, memory_steps)
             figures["memory"] = [asdict(use) for use in found]
@@ -141,7 +148,22 @@ def run(
         out.write_text(json.dumps(figures, indent=1))
 
 
-def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedSteps:
+    """Part (a): executed beside planned steps. Medians, but for the ratio of the sums."""
+
+    workers: int
+    steps: int
+    executed_s: float
+    planned_s: float
+    ratio_median: float
+    ratio_total: float
+    dispatch_ms_per_call: float
+    calls_per_step: float
+    sync_ms: float
+
+
+def _timed(lab: Lab, workers: int, steps: int, speed: float) -> TimedSteps:
     """Part (a)."""
     from actors.feed.step_source import actor_factory
 
@@ -168,20 +190,20 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float) -> dict[str, Any]:
         _remove(lab, node)
     measured = [m.step_s for m in run.metrics[1:]]
     planned = [m.predicted_s for m in run.metrics[1:]]
-    return {
-        "workers": workers,
-        "steps": len(measured),
-        "executed_s": statistics.median(measured),
-        "planned_s": statistics.median(planned),
-        "ratio_median": statistics.median(a / b for a, b in zip(measured, planned)),
-        "ratio_total": sum(measured) / sum(planned),
-        "dispatch_ms_per_call": statistics.median(1e3 * m.dispatch_s / m.calls for m in run.metrics),
-        "calls_per_step": statistics.median(m.calls for m in run.metrics),
-        "sync_ms": 1e3 * statistics.median(m.sync_s for m in run.metrics[1:]),
-    }
+    return TimedSteps(
+        workers=workers,
+        steps=len(measured),
+        executed_s=statistics.median(measured),
+        planned_s=statistics.median(planned),
+        ratio_median=statistics.median(a / b for a, b in zip(measured, planned)),
+        ratio_total=sum(measured) / sum(planned),
+        dispatch_ms_per_call=statistics.median(1e3 * m.dispatch_s / m.calls for m in run.metrics),
+        calls_per_step=statistics.median(m.calls for m in run.metrics),
+        sync_ms=1e3 * statistics.median(m.sync_s for m in run.metrics[1:]),
+    )
 
 
-def _remove(lab: Lab, node: Any) -> None:
+def _remove(lab: Lab, node: Node) -> None:
     lab.cluster.remove_node(node, allow_graceful=True)
     lab.nodes.remove(node)
 
@@ -193,21 +215,28 @@ def _workload(steps: int) -> list[list[Item]]:
     return [[Item(id=f"s{t}.{i['id']}", **{f: i[f] for f in fields}) for i in step] for t, step in enumerate(listed)]
 
 
-def _profile(steps: list[list[Item]], speed: float) -> dict[str, Any]:
+def _profile(steps: list[list[Item]], speed: float) -> Mapping[str, object]:
     """The H100 profile in time that runs `speed` times as fast, and a short text encode for every item."""
     profile = json.loads(PROFILE.read_text())
-    for point in profile["latency"]:
-        point["seconds"] /= speed
     shapes = {(i.batch, i.frames, i.height, i.width) for step in steps for i in step}
-    profile["latency"] += [
+    texts = [
         {"module": "text", "batch": b, "frames": f, "height": h, "width": w, "degree": 1, "seconds": TEXT_S / speed}
         for b, f, h, w in sorted(shapes)
     ]
-    profile["degrees"]["text"] = [1]
-    return profile
+    latency = [point | {"seconds": point["seconds"] / speed} for point in profile["latency"]]
+    return {**profile, "latency": latency + texts, "degrees": {**profile["degrees"], "text": [1]}}
 
 
-def _real(lab: Lab, steps: int) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyPace:
+    """Part (b): seconds per step of one strategy, median and mean, and the median share of idle workers."""
+
+    step_s: float
+    mean_step_s: float
+    idle: float
+
+
+def _real(lab: Lab, steps: int) -> dict[str, StrategyPace]:
     """Part (b): two rounds of each strategy in turn."""
     node = lab.add_node(workers=2)
     seconds: dict[str, list[float]] = {"static": [], "cascade": []}
@@ -232,11 +261,11 @@ def _real(lab: Lab, steps: int) -> dict[str, Any]:
             idle[strategy] += [m.idle_ratio for m in warm]
     _remove(lab, node)
     return {
-        name: {
-            "step_s": statistics.median(seconds[name]),
-            "mean_step_s": statistics.fmean(seconds[name]),
-            "idle": statistics.median(idle[name]),
-        }
+        name: StrategyPace(
+            step_s=statistics.median(seconds[name]),
+            mean_step_s=statistics.fmean(seconds[name]),
+            idle=statistics.median(idle[name]),
+        )
         for name in seconds
     }
 
@@ -249,26 +278,26 @@ _MIXED = {
 _LARGER = {"dit": {"num_layers": 4, "num_heads": 4, "head_dim": 32, "ffn_dim": 512}}
 
 
-def _timed_table(timed: dict[str, Any]) -> str:
+def _timed_table(timed: TimedSteps) -> str:
     rows = [
-        ("executed / planned makespan, median of steps", f"{timed['ratio_median']:.3f}", "<= 1.05"),
-        ("executed / planned, sum of all steps", f"{timed['ratio_total']:.3f}", ""),
+        ("executed / planned makespan, median of steps", f"{timed.ratio_median:.3f}", "<= 1.05"),
+        ("executed / planned, sum of all steps", f"{timed.ratio_total:.3f}", ""),
         (
-            f"dispatch per call ({timed['calls_per_step']:.0f} calls a step)",
-            f"{timed['dispatch_ms_per_call']:.2f} ms",
+            f"dispatch per call ({timed.calls_per_step:.0f} calls a step)",
+            f"{timed.dispatch_ms_per_call:.2f} ms",
             "<= 3 ms",
         ),
-        ("gradient sum and update at the end of a step", f"{timed['sync_ms']:.1f} ms", ""),
+        ("gradient sum and update at the end of a step", f"{timed.sync_ms:.1f} ms", ""),
     ]
-    return _markdown(f"{timed['workers']} workers, {timed['steps']} steps of timed waits", rows)
+    return _markdown(f"{timed.workers} workers, {timed.steps} steps of timed waits", rows)
 
 
-def _real_table(real: dict[str, Any]) -> str:
+def _real_table(real: Mapping[str, StrategyPace]) -> str:
     static, cascade = real["static"], real["cascade"]
-    seconds = f"{cascade['step_s'] / static['step_s']:.2f} ({cascade['step_s']:.2f} / {static['step_s']:.2f} s)"
+    seconds = f"{cascade.step_s / static.step_s:.2f} ({cascade.step_s:.2f} / {static.step_s:.2f} s)"
     rows = [
         ("cascade / static, seconds per step", seconds, "< 1"),
-        ("idle share, cascade / static", f"{cascade['idle']:.0%} / {static['idle']:.0%}", ""),
+        ("idle share, cascade / static", f"{cascade.idle:.0%} / {static.idle:.0%}", ""),
     ]
     return _markdown("tiny model, 2 workers, mixed buckets", rows)
 

@@ -343,7 +343,7 @@ def predicted(case: RanksCase, variant: str, costs: LayerCosts) -> tuple[float, 
     directions = ("forward", "backward") if case.backward else ("forward",)
     schedule = SCHEDULES[variant]
     all_found = [
-        simulate(case.frames, case.positions, case.ranks, schedule, costs, case.pairs, direction)  # type: ignore[arg-type]
+        simulate(case.frames, case.positions, case.ranks, schedule, costs, case.pairs, direction)
         for direction in directions
     ]
     return sum(one.total_s for one in all_found), sum(one.exposed_s for one in all_found)

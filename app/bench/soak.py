@@ -40,7 +40,7 @@ class SoakResult:
     loss_difference: float
     deviating: str  # first step whose loss is not the undisturbed one's, with its weight of good samples
     equal_parameters: bool
-    computed_again: int  # steps that came twice since a second loss struck before the first was made good
+    computed_again: int  # steps that came twice, as a second loss struck before recovery from the first
     recoveries: int
     recovery_median_s: float
     recovery_worst_s: float
@@ -91,13 +91,14 @@ def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
     digests = storm.parameter_digests()
     storm.go_on()
     storm.stop()
-    taken = storm.outcome.last_step + 1
+    taken = storm.join(0).last_step + 1
     again = sum(e.lost_steps for e in storm.events if isinstance(e, StepsLost))
     if sorted(set(storm.steps())) != list(range(taken)) or len(storm.steps()) != taken + again:
         raise RuntimeError(f"steps are missing or stand twice: {storm.steps()}")
     calm = lab.start(lab.config(f"calm{seed}", train={"steps": taken}, workers={"max": 1}))
-    if calm.join(1800).code:
-        raise RuntimeError(f"the undisturbed run ended early: {calm.outcome.reason}")
+    outcome = calm.join(1800)
+    if outcome.code:
+        raise RuntimeError(f"the undisturbed run ended early: {outcome.reason}")
     expected = calm.losses()
     difference = max(abs(expected[m.step] - m.loss) / abs(expected[m.step]) for m in storm.metrics)
     recoveries = storm.seconds_to_recover()
@@ -128,7 +129,8 @@ def _first_deviation(run: LabRun, expected: list[float]) -> str:
 
 
 def _strike(lab: Lab, run: LabRun, steps: int, faults: int, rng: random.Random) -> tuple[Counter[str], list[float]]:
-    """One fault after the other, each at a random step of its share of the run; none before the last one is over.
+    """Inflict one fault after the other, each at a random step of its share of the run and only after recovery from the
+    one before.
 
     Returns how many of each kind there were, and the MiB in all object stores after each.
     """

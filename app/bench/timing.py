@@ -53,7 +53,7 @@ def measure(make: Callable[[int], Closure], bytes_per_call: int, device: torch.d
 def _measure_cuda(make: Callable[[int], Closure], bytes_per_call: int, repeats: int) -> Timing:
     num_buffers = min(max(2, -(-COLD_BYTES // bytes_per_call)), MAX_BUFFERS)
     # Autograd runs a backward on the stream of its forward, so both are built and captured on one side stream.
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         calls = [make(i) for i in range(num_buffers)]
@@ -69,7 +69,7 @@ def _measure_cuda(make: Callable[[int], Closure], bytes_per_call: int, repeats: 
     torch.cuda.synchronize()
     samples = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()

@@ -1,7 +1,7 @@
 """CPU time and memory of a process with all its descendants, also of those that end while it is watched.
 
-Looking reads /proc for every process of the machine, 9 ms with the 35 of a small Ray cluster. What looks take is left
-out; what they disturb is not, so long measurements look seldom.
+Each reading goes through /proc for every process of the machine: 9 ms with the 35 of a small Ray cluster. Its own CPU
+time is left out, but not its effect on others, so long measurements read seldom.
 """
 
 from __future__ import annotations

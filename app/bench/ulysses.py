@@ -37,7 +37,7 @@ class UlyssesCost:
     layout_ms: float  # once per micro-batch: all index tensors
     index_ms: float  # bookkeeping of one layer, bytes included
     lists_ms: float  # the same work with one tensor per chunk
-    index_host_ms: float  # the same with one token per chunk: what the host spends
+    index_host_ms: float  # the same with one token per chunk: the time of the host
     lists_host_ms: float
     attention_ms: float  # plain attention of this rank's heads over the bag's sequences
 

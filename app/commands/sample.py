@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from app.sampling.sample import ClipOrder, Crew
+    from app.sampling.clips import ClipOrder, Crew
 
 
 def sample(
@@ -54,6 +54,7 @@ def sample(
     ] = None,
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
+    from app.sampling.clips import ClipChanges
     from app.sampling.sample import default_out, run
     from app.settings.prompts import read_prompts
 
@@ -65,18 +66,20 @@ def sample(
         checkpoint,
         texts,
         out,
+        changes=ClipChanges(
+            frames=frames,
+            height=height,
+            width=width,
+            fps=fps,
+            seed=seed,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            flow_shift=flow_shift,
+            negative_prompt=negative_prompt,
+        ),
         images=images or [],
         other=other,
         ema=ema,
-        frames=frames,
-        height=height,
-        width=width,
-        steps=steps,
-        guidance_scale=guidance_scale,
-        flow_shift=flow_shift,
-        negative_prompt=negative_prompt,
-        seed=seed,
-        fps=fps,
         device=device,
         crew=_crew(out, workers, device, together, cluster) if workers else None,
     )
@@ -87,7 +90,7 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
 
     def make(order: ClipOrder) -> list[Path]:
         from app.run.borrowed_ray import borrowed_ray
-        from app.sampling.sample import batch_limit
+        from app.sampling.clips import batch_limit
         from app.sampling.spread import ClipJob, check_together, spread
 
         if together:

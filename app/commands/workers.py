@@ -1,18 +1,20 @@
-"""`heddle workers`: a person's hand on a live run and its workers. Talks to the run's monitor actor, no more."""
+"""`heddle workers`: shows, drains, scales and stops the workers of a live run. Talks only to the run's monitor
+actor."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from app.run.live_runs import OUTCOME, ClusterAddress, must_answer
+from app.run.cluster import ClusterAddress, must_answer
 from app.run.lock import holder, lock_path
+from app.run.operator import OperatorHandle, monitor_of
+from app.run.outcomes import read_outcome
 from ops.typed import ConfigError
 
 app = typer.Typer(no_args_is_help=True)
@@ -24,9 +26,9 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 def list_workers(run: Run) -> None:
     """Every worker with what it does right now."""
     actor = monitor(run)
-    import ray
+    from actors.ray_calls import get
 
-    report = ray.get(actor.report.remote(), timeout=30)
+    report = get(actor.report.remote(), timeout=30)
     print(f"generation {report.generation}")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
@@ -43,15 +45,15 @@ def drain(
 ) -> None:
     """Let these workers finish their work, hand over their state and leave at a step boundary."""
     actor = monitor(run)
-    import ray
+    from actors.ray_calls import get
 
-    known = ray.get(actor.report.remote(), timeout=30).seen
+    known = get(actor.report.remote(), timeout=30).seen
     if missing := [name for name in names if name not in known]:
         raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {', '.join(sorted(known))}.")
-    ray.get(actor.drain.remote(tuple(names)), timeout=30)
+    get(actor.drain.remote(tuple(names)), timeout=30)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        left = [name for name in names if name in ray.get(actor.report.remote(), timeout=30).seen]
+        left = [name for name in names if name in get(actor.report.remote(), timeout=30).seen]
         if not left:
             print(f"{', '.join(names)} left")
             return
@@ -63,9 +65,9 @@ def drain(
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
     actor = monitor(run)
-    import ray
+    from actors.ray_calls import get
 
-    ray.get(actor.scale.remote(count), timeout=30)
+    get(actor.scale.remote(count), timeout=30)
     print(f"the run keeps {count} workers from the next step boundary on, within workers.min and workers.max")
 
 
@@ -75,14 +77,16 @@ def stop(
 ) -> None:
     """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it."""
     actor = monitor(run)
-    import ray
+    from ray.exceptions import RayActorError
 
-    ray.get(actor.stop.remote("stopped by `heddle workers stop`"), timeout=30)
+    from actors.ray_calls import get
+
+    get(actor.stop.remote("stopped by `heddle workers stop`"), timeout=30)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         try:
-            ray.get(actor.ping.remote(), timeout=30)
-        except ray.exceptions.RayActorError:
+            get(actor.ping.remote(), timeout=30)
+        except RayActorError:
             print("the run has ended; continue it with --resume")
             return
         time.sleep(0.5)
@@ -90,29 +94,27 @@ def stop(
 
 
 def how_it_ended(run: Path) -> str:
-    """A sentence for a run that is over, by its own folder; "" for one that may be alive."""
-    try:
-        outcome = json.loads((run / OUTCOME).read_text(encoding="utf-8"))
-        ended = f"run {run} has ended: {outcome['reason']} (exit code {outcome['code']})."
-    except (OSError, ValueError, KeyError, TypeError):
+    """How a run has ended, in a sentence, from its folder; "" for a run that may be alive."""
+    outcome = read_outcome(run)
+    if outcome is None or holder(lock_path(run.absolute(), "driver")) is not None:
         return ""
-    return "" if holder(lock_path(run.absolute(), "driver")) is not None else ended
+    return f"run {run} has ended: {outcome.reason} (exit code {outcome.code})."
 
 
-def monitor(run: Path) -> Any:
+def monitor(run: Path) -> OperatorHandle:
     """The monitor actor of a live run. Raises ConfigError when there is no such run, cluster or actor.
 
-    To be called before anything imports Ray, which reads once whether it has to show a token.
+    Call it before anything imports Ray: only at its import Ray reads whether it has to send a token.
     """
     if not (run / "run_id").is_file():
-        raise ConfigError(f"{run} is not the folder of a run that was started.")
+        raise ConfigError(f"{run} is not the folder of a run that was started; give that of a run, such as runs/demo.")
     if ended := how_it_ended(run):
         raise ConfigError(ended)
     address = address_of(run)
     must_answer(address)
     import ray
 
-    from actors.names import NAMESPACE, find_monitor
+    from actors.names import NAMESPACE
 
     try:
         if not ray.is_initialized():
@@ -123,13 +125,13 @@ def monitor(run: Path) -> Any:
             f"RAY_AUTH_MODE=token where it was started so; a local run's cluster always is."
         ) from None
     try:
-        return find_monitor(run)
+        return monitor_of(run)
     except LookupError as error:
         raise ConfigError(str(error)) from None
 
 
 def address_of(run: Path) -> str:
-    """RAY_ADDRESS, or where the run says that its cluster answers, or any cluster of this machine."""
+    """RAY_ADDRESS, else the address in the run's cluster.json, else any cluster of this machine."""
     known = ClusterAddress.read(run)
     given = os.environ.get("RAY_ADDRESS", "")
     if known is not None and (given == known.address or (not given and known.answers())):

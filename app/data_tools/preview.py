@@ -24,7 +24,8 @@ def preview(config: RunConfig, out: Path, samples: int = 8, frames: int = 5) -> 
 
     Raises DataError and ValueError as a training run would.
     """
-    from app.inputs.items import open_dataset, profile_of
+    from app.inputs.items import open_dataset
+    from app.inputs.profiles import profile_of
     from ops.models.folders import resolve
 
     model, geometry = resolve(config.model)

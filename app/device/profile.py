@@ -1,26 +1,26 @@
-"""`heddle profile`: measures what cascades of a config cost on this device, and writes the profile planners read.
+"""`heddle profile`: measures what the cascades of a config cost on this device, and writes a profile for planners.
 
     heddle profile --config configs/runs/demo.yaml --out profile.json
 
-Every bucket is measured with synthetic pixels, random tokens and the config's own models, at its planned batch size
-and at batch 1, on one device (degree 1). Other batch sizes and degrees are predicted by the models fitted to these
-points. Uses ops/ only: no Ray, no process group.
+Every bucket is measured with synthetic pixels, random tokens and the config's own models, at its planned batch size and
+at batch 1, on one device (degree 1). Other batch sizes and degrees are predicted by the models fitted to these points.
+Uses ops/ only: no Ray, no process group.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.types import Module
+from app.device.choice import device_name, memory_gib, pick_device
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
@@ -61,7 +61,7 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
         model.text,
         geometry,
         model.image,
-        gpu_memory_gib=_memory_gib(target),
+        gpu_memory_gib=memory_gib(target),
         degrees=config.planner.degrees,
         device=device_name(target),
     )
@@ -82,30 +82,6 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
     _print_fits(profile)
     print(f"profile   {out}")
     return profile
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the first GPU where there is one."""
-    import torch
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {name!r} is not one of auto, cpu, cuda.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this machine has no usable CUDA device; use --device cpu.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def device_name(device: torch.device) -> str:
-    """The model name of the device, as profiles are labelled."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.processor() or 'core'}"
-
-
-def _memory_gib(device: torch.device) -> float | None:
-    import torch
-
-    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
 def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[ProfiledShape]:
@@ -172,7 +148,7 @@ class Bench:
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
         return statistics.median(seconds), peak
 
-    def _time(self, work: Callable[[], Any]) -> float:
+    def _time(self, work: Callable[[], object]) -> float:
         import torch
 
         start = time.perf_counter()
@@ -181,7 +157,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def _text(self, shape: ProfiledShape) -> Callable[[], Any]:
+    def _text(self, shape: ProfiledShape) -> Callable[[], object]:
         captions = [self._caption(shape.text_tokens)] * shape.batch
         return lambda: self.text.encode(captions)
 
@@ -192,7 +168,7 @@ class Bench:
             words.append("shape")
         return " ".join(words)
 
-    def _vae(self, shape: ProfiledShape) -> Callable[[], Any]:
+    def _vae(self, shape: ProfiledShape) -> Callable[[], object]:
         import torch
 
         bucket = shape.bucket
@@ -208,7 +184,7 @@ class Bench:
 
         return work
 
-    def _dit(self, shape: ProfiledShape) -> Callable[[], Any]:
+    def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
         """Forward and backward of one packed batch, gradients accumulated as in training."""
         import torch
 

@@ -16,7 +16,6 @@ import os
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +24,7 @@ from torch import Tensor
 from actors.state.checkpoint_files import load, model_state
 from app.export import frozen_parts
 from app.export.parity import compare_forward, compare_weights
-from app.sampling.sample import checkpoint_folder, put_weights, run_config
+from app.sampling.model import checkpoint_folder, put_weights, run_config
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
@@ -76,7 +75,9 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists and is not an empty folder; choose another --to.")
     if base is not None and not (base / "model_index.json").is_file():
-        raise ConfigError(f"--base {base} is not a Diffusers pipeline: it has no model_index.json.")
+        raise ConfigError(
+            f"--base {base} is not a Diffusers pipeline, for it has no model_index.json; give the folder of a pipeline."
+        )
     folder = checkpoint_folder(checkpoint)
     config = run_config(load(folder)[0], folder)
     work = to.with_name(f".{to.name}.part")
@@ -95,7 +96,7 @@ def export(
 
 
 def _quiet() -> None:
-    """No progress bars of small files, and no DeepSpeed greeting (accelerate imports it) between our lines."""
+    """Keep progress bars for small files and the greeting of DeepSpeed (accelerate imports it) out of our output."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import transformers
@@ -107,7 +108,7 @@ def _fill(
     work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype, ema: bool
 ) -> ExportResult:
     resolved, _ = resolve(config.model)
-    index, origins, notes = frozen_parts.collect(work, replace(config, model=resolved), base)
+    parts = frozen_parts.collect(work, replace(config, model=resolved), base)
     averaged = ema and config.train.optimizer.ema_decay > 0
     state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
     state = {key: tensor.to(dtype) for key, tensor in state.items()}
@@ -117,36 +118,39 @@ def _fill(
     write_folder(target, state, _transformer_json(resolved.dit, base))
     compare_weights(target, family.diffusers_class, state)
     largest = compare_forward(target, plain, state)
-    origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
+    parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
         "" if averaged == ema else ", which keeps no EMA"
     )
     if resolved.dit.lora_rank:
-        origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
-    notes += family.export_notes(resolved.dit, config.model.text.pad_to)
+        parts.origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
+    parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
     if (growing := config.train.flow.token_shift) is not None and base is None and not family.shifts_by_tokens:
-        notes.append(
+        parts.notes.append(
             f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
             f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
             f"{growing.at(32768):.3g} at 32,768."
         )
     if base is not None:
-        notes.append(
+        parts.notes.append(
             f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
             f"{config.train.flow.flow_shift:g}."
         )
-    if any(origin.startswith("hard-linked") for origin in origins.values()):
-        notes.append("hard-linked files are the same files as their originals: replace one, do not edit it in place.")
-    index[plain.part] = ["diffusers", family.diffusers_class]
+    if any(origin.startswith("hard-linked") for origin in parts.origins.values()):
+        parts.notes.append(
+            "hard-linked files are the same files as their originals: replace one, do not edit it in place."
+        )
+    parts.index[plain.part] = ["diffusers", family.diffusers_class]
     if plain.two_experts:
         source = Path(resolved.dit.path or base or "").expanduser() / plain.other_expert().part
-        notes += frozen_parts.other_expert(work, plain, source if source.is_dir() else None, index, origins)
-    (work / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        frozen_parts.other_expert(work, plain, source if source.is_dir() else None, parts)
+    (work / "model_index.json").write_text(json.dumps(parts.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
-    return ExportResult(folder=work, components=origins, largest_difference=largest, notes=notes)
+    return ExportResult(folder=work, components=parts.origins, largest_difference=largest, notes=parts.notes)
 
 
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
-    """The weights of the plain model, LoRA merged; a LoRA run's factors are written beside on the way."""
+    """The weights of the plain model, with LoRA factors merged in; the factors are also written to a file of their
+    own."""
     module = build_dit(replace(dit, lora_from=None), seed)
     put_weights(module, model_state(folder, ema), str(folder))
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
@@ -157,7 +161,7 @@ def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool)
     return merged(state, lora_scale(dit))
 
 
-def _transformer_json(dit: DiTConfig, base: Path | None) -> dict[str, Any]:
+def _transformer_json(dit: DiTConfig, base: Path | None) -> dict[str, object]:
     """Our numbers over the keys of the folder that was trained from, so that nothing a pipeline reads is lost."""
     import diffusers
 

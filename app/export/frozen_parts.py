@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
@@ -16,32 +16,34 @@ from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.typed import ConfigError
 
-Parts = tuple[dict[str, Any], dict[str, str], list[str]]
+
+@dataclass(frozen=True, slots=True)
+class FrozenParts:
+    """What lies beside the transformer of an exported pipeline. Filled while the parts are written."""
+
+    index: dict[str, object]  # model_index.json
+    origins: dict[str, str] = field(default_factory=dict)  # folder name -> where it came from
+    notes: list[str] = field(default_factory=list)  # sentences that a user must read
 
 
-def collect(work: Path, config: RunConfig, base: Path | None) -> Parts:
-    """Fill `work` with everything but the transformer. Returns (model_index, origin of each part, notes)."""
+def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
+    """Fill `work` with everything but the transformer. Raises ConfigError for a `base` that does not fit."""
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index: dict[str, Any] = {
-        "_class_name": family.pipeline_class(config.model.dit),
-        **family.index(config.train.flow),
-    }
-    origins: dict[str, str] = {}
-    notes: list[str] = []
-    _vae(work, config, index, origins, notes)
-    _text(work, config, index, origins, notes)
-    _image(work, config, index, origins)
-    _scheduler(work, config, index, origins)
+    parts = FrozenParts({"_class_name": family.pipeline_class(config.model.dit), **family.index(config.train.flow)})
+    _vae(work, config, parts)
+    _text(work, config, parts)
+    _image(work, config, parts)
+    _scheduler(work, config, parts)
     for name in family.missing_parts:
-        index[name] = [None, None]
+        parts.index[name] = [None, None]
     if family.missing_note:
-        notes.append(family.missing_note)
-    return index, origins, notes
+        parts.notes.append(family.missing_note)
+    return parts
 
 
-def _from_base(work: Path, config: RunConfig, base: Path) -> Parts:
+def _from_base(work: Path, config: RunConfig, base: Path) -> FrozenParts:
     """All components of a published pipeline except its transformer. It must be the one that was trained with."""
     index = read_json(base / "model_index.json")
     expected = FAMILIES[config.model.dit.architecture].diffusers_class
@@ -49,13 +51,13 @@ def _from_base(work: Path, config: RunConfig, base: Path) -> Parts:
     if found != expected:
         raise ConfigError(f"--base {base} has a {found}, the run trained a {expected}; give its own pipeline.")
     _same_latents(config, base)
-    origins = {}
+    parts = FrozenParts(index)
     for entry in sorted(base.iterdir()):
         if entry.name.startswith(("transformer", ".")) or entry.name == "model_index.json":
             continue
         if entry.is_dir():
-            origins[entry.name] = f"{link_tree(entry, work / entry.name)} from {entry}"
-    return index, origins, []
+            parts.origins[entry.name] = f"{link_tree(entry, work / entry.name)} from {entry}"
+    return parts
 
 
 def _same_latents(config: RunConfig, base: Path) -> None:
@@ -69,101 +71,100 @@ def _same_latents(config: RunConfig, base: Path) -> None:
         )
 
 
-def _vae(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     vae = config.model.vae
     if vae.kind == "diffusers":
         assert vae.path is not None
         folder = component(vae.path, "vae")
         name = read_json(folder / "config.json")["_class_name"]
         assert name in VAE_CLASSES
-        index["vae"] = ["diffusers", name]
-        origins["vae"] = f"{link_tree(folder, work / 'vae')} from {folder}"
+        parts.index["vae"] = ["diffusers", name]
+        parts.origins["vae"] = f"{link_tree(folder, work / 'vae')} from {folder}"
         return
     (work / "vae").mkdir()
     fields = {"_class_name": "HaarVAE", "temporal": vae.temporal, "spatial": vae.spatial, "channels": vae.channels}
     (work / "vae" / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    index["vae"] = [None, None]
-    origins["vae"] = "settings of the haar codec"
-    notes.append(
+    parts.index["vae"] = [None, None]
+    parts.origins["vae"] = "settings of the haar codec"
+    parts.notes.append(
         "the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with vae=None, ask "
         "for output_type='latent', and decode with ops.models.haar.HaarVAE."
     )
 
 
-def _text(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     text = config.model.text
     if not text.path:
         random = build_text(text)
         random.encoder.save_pretrained(work / "text_encoder")  # type: ignore[attr-defined]
         random.tokenizer.save_pretrained(work / "tokenizer")  # type: ignore[attr-defined]
-        index["text_encoder"] = ["transformers", "T5EncoderModel"]
-        index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
-        origins["text_encoder"] = origins["tokenizer"] = f"random byte-level T5 of seed {text.seed}"
-        notes.append(
+        parts.index["text_encoder"] = ["transformers", "T5EncoderModel"]
+        parts.index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
+        parts.origins["text_encoder"] = parts.origins["tokenizer"] = f"random byte-level T5 of seed {text.seed}"
+        parts.notes.append(
             "the text encoder is the untrained one of the run; Diffusers loads it, but it is of use with this "
             "transformer only."
         )
         return
     folder = component(text.path, "text_encoder")
     classes = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
-    index["text_encoder"] = ["transformers", classes[read_json(folder / "config.json")["model_type"]]]
-    origins["text_encoder"] = f"{link_tree(folder, work / 'text_encoder')} from {folder}"
+    parts.index["text_encoder"] = ["transformers", classes[read_json(folder / "config.json")["model_type"]]]
+    parts.origins["text_encoder"] = f"{link_tree(folder, work / 'text_encoder')} from {folder}"
     tokenizer = tokenizer_of(folder)
     settings = tokenizer / "tokenizer_config.json"
     name = read_json(settings).get("tokenizer_class", "T5TokenizerFast") if settings.is_file() else "T5TokenizerFast"
-    index["tokenizer"] = ["transformers", name]
-    origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
+    parts.index["tokenizer"] = ["transformers", name]
+    parts.origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
 
 
-def _image(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
+def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     """The image encoder of image-to-video pipelines; some have none."""
     if not config.model.dit.starts_from_image:
         return
     image, names = config.model.image, ("image_encoder", "image_processor")
     if image is None:
-        index |= {name: [None, None] for name in names}
+        parts.index.update({name: [None, None] for name in names})
         return
-    index |= {"image_encoder": ["transformers", "CLIPVisionModel"], names[1]: ["transformers", "CLIPImageProcessor"]}
+    parts.index["image_encoder"] = ["transformers", "CLIPVisionModel"]
+    parts.index["image_processor"] = ["transformers", "CLIPImageProcessor"]
     if not image.path:
         random = random_clip(image, "cpu")
         random.encoder.save_pretrained(work / names[0])
         random.save_processor(work / names[1])
-        origins[names[0]] = origins[names[1]] = f"random CLIP vision tower of seed {image.seed}"
+        parts.origins[names[0]] = parts.origins[names[1]] = f"random CLIP vision tower of seed {image.seed}"
         return
     encoder = component(image.path, "image_encoder")
     for name, folder in zip(names, (encoder, processor_of(encoder)), strict=True):
-        origins[name] = f"{link_tree(folder, work / name)} from {folder}"
+        parts.origins[name] = f"{link_tree(folder, work / name)} from {folder}"
 
 
-def _scheduler(work: Path, config: RunConfig, index: dict[str, Any], origins: dict[str, str]) -> None:
+def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     """Euler with the shift of the training and the sigmas of `heddle sample`."""
     import diffusers
 
     flow = config.train.flow
     chosen = FAMILIES[config.model.dit.architecture].scheduler(flow)
-    scheduler: Any = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
+    scheduler = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
-    index["scheduler"] = ["diffusers", chosen.name]
-    origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+    parts.index["scheduler"] = ["diffusers", chosen.name]
+    parts.origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
 
 
-def other_expert(
-    work: Path, trained: DiTConfig, source: Path | None, index: dict[str, Any], origins: dict[str, str]
-) -> list[str]:
-    """The transformer for the other noise levels, from `source` where there is one; returns notes."""
+def other_expert(work: Path, trained: DiTConfig, source: Path | None, parts: FrozenParts) -> None:
+    """Add the transformer for the other noise levels, from `source` where there is one."""
     part = trained.other_expert().part
     low, high = trained.sigmas
-    index["boundary_ratio"] = low if high == 1.0 else high
-    notes = []
+    parts.index["boundary_ratio"] = low if high == 1.0 else high
     if trained.part == "transformer_2":
-        notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
+        parts.notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
     if source is None:
-        index[part] = [None, None]
-        notes.append(f"this run trained {trained.part}/ of two experts; {part}/ is missing, copy it from its export.")
-        return notes
-    index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]
-    origins[part] = f"{link_tree(source, work / part)} from {source}"
-    return notes
+        parts.index[part] = [None, None]
+        parts.notes.append(
+            f"this run trained {trained.part}/ of two experts; {part}/ is missing, copy it from its export."
+        )
+        return
+    parts.index[part] = ["diffusers", FAMILIES[trained.architecture].diffusers_class]
+    parts.origins[part] = f"{link_tree(source, work / part)} from {source}"
 
 
 def link_tree(source: Path, target: Path) -> str:

@@ -1,10 +1,10 @@
-"""A written transformer folder, loaded by Diffusers' own class, against our model: weights identical, outputs equal."""
+"""Compares a written transformer folder, loaded by Diffusers' own class, with our model: same weights, equal
+outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,15 @@ def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]
     return difference
 
 
-def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[nn.Module, Mapping[str, list[object]]]:
     import diffusers
 
-    return getattr(diffusers, class_name).from_pretrained(
+    model: nn.Module
+    report: Mapping[str, list[object]]  # what was missing, unexpected or of another shape
+    model, report = getattr(diffusers, class_name).from_pretrained(
         folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
     )
+    return model, report
 
 
 def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
@@ -90,7 +93,7 @@ def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:
     return unpatchify(tokens, _GRID, config.patch, config.out_channels)
 
 
-def their_velocity(reference: Any, config: DiTConfig, sample: ParitySample) -> Tensor:
+def their_velocity(reference: nn.Module, config: DiTConfig, sample: ParitySample) -> Tensor:
     """[C_out, t, h, w] by the class of Diffusers."""
     family = FAMILIES[config.architecture]
     return family.parity_output(reference(**family.parity_inputs(config, sample)).sample[0], sample)

@@ -1,4 +1,4 @@
-"""Where the samples of a data set go, as text: for `heddle plan` and `heddle train --dry-run`."""
+"""Prints what becomes of the samples of a data set, for `heddle plan` and `heddle train --dry-run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMED = 12  # dropped samples listed by name
 
 
 def print_account(account: Accounting, min_coverage: float) -> None:
-    """Every sample accounted for: trained, repeated, dropped and why, per bucket. DataError below `min_coverage`."""
+    """How many samples are trained, repeated or dropped and why, per bucket. Raises DataError below `min_coverage`."""
     print(f"data      {account.identity}")
     print(
         f"          {100 * account.coverage:.1f}% of the indexed samples are trained within {account.steps} steps, "

@@ -18,11 +18,15 @@ from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Plan
 from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
-from app.inputs.items import items_from_data, open_dataset, profile_of, read_cluster
+from app.inputs.cluster import read_cluster
+from app.inputs.items import items_from_data, open_dataset
+from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
 from app.plan.memory import memory_lines, view_memory, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures
-from app.settings.config import RunConfig, check_place, from_here, notes, run_dir
+from app.settings.config import RunConfig, from_here
+from app.settings.notes import notes
+from app.settings.run_folder import check_place, run_dir
 from data.dataset.coverage import account
 from ops.models.config import ModelConfig
 from ops.models.folders import resolve

@@ -12,7 +12,7 @@ from app.drawing.svg import Bar, EventMark, Lane, timeline
 
 COLOURS = {"text": "#d9962b", "vae": "#1f9e8b", "dit": "#4c63d2"}
 ROW_INCHES, MAX_INCHES = 0.22, 40.0
-LABEL_SHARE = 0.035  # of the time axis that a bar takes at least to be labelled
+LABEL_SHARE = 0.035  # a bar that takes a smaller share of the time axis has no label
 
 Buckets = Mapping[tuple[int, str], Item]  # items by step and id
 

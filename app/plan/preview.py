@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
@@ -26,17 +25,11 @@ from actors.planning.make_plan import make_plan
 from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
 from app.inputs.account import print_account, print_buckets
+from app.inputs.cluster import read_cluster
 from app.inputs.data_codes import items_from_codes
-from app.inputs.items import (
-    batches_of,
-    items_from_buckets,
-    items_from_data,
-    load_profile,
-    open_dataset,
-    profile_of,
-    read_cluster,
-    read_workload,
-)
+from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
+from app.inputs.profiles import load_profile, profile_of
+from app.inputs.workload import read_workload
 from app.plan.memory import MemoryView, cascade_gib, memory_lines, view_memory, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
@@ -79,7 +72,8 @@ class PlanInputs:
         return {(step.step, item.id): item for step, items in zip(plan.steps, self.steps) for item in items}
 
     def bound(self, plan: Plan) -> float:
-        """Seconds of a mean step that no plan of these steps can beat: their own bounds, or all work on all workers."""
+        """Mean seconds per step that no plan can beat: the mean of the steps' own bounds or, if larger, all work
+        divided over all workers."""
         whole = mean_bound(Problem(self.steps, self.profile, self.cluster, self.options))
         return max(whole, _mean([step.lower_bound_s for step in plan.steps]))
 
@@ -180,7 +174,8 @@ def _from_config(request: PlanRequest) -> PlanInputs:
 
 
 def preview_options(config: RunConfig, budget_s: float | None = None) -> PlanOptions:
-    """Those of the run, but every step is planned to be executed."""
+    """The run's own options, but for one: no step is planned a second time, so every plan shown is one that would
+    run."""
     budget_s = config.planner.budget_s if budget_s is None else budget_s
     return options_of(config.planner, budget_s=budget_s, replans=False)
 
@@ -257,7 +252,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "inf"
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, object]:
     """A plan as other programs read it."""
     steps = [PlanRecord.of(step, step.cascades, step.planning_s).line() for step in plan.steps]
     return {"strategy": plan.strategy, "steps": steps}

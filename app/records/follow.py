@@ -1,30 +1,28 @@
-"""Shows a run's growing files in another process than the one that writes them."""
+"""Shows the files of a run as they grow, in another process than the one that writes them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from actors.records.events import event_of
 from actors.records.metrics_line import metrics_of
-from app.records.tails import backwards, end_of_whole_lines, last_line
+from app.records.progress import ProgressLine
+from app.records.tails import JsonObject, backwards, end_of_whole_lines, json_object, last_line, number_in
 
 log = logging.getLogger(__name__)
 
-_ANCHOR = 256  # bytes before the place read up to, by which a file that was cut and written again is known
-_MOST = 10_000  # lines looked back for what is new after that
+_ANCHOR = 256  # bytes kept from before the reading position: if they have changed, the file was cut and written again
+_MOST = 10_000  # lines searched from the end for new ones after such a cut
 
 
 class Follower:
     """Shows the growing metrics.jsonl and events.jsonl in this process while the controller runs in another."""
 
     def __init__(self, run_dir: Path, total_steps: int) -> None:
-        from app.records.metrics import ProgressLine
-
         self._files = {name: Tail(run_dir / name) for name in ("events.jsonl", "metrics.jsonl")}
         self._progress = ProgressLine(total_steps)
         self._stop = threading.Event()
@@ -49,33 +47,33 @@ class Follower:
             try:
                 for line in self._files[name].read():
                     show(line)
-            except Exception as error:  # one line that cannot be shown must not be the last
+            except Exception as error:  # a line that cannot be shown must not hide those after it
                 log.warning("progress could not be shown: %s: %s", type(error).__name__, error)
 
-    def _say(self, line: dict[str, Any]) -> None:
+    def _say(self, line: JsonObject) -> None:
         if text := event_of(line).describe():
             self._progress.say(text)
 
-    def _step(self, line: dict[str, Any]) -> None:
+    def _step(self, line: JsonObject) -> None:
         self._progress.show(metrics_of(line))
 
 
 class Tail:
     """Complete new lines of a JSON-lines file that somebody else writes.
 
-    The writer takes lines of recomputed steps back by cutting the file: when what was read last is no longer there,
-    the lines that are newer than the newest one shown are looked for from the end.
+    When steps are computed again, the writer cuts their lines off the file. If the text before the reading position has
+    changed, lines newer than the newest one shown are searched from the end of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at, self._anchor, self._newest = 0, b"", 0.0
         if path.exists():
-            self._newest = float((last_line(path) or {}).get("time", 0.0))
+            self._newest = number_in(last_line(path) or {}, "time", 0.0)
             with path.open("rb") as file:
                 self._stand(file, end_of_whole_lines(file))
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[JsonObject]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -85,9 +83,10 @@ class Tail:
             else:
                 file.seek(self._at)
                 data = file.read()
-                lines = _records(data[: data.rfind(b"\n") + 1])
+                whole = data[: data.rfind(b"\n") + 1].splitlines()
+                lines = [record for line in whole if (record := json_object(line)) is not None]
                 self._stand(file, self._at + data.rfind(b"\n") + 1)
-        self._newest = max((line.get("time", 0.0) for line in lines), default=self._newest)
+        self._newest = max((number_in(line, "time", 0.0) for line in lines), default=self._newest)
         return lines
 
     def _stand(self, file: BinaryIO, at: int) -> None:
@@ -101,23 +100,10 @@ class Tail:
         file.seek(self._at - len(self._anchor))
         return file.read(len(self._anchor)) == self._anchor
 
-    def _newer(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def _newer(self) -> list[JsonObject]:
+        found: list[JsonObject] = []
         for _, record in backwards(self._path):
-            if record.get("time", 0.0) <= self._newest or len(found) >= _MOST:
+            if number_in(record, "time", 0.0) <= self._newest or len(found) >= _MOST:
                 break
             found.append(record)
         return found[::-1]
-
-
-def _records(data: bytes) -> list[dict[str, Any]]:
-    """What is no JSON object is left out: a killed writer's half line may have got an end since."""
-    found = []
-    for line in data.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read tolerantly: a run may be alive, or may have died in the middle of a line."""
+"""Reads the folder of a run, tolerantly: the run may be alive, or may have died in the middle of a line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import yaml
 
@@ -16,9 +16,9 @@ from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
+from app.records.tails import JsonObject
 from ops.typed import ConfigError
 
-Record = dict[str, Any]
 R = TypeVar("R")
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
 
@@ -34,14 +34,28 @@ class RunDir:
         """Raises ConfigError when `path` is not the folder of a run."""
         folder = Path(path)
         if not folder.is_dir():
-            raise ConfigError(f"run directory {folder} does not exist.")
+            raise ConfigError(f"run directory {folder} does not exist; give that of a run, such as runs/demo.")
         if not (folder / "config.yaml").is_file():
-            raise ConfigError(f"{folder} is not a run directory: it has no config.yaml.")
+            raise ConfigError(
+                f"{folder} is not a run directory, for it has no config.yaml; give that of a run, such as runs/demo."
+            )
         return cls(folder)
 
-    def config(self) -> Record:
-        """The resolved config as plain dicts."""
-        return yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {}
+    def name(self) -> str:
+        """The run's name, or that of its folder."""
+        return str(self._setting("run", "name") or self.path.name)
+
+    def prompts(self) -> list[str]:
+        """What the samples of the run show."""
+        given = self._setting("sample", "prompts")
+        return [str(prompt) for prompt in given] if isinstance(given, list) else []
+
+    def _setting(self, section: str, key: str) -> object:
+        """A value of config.yaml, which an earlier version may have written; None where it has none."""
+        value: object = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        for name in (section, key):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
     def metrics(self) -> Records[StepMetrics]:
         """One record per step, in step order, as the file has them."""
@@ -90,7 +104,7 @@ class Records(Generic[R]):
     """
 
     paths: tuple[Path, ...]
-    record_of: Callable[[Record], R]
+    record_of: Callable[[JsonObject], R]
 
     def __iter__(self) -> Iterator[R]:
         for path in self.paths:
@@ -101,7 +115,7 @@ class Records(Generic[R]):
                     raise ConfigError(f"{path} line {number}: {error}") from None
 
     def count(self) -> int:
-        """How many there are, without reading more of them than where each begins and the last one."""
+        """How many there are: lines are counted, and only the last one is parsed."""
         return sum(_count(path) for path in self.paths if path.is_file())
 
 
@@ -118,7 +132,7 @@ def _count(path: Path) -> int:
     return found
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, Record]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, JsonObject]]:
     """Objects of a JSON-lines file with the number of each line, from 1.
 
     A torn last line (the writer died) is left out; a torn line before it raises ConfigError.

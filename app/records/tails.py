@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+JsonObject = dict[str, object]
 
 _CHUNK = 64 * 2**10
 
@@ -33,7 +35,7 @@ def end_of_whole_lines(file: BinaryIO) -> int:
     return 0
 
 
-def backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def backwards(path: Path) -> Iterator[tuple[int, JsonObject]]:
     """(offset, record) of the whole lines of a file, newest first. What is no JSON object is left out."""
     if not path.exists():
         return
@@ -47,20 +49,28 @@ def backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             at = start + len(data)
             for line in reversed(data[cut:].splitlines(keepends=True)):
                 at -= len(line)
-                if (record := _object(line)) is not None:
+                if (record := json_object(line)) is not None:
                     yield at, record
             rest = data[:cut] if start > 0 else b""
             end = start
 
 
-def last_line(path: Path) -> dict[str, Any] | None:
+def last_line(path: Path) -> JsonObject | None:
     """The newest whole record, or None."""
     return next((record for _, record in backwards(path)), None)
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> JsonObject | None:
+    """The object that a line holds, or None. The half line of a killed writer may have been completed by the next
+    writer."""
     try:
         found = json.loads(line)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def number_in(record: JsonObject, key: str, otherwise: float) -> float:
+    """The number under a key, or `otherwise` where there is none."""
+    value = record.get(key)
+    return value if isinstance(value, int | float) else otherwise

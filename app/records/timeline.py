@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from actors.records.events import RunEvent
 from actors.records.span_record import SpanRecord
-from app.records.rundir import Record, RunDir
+from app.records.rundir import RunDir
+from app.records.tails import JsonObject
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
 MEASURED, PLANNED = 0, 1
@@ -78,12 +78,12 @@ def final_times(spans: Iterable[SpanRecord]) -> dict[int, WindowTimes]:
     return dict(sorted({window.step: window.times for window in windows(spans)}.items()))
 
 
-def trace(spans: Iterable[SpanRecord], events: Iterable[RunEvent] = ()) -> Record:
+def trace(spans: Iterable[SpanRecord], events: Iterable[RunEvent] = ()) -> JsonObject:
     """A Chrome trace of executed spans and run events. Times are microseconds from the first span."""
     return {"traceEvents": list(_entries(spans, events)), "displayTimeUnit": "ms"}
 
 
-def _entries(spans: Iterable[SpanRecord], events: Iterable[RunEvent]) -> Iterator[Record]:
+def _entries(spans: Iterable[SpanRecord], events: Iterable[RunEvent]) -> Iterator[JsonObject]:
     """Entries of the trace, one at a time; `spans` is gone through three times."""
     origin, nodes = math.inf, {}
     for span in spans:
@@ -99,7 +99,7 @@ def _entries(spans: Iterable[SpanRecord], events: Iterable[RunEvent]) -> Iterato
     yield from (_event_entry(event, origin) for event in events if event.time >= origin)
 
 
-def _lane_names(nodes: Mapping[str, str]) -> Iterator[Record]:
+def _lane_names(nodes: Mapping[str, str]) -> Iterator[JsonObject]:
     """Names of the lanes of workers, which are given with their nodes, and of the run's own."""
     yield _meta(RUN_PID, "process_name", "run")
     yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
@@ -117,11 +117,11 @@ def lane(worker: str) -> int:
     return int(digits[-8:]) + 1 if digits else zlib.crc32(worker.encode()) % 100_000
 
 
-def _meta(pid: int, name: str, value: Any, tid: int = 0, key: str = "name") -> Record:
+def _meta(pid: int, name: str, value: object, tid: int = 0, key: str = "name") -> JsonObject:
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {key: value}}
 
 
-def _span_entries(span: SpanRecord, origin: float) -> list[Record]:
+def _span_entries(span: SpanRecord, origin: float) -> list[JsonObject]:
     pid = lane(span.worker)
     line = span.line()
     details = {key: value for key in DETAILS if (value := line.get(key)) is not None and value == value}  # no NaN
@@ -136,7 +136,7 @@ def _span_entries(span: SpanRecord, origin: float) -> list[Record]:
     return [measured, _slice(pid, PLANNED, span.name, start, times[1] - times[0], details) | {"cat": "planned"}]
 
 
-def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, details: Record) -> Record:
+def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, details: JsonObject) -> JsonObject:
     return {
         "ph": "X",
         "pid": pid,
@@ -148,12 +148,12 @@ def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, detail
     }
 
 
-def _step_entry(window: StepWindow, origin: float) -> Record:
+def _step_entry(window: StepWindow, origin: float) -> JsonObject:
     name, start = f"step {window.step}", window.times.start - origin
     return _slice(RUN_PID, 0, name, start, window.times.seconds, {"step": window.step})
 
 
-def _event_entry(event: RunEvent, origin: float) -> Record:
+def _event_entry(event: RunEvent, origin: float) -> JsonObject:
     line = event.line()
     return {
         "ph": "i",

@@ -20,9 +20,9 @@ from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
 from app.drawing.svg import Series, line_chart
-from app.records.metrics import clock
+from app.records.progress import clock
 from app.records.rundir import RunDir
-from app.report.totals import Curve, Smoothed, Values
+from app.report.figures import Curve, Smoothed, Values
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig

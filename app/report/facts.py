@@ -91,7 +91,7 @@ def worst_deviations(spans: Sequence[SpanRecord]) -> dict[Key, Deviation]:
 
 
 def is_telling(found: Deviation) -> bool:
-    """Whether a deviation is no trifle."""
+    """Whether a deviation is worth showing: more than 2% of the planned time, and more than 0.1 ms."""
     return found.size > max(0.02 * found.planned_s, 1e-4)
 
 
@@ -139,7 +139,8 @@ def _causes(line: StepMetrics, spans: Sequence[SpanRecord], usual: UsualStep) ->
 
 
 def late_cascade(spans: Sequence[SpanRecord]) -> Deviation | None:
-    """On the worker whose own work ended last: the cascade furthest over its plan. Waiting for others is not work."""
+    """The cascade furthest over its plan, on the worker whose own work ended last; None if all kept to their plan.
+    Waiting for others is not work."""
     work = [span for span in spans if span.module in CASCADES]
     if not work:
         return None

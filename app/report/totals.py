@@ -4,25 +4,21 @@
     for line in run.metrics():
         totals.add(line)
 
-Counts, sums and extremes are exact. A median is exact up to MAX_VALUES values; beyond that it is the median of at least
-half as many of them, at even distances. A curve has at most MAX_POINTS points, each the mean of its bin.
+Counts, sums and extremes are exact; `app/report/figures.py` says how exact medians and curves are.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import statistics
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 from actors.records.events import RunEvent, RunFinished, RunStarted
+from actors.records.lines import record_of
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
-from app.drawing.svg import MAX_POINTS
 from app.records.timeline import StepWindow, WindowTimes
 from app.report.facts import (
     CASCADES,
@@ -35,80 +31,12 @@ from app.report.facts import (
     pieces,
     worst_deviations,
 )
+from app.report.figures import Curve, Smoothed, Values, mean_of
 
-MAX_VALUES = 100_000  # 0.8 MB for each figure
-MAX_GENERATIONS = 100  # first ones and last ones that are listed
+MAX_GENERATIONS = 100  # listed from the start and from the end of the run
 MAX_SLOW = 8
 MAX_DEVIATIONS = 12
 MAX_EVENTS = 60
-_SMOOTHING = 0.9  # an exponential mean over about ten steps
-
-
-class Values:
-    """Finite values of a figure, all of them or, of very many, some at even distances."""
-
-    def __init__(self, limit: int = MAX_VALUES) -> None:
-        self.kept = array("d")
-        self._limit, self._every, self._seen = limit, 1, 0
-
-    def add(self, value: float | None) -> None:
-        if value is None or not math.isfinite(value):
-            return
-        if self._seen % self._every == 0:
-            self.kept.append(value)
-            if len(self.kept) > self._limit:
-                self.kept, self._every = self.kept[::2], 2 * self._every
-        self._seen += 1
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.kept) if self.kept else math.nan
-
-
-class Curve:
-    """A figure over the steps, as a chart draws it: `count` values in at most `limit` bins."""
-
-    def __init__(self, count: int, limit: int = MAX_POINTS) -> None:
-        self._count, self._bins = count, max(1, min(count, limit))
-        self._added = 0
-        self._xs: list[list[float]] = []  # per bin: sum, count
-        self._ys: list[list[float]] = []
-
-    def add(self, x: float, y: float | None) -> None:
-        begun = len(self._xs)
-        if begun < self._bins and self._added >= round(begun * self._count / self._bins):
-            self._xs.append([0.0, 0])
-            self._ys.append([0.0, 0])
-        self._added += 1
-        for bins, value in ((self._xs, x), (self._ys, y)):
-            if value is not None and math.isfinite(value):
-                bins[-1][0] += value
-                bins[-1][1] += 1
-
-    @property
-    def xs(self) -> list[float]:
-        return [_mean(*bin_) for bin_ in self._xs]
-
-    @property
-    def ys(self) -> list[float]:
-        return [_mean(*bin_) for bin_ in self._ys]
-
-
-def _mean(total: float, count: float) -> float:
-    return total / count if count else math.nan
-
-
-class Smoothed:
-    """Exponential mean without the bias of its start; NaN values are stepped over."""
-
-    def __init__(self) -> None:
-        self._total = self._norm = 0.0
-
-    def add(self, value: float) -> float:
-        if math.isfinite(value):
-            self._total = _SMOOTHING * self._total + (1 - _SMOOTHING) * value
-            self._norm = _SMOOTHING * self._norm + (1 - _SMOOTHING)
-        return self._total / self._norm if self._norm else math.nan
 
 
 class Generations:
@@ -179,6 +107,12 @@ class StepTotals:
         self._add_losses(line)
         self.count += 1
 
+    @property
+    def began(self) -> float:
+        """Unix seconds when the first step began."""
+        assert self.first is not None
+        return self.first.time - (self.first.step_s if math.isfinite(self.first.step_s) else 0.0)
+
     def _note_slow(self, line: StepMetrics) -> None:
         place = (line.step_s, -self.count, line)
         if len(self.slowest) < MAX_SLOW:
@@ -204,7 +138,7 @@ class StepTotals:
         """(bucket, mean loss in the first half of the run, in the second), by name."""
         first, second = self._halves
         return [
-            (name, _mean(*first.get(name, (0.0, 0))), _mean(*second.get(name, (0.0, 0))))
+            (name, mean_of(*first.get(name, (0.0, 0))), mean_of(*second.get(name, (0.0, 0))))
             for name in sorted({*first, *second})
         ]
 
@@ -300,21 +234,54 @@ class SpanTotals:
         return sorted(rows, key=lambda row: -row.worker_seconds)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceAccount:
+    """Rows and draws of one source, as the ledger of the data counts them (`data/ledger.py`)."""
+
+    name: str
+    indexed: int
+    planned: int
+    scheduled: int
+    delivered: int
+    rejected: Mapping[str, int]  # reason -> rows
+    skipped: Mapping[str, int]  # reason -> draws
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataAccount:
+    """Rows and draws of all sources together, and of each; of none in records of version 0.1."""
+
+    indexed: int
+    planned: int
+    scheduled: int
+    delivered: int
+    rejected: Mapping[str, int]
+    skipped: Mapping[str, int]
+    sources: tuple[SourceAccount, ...]
+
+    @property
+    def rows(self) -> tuple[SourceAccount, ...]:
+        """The sources and, unless there is only one, the sum of all."""
+        whole = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sources"}
+        return self.sources if len(self.sources) == 1 else (*self.sources, SourceAccount(name="all", **whole))
+
+
 class EventTotals:
-    """The first events that have words, how many there are, what disturbed the `slow` steps, and the last ledger."""
+    """What a report says of events.jsonl. Of the events that have words the first ones are kept; `during` holds what
+    disturbed the `slow` steps."""
 
     def __init__(self, slow: Sequence[StepMetrics]) -> None:
         self._slow = slow
         self.told: list[tuple[RunEvent, str]] = []
         self.num_told = 0
         self.during: dict[int, list[str]] = {line.step: [] for line in slow}
-        self.ledger: Mapping[str, Any] = {}  # what became of the data, as told last: at a start, or at the end
+        self.data: DataAccount | None = None  # as counted last, at a start or at the end of the run
 
     def add(self, event: RunEvent) -> None:
         if isinstance(event, RunStarted):
-            self.ledger = event.data
+            self.data = record_of(DataAccount, event.data)
         elif isinstance(event, RunFinished):
-            self.ledger = event.ledger
+            self.data = record_of(DataAccount, event.ledger)
         text = event.describe()
         if text:
             self.num_told += 1

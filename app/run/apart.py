@@ -71,7 +71,8 @@ def run_apart(arguments: Sequence[str]) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Until it has ended and nothing of its group is left. Its number is not given away before we have asked for it."""
+    """Wait until the process has ended, and end the rest of its group. Until its exit code is collected, its number
+    belongs to no other process."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with suppress(ProcessLookupError, PermissionError):  # nobody left
         os.killpg(process.pid, signal.SIGKILL)
@@ -79,7 +80,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def join_lifeline() -> None:
-    """In the inner process: end with everything it has started as soon as the outer one is gone, however it went."""
+    """In the inner process: end it with all that it has started as soon as the outer process is gone, for whatever
+    reason."""
     global _joined
     file, _joined = int(os.environ.pop(LIFELINE)), True  # popped: what Ray starts below is not the inner process
     os.set_inheritable(file, False)

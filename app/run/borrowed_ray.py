@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-from app.run.launch import start_ray_here
-from app.run.live_runs import must_answer, shut_down_ray
+from actors.names import NAMESPACE
+from app.run.cluster import ROOT, must_answer, shut_down_ray, start_ray_here
 from ops.typed import ConfigError
 
 
@@ -19,22 +19,23 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     Raises ConfigError where no cluster answers."""
     import ray
 
-    path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    quiet: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": "warning",
-        "namespace": "heddle",
-        "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
-    }
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    start = partial(
+        ray.init,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        namespace=NAMESPACE,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
+    )
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         must_answer(address)
         try:
-            ray.init(address=address, **quiet)
+            start(address=address)
         except ConnectionError:
             raise ConfigError(f"no Ray cluster answers at {address}. Start it, or leave --cluster out.") from None
     else:
-        start_ray_here({"num_cpus": cpus, "include_dashboard": False, **quiet})
+        start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
     try:
         yield
     finally:

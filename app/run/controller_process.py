@@ -6,7 +6,6 @@ It holds the lock of the run's folder, writes the folder through `Recorder`, and
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import time
@@ -14,17 +13,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.records.events import SettingsChanged
-from app.run.live_runs import OUTCOME
 from app.run.lock import FolderLock, holder, lock_path
+from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
 from app.run.recorder import Recorder
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, unwrap
+
+if TYPE_CHECKING:
+    from actors.run.controller import Controller
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +35,20 @@ CONTROLLER_S = 60.0  # the controller of a driver that was killed ends within th
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def controller_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Runs in Ray Train's worker process. Ends normally also when the run failed for a reason that a retry repeats;
-    returns the outcome, also for a disk that takes no file any more."""
+class ControllerStart(TypedDict):
+    """What the process that starts a run hands to its controller, through Ray Train."""
+
+    yaml: str  # the resolved config
+    run_dir: str
+    token: str  # of this start; "": of whoever holds the folder
+    changes: list[str]  # settings that differ from those of the start before
+
+
+def controller_loop(settings: ControllerStart) -> EndedRun | None:
+    """Runs in Ray Train's worker process. Returns normally if the run failed for a reason that a retry would repeat:
+    then Ray Train must not retry. The outcome is returned as well as written, since the disk may be full."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, token = Path(settings["run_dir"]), settings.get("token", "")
+    folder, token = Path(settings["run_dir"]), settings["token"]
     with FolderLock(lock_path(folder, CONTROLLER)) as lock:
         lock.take(CONTROLLER_S, log.warning)
         try:
@@ -45,11 +56,9 @@ def controller_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
         except Superseded as error:
             log.error("%s", error)
             return None
-    ended = {"code": outcome.code, "reason": outcome.reason, "last_step": outcome.last_step}
+    ended = ended_run(outcome)
     try:
-        aside = folder / f".{OUTCOME}.part"
-        aside.write_text(json.dumps({**ended, "token": token}), encoding="utf-8")
-        os.replace(aside, folder / OUTCOME)
+        write_outcome(folder, ended, token)
     except OSError as error:
         log.error("%s was not written: %s", folder / OUTCOME, error)
     return ended
@@ -66,33 +75,34 @@ def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
     return check
 
 
-def _controlled(settings: dict[str, Any], guard: Callable[[], None]) -> Outcome:
-    """The controller's life with its files. Raises Superseded, and Ray's errors that another controller answers."""
+def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome:
+    """Run the controller, with its files. Raises Superseded, and those errors of Ray after which another controller can
+    go on."""
     from actors.run.assemble import start_controller
     from actors.run.rescue import rescue
 
     folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
-    controller: Any = None
+    controller: Controller | None = None
     try:
         guard()
         with Recorder(folder, LiveSamples(config, folder), guard, config) as recorder:
-            if changes := settings.get("changes"):
+            if changes := settings["changes"]:
                 recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
             controller = start_controller(runtime_config(config, folder), recorder)
-            outcome: Outcome = controller.train()
+            outcome = controller.train()
             left = controller.left
     except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
         if continues(error) or isinstance(error, Superseded):
             raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         log.exception("the controller failed")
         left = controller.left if controller is not None else rescue(runtime_config(config, folder))
-        outcome = Outcome(code=code_of(error, folder), reason=_told(error, folder), last_step=-1)
+        outcome = Outcome(code=code_of(error, folder), reason=_reason_of(error, folder), last_step=-1)
     return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
 
 
 def code_of(error: Exception, folder: Path) -> int:
-    """The exit code of a run that this error ended. A run folder that can no longer be written is a failure of its
-    storage, although a path that cannot be opened at a start is a mistake."""
+    """The exit code of a run that ended with this error. A run folder that can no longer be written is a failure of
+    storage; other paths that cannot be opened are mistakes of the person who gave them."""
     cause = unwrap(error)
     named = cause.filename if isinstance(cause, OSError) else None  # a str or bytes, or a number of an open file
     if isinstance(named, str | bytes) and Path(os.fsdecode(named)).is_relative_to(folder):
@@ -100,8 +110,9 @@ def code_of(error: Exception, folder: Path) -> int:
     return exit_code(error) or Exit.FAILURE
 
 
-def _told(error: Exception, folder: Path) -> str:
-    """A sentence for the person at the terminal; the traceback of what is not ours stays in the folder."""
+def _reason_of(error: Exception, folder: Path) -> str:
+    """The error as a sentence for the terminal. The traceback of an unexpected error goes to error.txt in the run's
+    folder."""
     if isinstance(error, OSError) and error.errno in FULL:
         return (
             f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Make room for {folder}, "

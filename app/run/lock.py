@@ -1,12 +1,12 @@
-"""One writer for a run folder: a lock file beside it that the kernel holds (flock) and that keeps changing.
+"""One writer per run folder: a lock file beside it, held through the kernel (flock), whose content keeps changing.
 
     with FolderLock(lock_path(folder, "driver")) as lock:
         lock.take(wait_s=3.0, tell=print)          # raises FolderHeld when somebody else is alive
         ...
 
 The kernel frees a dead holder's lock at once, so on one machine nobody ever waits for one. File systems that are shared
-between machines may not pass such locks on. There a holder is alive while its stamp in the file keeps changing, as the
-one who asks sees it: clocks of two machines are never compared.
+between machines may not pass such locks on. There a holder counts as alive while its stamp in the file keeps changing.
+Whoever asks watches the file, so that clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ops.typed import ConfigError
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-STALE_S = 15.0  # a stamp that does not change for so long belongs to nobody
+STALE_S = 15.0  # the holder of a stamp that has not changed for this long is dead
 _LOOK_S = 0.2
-_SETTLE_S = 1.0  # of two that take a lock at once without a kernel's help, the later stamp counts
-_BYTES = 512  # of every stamp, so that a full disk can still take the next one
+_SETTLE_S = 1.0  # where flock does not work and two processes take a lock at once, the later stamp counts
+_BYTES = 512  # size of every stamp, so that the next one fits on a full disk
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderHeld(ConfigError):
-    """Somebody else is alive and writes here."""
+    """Another process is alive and writes in this folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Stamp:
 
 
 def lock_path(folder: Path, role: str) -> Path:
-    """Beside the folder, so that making and emptying it are covered, too."""
+    """Beside the folder, so that the lock also covers creating and emptying the folder."""
     return folder.parent / f".{folder.name}.{role}.lock"
 
 
@@ -71,7 +71,7 @@ class FolderLock:
 
     def __init__(self, path: Path, token: str = "") -> None:
         self.path, self.token = path, token or uuid.uuid4().hex
-        self.lost = False  # somebody else has taken it meanwhile: this process was believed dead
+        self.lost = False  # another process has taken it, believing this one dead
         self._file: int | None = None
         self._stamp: Stamp | None = None
         self._end = threading.Event()
@@ -157,7 +157,7 @@ class FolderLock:
             _write(self._file, self._stamp)
 
     def _put_back(self) -> None:
-        """Somebody has removed the file: the next one that starts must find it."""
+        """Write the file again after somebody has removed it: the next process that starts must find it."""
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -193,7 +193,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _changes(path: Path, seconds: float) -> bool:
-    """Whether the stamp changes while we look. Opened anew each time: NFS then asks its server."""
+    """Whether the stamp changes while we watch. The file is opened each time, so that NFS asks its server."""
     first, deadline = holder(path), time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -205,7 +205,7 @@ def _changes(path: Path, seconds: float) -> bool:
 def _write(file: int, stamp: Stamp) -> None:
     try:
         os.pwrite(file, json.dumps(asdict(stamp)).encode().ljust(_BYTES - 1)[: _BYTES - 1] + b"\n", 0)
-    except OSError as error:  # a full disk: the kernel's half of the lock still holds
+    except OSError as error:  # a full disk: flock still holds the lock
         log.warning("the stamp of a run's lock was not written: %s", error)
 
 

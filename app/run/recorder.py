@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from actors.records.events import RunEvent
 from actors.records.metrics_line import StepMetrics
@@ -22,7 +22,7 @@ from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
 
-_TIMELINE_BYTES = 128 * 2**20  # then it becomes OLDER_TIMELINE, in place of the one before
+_TIMELINE_BYTES = 128 * 2**20  # a larger file is renamed to OLDER_TIMELINE and replaces the one before
 _PLANS = 1000  # the newest ones that stay
 
 
@@ -36,8 +36,9 @@ class Recorder:
         guard: Callable[[], None] = lambda: None,
         config: RunConfig | None = None,
     ) -> None:
-        """With `samples` it runs inside Ray Train: checkpoints are reported there, and pictures made from them. `guard`
-        raises when this process must not write here any more. `config` names the trackers, which are told it."""
+        """Inside Ray Train `samples` is given: then checkpoints are reported to Ray Train, and samples are made from
+        them. `guard` raises once this process must no longer write here. `config` names the trackers, which are told
+        of it."""
         from app.records.metrics import Metrics
 
         self._run_dir, self._samples, self._guard = run_dir, samples, guard
@@ -53,8 +54,9 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        parts: list[Any] = [self._samples] if self._samples is not None else []
-        for part in (*parts, self._metrics, self._timeline, self._events):
+        for part in (self._samples, self._metrics, self._timeline, self._events):
+            if part is None:
+                continue
             try:
                 part.close()
             except OSError as error:  # a full disk: what it did not take is not committed either
@@ -73,7 +75,7 @@ class Recorder:
         self._write_plan(metrics.step, plan)
 
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
-        """The newest plans stay, and one of every so many older ones: a run takes millions of steps."""
+        """Keep the newest plans and every 1,000th of the older ones, since a run may take millions of steps."""
         folder = self._run_dir / "plans"
         record = PlanRecord.of(plan.step, plan.cascades, plan.planning_s)
         (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
@@ -90,7 +92,7 @@ class Recorder:
             return
         import ray.train
 
-        # Without the checkpoint itself: Ray Train would demand at the next start that all it was told of still exist.
+        # Without the checkpoint itself: at the next start Ray Train would insist that all it was told of still exist.
         ray.train.report({"step": step})
         self._samples.on_checkpoint(step)
 

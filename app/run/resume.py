@@ -2,8 +2,8 @@
 
     changes = check_resume(config, folder)      # raises ConfigError for what would train something else
 
-`KINDS` says of every setting which it is; the longest matching name counts, so a whole section can be one kind.
-Imports neither torch nor Ray: a resume is refused before anything starts and before anything is written.
+`KINDS` has the kind of every setting; the longest matching name counts, so a whole section can be of one kind. Imports
+neither torch nor Ray: a resume is refused before anything starts and before anything is written.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
-from app.settings.config import RunConfig, run_dir
+from app.settings.config import RunConfig
+from app.settings.run_folder import run_dir
 from ops.typed import ConfigError, as_plain
 
+Tree = Mapping[str, object]  # settings as YAML has them
 Kind = Literal["function", "weights", "sources", "schedule", "free"]
 
 
@@ -31,7 +33,7 @@ FUNCTION = _names("""
     data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow
-""")  # another value is another training
+""")  # another value would train something else
 WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
@@ -44,7 +46,7 @@ SCHEDULE = _names("""
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
     train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
-""")  # a person may want it; told
+""")  # may change, and the run says so
 FREE = ["run", "sample", "track"]
 _TABLES: tuple[tuple[list[str], Kind], ...] = (
     (FUNCTION, "function"),
@@ -72,8 +74,8 @@ class Change:
     """A setting that differs from the run's earlier start."""
 
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
 
     def __str__(self) -> str:
         return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
@@ -95,7 +97,7 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
     saved, where = _trained(folder)
     if saved is None:
         return []
-    now = as_plain(config)
+    now: Tree = as_plain(config)
     refused = [change for change in differences(saved, now) if is_refused(change, saved, now)]
     if refused:
         raise ConfigError(
@@ -107,10 +109,10 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
     return [change for change in differences(last, now) if kind_of(change.key) != "free"]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Settings whose values differ. One that the older file does not know yet had its default; one that is gone does
-    not count."""
-    architecture = new["model"]["dit"]["architecture"]  # whose settings `new` has
+def differences(old: Tree, new: Tree) -> list[Change]:
+    """Settings whose values differ. A setting that the older file lacks had its default; one that no longer exists is
+    ignored."""
+    architecture = _value(new, "model", "dit", "architecture")  # whose settings `new` has
     text = f"run: {{name: usual}}\nmodel: {{dit: {{architecture: {architecture}}}}}"
     usual = dict(leaves(as_plain(RunConfig.from_yaml(text))))
     before = dict(leaves(old, known=usual))
@@ -121,9 +123,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     ]
 
 
-def leaves(
-    tree: Mapping[str, Any], known: Mapping[str, Any] | None = None, path: str = ""
-) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Tree, known: Tree | None = None, path: str = "") -> Iterator[tuple[str, object]]:
     """(section.key, value). Lists end a path, and so does a mapping that is itself a value of `known`."""
     for name, value in tree.items():
         key = f"{path}.{name}" if path else str(name)
@@ -133,9 +133,9 @@ def leaves(
             yield key, value
 
 
-def is_refused(change: Change, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether training on with this change would be another training."""
-    if change.key == "train.optimizer.ema_decay":  # there is an average in the state, or there is none
+def is_refused(change: Change, old: Tree, new: Tree) -> bool:
+    """Whether going on with this change would train something else."""
+    if change.key == "train.optimizer.ema_decay":  # the state holds an average, or it does not
         return bool(change.old) != bool(change.new)
     if change.key == "model.image":  # a section that may be absent is one value
         return not _same_encoder(change.old, change.new)
@@ -149,34 +149,37 @@ def is_refused(change: Change, old: Mapping[str, Any], new: Mapping[str, Any]) -
     return False
 
 
-def _ignored(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """With a folder of weights, before and now, its own config.json counts, and not these settings."""
+def _ignored(key: str, old: Tree, new: Tree) -> bool:
+    """Whether a setting has no effect: with weights from a folder, before and now, the folder's own config.json
+    counts."""
     section, _, name = key.rpartition(".")
     if section not in ("model.dit", "model.vae", "model.text"):
         return False
     module = section.removeprefix("model.")
-    if not all((tree.get("model") or {}).get(module, {}).get("path") for tree in (old, new)):
+    if not all(_value(tree, "model", module, "path") for tree in (old, new)):
         return False
     own = {"dit": RUNTIME, "vae": ("kind",), "text": ("max_length", "pad_to", "unmasked")}[module]
     return name not in own
 
 
-def _same_encoder(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> bool:
-    """Of a folder, before and now, its files count, and not the numbers beside its path."""
-    if old and new and old.get("path") and new.get("path"):
+def _same_encoder(old: object, new: object) -> bool:
+    """Whether an image encoder is the same. With folders, before and now, their files count, and not other settings."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return old == new
+    if old.get("path") and new.get("path"):
         return _same_files(old["path"], new["path"])
     return old == new
 
 
-def _same_files(old: str | None, new: str | None) -> bool:
-    """Whether a moved folder holds the same: names and sizes of its files, and its JSON. One that is gone cannot be
-    compared and counts as moved."""
-    if not old or not new:
+def _same_files(old: object, new: object) -> bool:
+    """Whether a moved folder holds the same: names and sizes of its files, and its JSON. An old folder that is gone
+    cannot be compared and counts as moved."""
+    if not (isinstance(old, str) and old and isinstance(new, str) and new):
         return old == new
     return not Path(old).is_dir() or _contents(Path(old)) == _contents(Path(new))
 
 
-def _contents(folder: Path) -> dict[str, Any]:
+def _contents(folder: Path) -> dict[str, bytes | int]:
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".json" else path.stat().st_size
@@ -184,12 +187,22 @@ def _contents(folder: Path) -> dict[str, Any]:
     }
 
 
-def _without_places(sources: Any) -> list[dict[str, Any]]:
-    return [{name: value for name, value in source.items() if name not in MOVABLE} for source in sources or []]
+def _without_places(sources: object) -> list[Tree]:
+    listed = [source for source in sources if isinstance(source, Mapping)] if isinstance(sources, list) else []
+    return [{name: value for name, value in source.items() if name not in MOVABLE} for source in listed]
 
 
-def _trained(folder: Path) -> tuple[Mapping[str, Any] | None, str]:
-    """The settings behind the state that a resume would continue, and where they stand; None: nothing was trained."""
+def _value(tree: Tree, *names: str) -> object:
+    """The value under these names, one below the other; None where there is none."""
+    value: object = tree
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _trained(folder: Path) -> tuple[Tree | None, str]:
+    """The settings of the state that a resume would continue, and where they are written; None if nothing was
+    trained."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*/COMPLETE"), key=lambda path: -_step(path.parent))
     for marker in checkpoints:
         try:
@@ -205,7 +218,7 @@ def _trained(folder: Path) -> tuple[Mapping[str, Any] | None, str]:
     return _yaml(folder / "config.yaml"), f"{folder / 'config.yaml'} says"
 
 
-def _yaml(path: Path) -> Mapping[str, Any] | None:
+def _yaml(path: Path) -> Tree | None:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -218,6 +231,6 @@ def _step(folder: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value or '""'
     return text if len(text) <= 60 else f"{text[:57]}..."

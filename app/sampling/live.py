@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from app.settings.config import RunConfig
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +18,7 @@ FINISH_S = 600.0  # the last samples of a run may take this long after its last 
 
 def make(run_dir: str, device: str) -> list[str]:
     """Runs in the task: the config's prompts from the latest checkpoint, into RUN/samples."""
-    from app.sampling.sample import sample_run
+    from app.sampling.clips import sample_run
 
     return [str(path) for path in sample_run(Path(run_dir), device=device)]
 
@@ -30,7 +33,7 @@ class LiveSamples:
         self._every = config.sample.every if config.sample.prompts else 0
         self._workers = config.workers
         self._run_dir = run_dir
-        self._running: Any = None
+        self._running: ObjectRef[list[str]] | None = None
 
     def on_checkpoint(self, step: int) -> None:
         """Called after the checkpoint of `step` is complete."""
@@ -40,7 +43,7 @@ class LiveSamples:
 
         from actors.pool.workers import uses_gpu
 
-        if self._running is not None and not self._collect(0.0):
+        if self._running is not None and not self._collect(self._running, 0.0):
             log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)
             return
         gpu = uses_gpu(self._workers)
@@ -50,18 +53,19 @@ class LiveSamples:
 
     def close(self) -> None:
         """Wait for the samples that are being made."""
-        if self._running is not None and not self._collect(FINISH_S):
+        if self._running is not None and not self._collect(self._running, FINISH_S):
             log.warning("samples are not ready after %.0f s; make them with `heddle sample`", FINISH_S)
 
-    def _collect(self, timeout_s: float) -> bool:
+    def _collect(self, running: ObjectRef[list[str]], timeout_s: float) -> bool:
         """Whether the running task has ended; its failure is logged, it never ends the run."""
         import ray
 
-        ready, _ = ray.wait([self._running], timeout=timeout_s)
+        ready, _ = ray.wait([running], timeout=timeout_s)
         if not ready:
             return False
         try:
-            log.info("samples: %s", ", ".join(ray.get(self._running)))
+            files: list[str] = ray.get(running)
+            log.info("samples: %s", ", ".join(files))
         except ray.exceptions.RayError as error:
             log.warning("sampling failed: %s", error)
         self._running = None

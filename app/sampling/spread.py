@@ -24,8 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from actors.ray_calls import node_address, resources
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
-from app.sampling.sample import ClipOrder, ClipSettings, clip_files, load_model, make_clips
+from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
+from app.sampling.model import load_model
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
@@ -148,23 +150,21 @@ class ClipWorker:
 
     def serve(self) -> tuple[str, int]:
         """Where the others of a bag meet: a store in this process."""
-        import ray
         import torch.distributed as dist
 
-        host = ray.util.get_node_ip_address()
+        host = node_address()
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         return host, self._store.port
 
     def join(self, rank: int, size: int, host: str, port: int) -> None:
         """Be one rank of a bag of all workers; all call it at once."""
-        import ray
         import torch.distributed as dist
 
         from ops.comm import CancelToken, Groups
 
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         backend = "nccl" if self._model.device.type == "cuda" else "gloo"
-        address = ray.util.get_node_ip_address()
+        address = node_address()
         members = tuple(range(size))
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
@@ -259,10 +259,10 @@ class _Crew:
         import ray
 
         self.job, self.size = job, size
-        resources = ray.cluster_resources()
-        gpus = resources.get("GPU", 0)
+        offered = resources(free=False)
+        gpus = offered.get("GPU", 0)
         self._gpu = job.device == "cuda" or (job.device == "auto" and gpus > 0)
-        kind, have = ("GPU", gpus) if self._gpu else ("CPU", resources.get("CPU", 0))
+        kind, have = ("GPU", gpus) if self._gpu else ("CPU", offered.get("CPU", 0))
         if have < size:
             raise ConfigError(f"--workers {size} need a {kind} each, and this Ray has {have:g}; use at most {have:g}.")
         options = {"num_cpus": 1, "num_gpus": 1 if self._gpu else 0, "max_restarts": 0}

@@ -10,7 +10,7 @@ from actors.outcome import Exit
 PACKAGES = ("app", "actors", "data", "ops")
 ROOT = Path(__file__).resolve().parents[2]
 
-# by class name along the inheritance, so that no layer is imported only to be asked
+# by class name along the inheritance, so that no layer is imported only for this
 CODES = {"ConfigError": Exit.USAGE, "PlanError": Exit.PLAN, "DataError": Exit.DATA}
 
 

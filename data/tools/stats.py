@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypedDict
 
 import numpy as np
 
@@ -11,7 +12,42 @@ from data.dataset.index import Index
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def statistics(index: Index, most: int = 12) -> dict[str, object]:
+class ShapeCount(TypedDict):
+    """How many usable samples have this width and height."""
+
+    width: int
+    height: int
+    count: int
+
+
+class SourceStatistics(TypedDict):
+    """Figures of a source as JSON. Distributions are quantiles (QUANTILES), empty where nothing is known."""
+
+    name: str
+    kind: str
+    hash: str
+    shards: int
+    indexed: int
+    usable: int
+    videos: int
+    images: int
+    file_missing: int
+    coverage: float
+    rejected: dict[str, int]
+    bytes: int
+    hours: float
+    shapes: list[ShapeCount]
+    other_shapes: int
+    other_samples: int
+    aspect: list[float]
+    fps: list[float]
+    frames: list[float]
+    seconds: list[float]
+    caption_chars: list[float]
+    scores: dict[str, list[float]]
+
+
+def statistics(index: Index, most: int = 12) -> SourceStatistics:
     """Figures of the usable rows, and how many rows are not usable and why. `most`: shapes listed."""
     columns = index.columns("ok", "image", "width", "height", "fps", "num_frames", "duration", "caption_chars", "size")
     ok = columns.pop("ok").astype(bool)

@@ -65,9 +65,17 @@ MISTAKES = [
         2,
         "error: train.steps is 'many' (--set); expected a whole number.",
     ),
-    (("report", "runs/nowhere"), 2, "error: run directory runs/nowhere does not exist."),
+    (
+        ("report", "runs/nowhere"),
+        2,
+        "error: run directory runs/nowhere does not exist; give that of a run, such as runs/demo.",
+    ),
     (("sample", "--checkpoint", "runs/nowhere"), 2, "error: checkpoint runs/nowhere does not exist."),
-    (("workers", "list", "runs/nowhere"), 2, "error: runs/nowhere is not the folder of a run that was started."),
+    (
+        ("workers", "list", "runs/nowhere"),
+        2,
+        "error: runs/nowhere is not the folder of a run that was started; give that of a run, such as runs/demo.",
+    ),
     (("profile", "--config", str(DEMO), "--device", "tpu"), 2, "error: --device 'tpu' is not one of auto, cpu, cuda."),
 ]
 
@@ -166,7 +174,7 @@ def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
     assert code == 0 and said in printed, err
     code, printed, err = dry_run(f"model.dit.path={tmp_path}", "model.text.pad_to=512")
     assert code == 0 and "pad_to" not in printed, err
-    monkeypatch.setattr(launch, "_connect", no_cluster)
+    monkeypatch.setattr(launch, "connect", no_cluster)
     monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
     overrides = [f"model.dit.path={tmp_path}", f"run.dir={tmp_path}", "data.sources.0.synthetic=false"]
     with pytest.raises(ConfigError, match="no cluster here"):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from app.cli import app
@@ -54,13 +55,13 @@ def test_medians_and_last_losses_are_those_of_the_run(run_folder: Path) -> None:
 
 def test_flops_of_a_step_are_those_of_its_clips_once(run_folder: Path) -> None:
     """24 S d^2 and 4 S^2 d for each layer, three passes (KnapFormer Eq. 1); bags tell a cascade once per worker."""
-    config = json.loads(json.dumps(RunDir.open(run_folder).config()))["model"]["dit"]
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())["model"]["dit"]
     d, ffn, layers = config["num_heads"] * config["head_dim"], config["ffn_dim"], config["num_layers"]
 
     def tflop(tokens: int) -> float:
         return 3 * layers * tokens * (8 * d * d + 4 * d * ffn + 4 * tokens * d) / 1e12
 
-    model = RunDir.open(run_folder).config()["model"]["vae"]
+    model = yaml.safe_load((run_folder / "config.yaml").read_text())["model"]["vae"]
     rows, columns = 64 // model["spatial"] // 2, 96 // model["spatial"] // 2
     video, image = ((16 // model["temporal"]) + 1) * rows * columns, rows * columns
     found = flops_by_step(RunDir.open(run_folder))

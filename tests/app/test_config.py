@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from app.inputs.synthetic import make_missing
-from app.settings.config import ELSEWHERE, RunConfig, from_here, names, notes, prepare_run_dir, run_dir
+from app.settings.config import RunConfig, from_here, names
+from app.settings.elsewhere import ELSEWHERE
+from app.settings.notes import notes
+from app.settings.run_folder import prepare_run_dir, run_dir
 from data.config import SourceConfig
 from ops.models.folders import dit_json
 from ops.models.hunyuan.config import HunyuanConfig

@@ -13,9 +13,9 @@ import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemoryError, RayTaskError
 
 from actors.outcome import Outcome
-from app.run.controller_process import code_of, controller_loop
-from app.run.live_runs import OUTCOME, came_to_anything, read_outcome
+from app.run.controller_process import ControllerStart, code_of, controller_loop
 from app.run.lock import FolderLock, lock_path
+from app.run.outcomes import OUTCOME, read_outcome, worth_keeping
 from app.settings.config import RunConfig
 from data.errors import DataIOError
 
@@ -26,7 +26,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]:
     train = Mock(side_effect=error)
     monkeypatch.setattr("actors.run.assemble.start_controller", Mock(return_value=Mock(train=train, left=LEFT)))
-    controller_loop({"yaml": RunConfig.load(DEMO).to_yaml(), "run_dir": str(folder)})
+    controller_loop(settings(folder))
     outcome: dict[str, object] = json.loads((folder / OUTCOME).read_text())
     return outcome
 
@@ -59,8 +59,8 @@ def test_what_a_retry_would_repeat_ends_the_run_with_its_reason(
     assert str(outcome["reason"]).endswith(LEFT)
 
 
-def settings(folder: Path, token: str = "") -> dict[str, str]:
-    return {"yaml": RunConfig.load(DEMO).to_yaml(), "run_dir": str(folder), "token": token}
+def settings(folder: Path, token: str = "") -> ControllerStart:
+    return ControllerStart(yaml=RunConfig.load(DEMO).to_yaml(), run_dir=str(folder), token=token, changes=[])
 
 
 def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_keepers_hold(
@@ -103,20 +103,20 @@ def test_an_outcome_belongs_to_one_start(tmp_path: Path) -> None:
         ("metrics.jsonl", '{"step": 0}\n', True),
         ("bad.jsonl", "", True),
         ("error.txt", "Traceback", True),
-        (OUTCOME, '{"code": 2}', False),
-        (OUTCOME, '{"code": 75}', True),
+        (OUTCOME, '{"code": 2, "reason": "", "last_step": -1}', False),
+        (OUTCOME, '{"code": 75, "reason": "", "last_step": -1}', True),
     ],
 )
 def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str, text: str, kept: bool) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: x}")
     (tmp_path / name).write_text(text)
-    assert came_to_anything(tmp_path) is kept
+    assert worth_keeping(tmp_path) is kept
 
 
 def test_of_rays_words_on_tokens_only_the_warning_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     from ray._private.authentication import authentication_token_setup as ray_tokens
 
-    from app.run.launch import is_news_of_tokens
+    from app.run.cluster import is_news_of_tokens
 
     ray_tokens.logger.addFilter(is_news_of_tokens)
     try:

@@ -22,8 +22,11 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
-from app.sampling import sample
-from app.settings.config import RunConfig, RunSection
+from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.model import load_model
+from app.sampling.sample import default_out
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection
 from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
@@ -169,10 +172,10 @@ def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_pat
     config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=pad_to)))
     run = write_checkpoint(tmp_path / "run", config)
     exported = export.export(run, tmp_path / "out")
-    model = sample.load_model(run)
+    model = load_model(run)
     prompt, negative = model.text.encode(["a red disc", ""])
     requests = [SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)]
-    settings = replace(sample.ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
+    settings = replace(ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
     (ours,) = sample_latents(model.dit, requests, negative, model.geometry, settings)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
     if pad_to:
@@ -204,12 +207,12 @@ def test_hunyuan_sigmas_are_those_of_its_pipeline() -> None:
 def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     run = write_checkpoint(tmp_path / "run", haar_run(lora_rank=rank))
     export.export(run, tmp_path / "out")
-    first, second = sample.load_model(run), sample.load_model(tmp_path / "out")
-    settings = replace(sample.ClipSettings.of(first.config), frames=5, height=16, width=16)
+    first, second = load_model(run), load_model(tmp_path / "out")
+    settings = replace(ClipSettings.of(first.config), frames=5, height=16, width=16)
     settings = replace(settings, sampler=replace(settings.sampler, steps=2))
-    clip, same = (sample.make_clips(model, ["a red disc"], settings)[0] for model in (first, second))
+    clip, same = (make_clips(model, ["a red disc"], settings)[0] for model in (first, second))
     assert abs(clip.astype(int) - same.astype(int)).max() <= 1
-    assert sample.default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
+    assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
 
 
 def test_the_config_of_an_export_has_the_numbers_of_the_model(tmp_path: Path) -> None:

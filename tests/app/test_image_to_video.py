@@ -16,9 +16,12 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.plan.costs.profile import Profile
 from app.export import export
 from app.run.resume import Change, is_refused
-from app.sampling import sample
+from app.sampling.clips import ClipSettings, first_frames, make_clips, sample_run
+from app.sampling.model import load_model
 from app.sampling.pictures import read_pictures
-from app.settings.config import RunConfig, RunSection, SampleConfig
+from app.sampling.sample import run
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
@@ -49,16 +52,14 @@ def save(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (48, 3
 def test_the_picture_decides_the_clip(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", haar_run())
     red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
-    model = sample.load_model(tmp_path / "run")
-    settings, prompts = sample.ClipSettings.of(model.config), ["a disc", "a square"]
+    model = load_model(tmp_path / "run")
+    settings, prompts = ClipSettings.of(model.config), ["a disc", "a square"]
     clips = [
-        sample.make_clips(
-            model, prompts, settings, sample.first_frames(model.config, prompts, settings, given, "--image")
-        )
+        make_clips(model, prompts, settings, first_frames(model.config, prompts, settings, given, "--image"))
         for given in ([red], [red, blue])
     ]
     assert np.array_equal(clips[0][0], clips[1][0]) and not np.array_equal(clips[0][1], clips[1][1])
-    files = sample.run(tmp_path / "run", ["a disc"], tmp_path / "x.mp4", images=[red])
+    files = run(tmp_path / "run", ["a disc"], tmp_path / "x.mp4", images=[red])
     assert [file.name for file in files] == ["x.mp4", "x.png"]
 
 
@@ -67,9 +68,9 @@ def test_a_runs_own_pictures_are_those_of_its_own_prompts(tmp_path: Path) -> Non
     config = haar_run()
     config = replace(config, sample=replace(config.sample, images=(str(tmp_path / "a.png"),)))
     write_checkpoint(tmp_path / "run", config)
-    assert sample.sample_run(tmp_path / "run")[0].is_file()
+    assert sample_run(tmp_path / "run")[0].is_file()
     with pytest.raises(ConfigError, match="starts from a picture: give --image"):
-        sample.run(tmp_path / "run", ["another"], tmp_path / "x.mp4")
+        run(tmp_path / "run", ["another"], tmp_path / "x.mp4")
 
 
 def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tmp_path: Path) -> None:
@@ -78,12 +79,10 @@ def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tm
     run = replace(plain, train=replace(plain.train, flow=FlowConfig(first_frame=0.2)))
     write_checkpoint(tmp_path / "run", run)
     red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
-    model = sample.load_model(tmp_path / "run")
-    settings, prompts = sample.ClipSettings.of(model.config), ["a disc"]
+    model = load_model(tmp_path / "run")
+    settings, prompts = ClipSettings.of(model.config), ["a disc"]
     clips = [
-        sample.make_clips(
-            model, prompts, settings, sample.first_frames(model.config, prompts, settings, given, "--image")
-        )[0]
+        make_clips(model, prompts, settings, first_frames(model.config, prompts, settings, given, "--image"))[0]
         for given in ([], [red], [blue])
     ]
     assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[1][1:], clips[2][1:])
@@ -132,7 +131,7 @@ def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     plain = replace(haar_run(first_frame="none"), sample=replace(SHOWN, images=()))
     write_checkpoint(tmp_path / "run", replace(plain, model=replace(plain.model, image=None)))
     with pytest.raises(ConfigError, match="--image is given, but this transformer makes video from text alone"):
-        sample.run(tmp_path / "run", ["a"], tmp_path / "x.mp4", images=[tmp_path / "a.png"])
+        run(tmp_path / "run", ["a"], tmp_path / "x.mp4", images=[tmp_path / "a.png"])
 
 
 def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) -> None:
@@ -150,10 +149,10 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
     assert {"image_encoder", "image_processor"} <= done.components.keys()
 
     picture = save(tmp_path / "a.png", (200, 120, 30))
-    ours = sample.load_model(tmp_path / "out")
-    settings = sample.ClipSettings.of(ours.config)
-    (first,) = sample.first_frames(ours.config, ["a disc"], settings, [picture], "--image")
-    (clip,) = sample.make_clips(ours, ["a disc"], settings, [first])
+    ours = load_model(tmp_path / "out")
+    settings = ClipSettings.of(ours.config)
+    (first,) = first_frames(ours.config, ["a disc"], settings, [picture], "--image")
+    (clip,) = make_clips(ours, ["a disc"], settings, [first])
 
     pipe = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)

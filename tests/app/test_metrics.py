@@ -13,7 +13,8 @@ import pytest
 
 from actors.records.metrics_line import StepMetrics, metrics_of
 from app.records.follow import Tail
-from app.records.metrics import Metrics, ProgressLine, clock, figures, scalars
+from app.records.metrics import Metrics, scalars
+from app.records.progress import ProgressLine, clock, figures
 
 
 def written(folder: Path) -> list[dict]:

@@ -61,9 +61,11 @@ def config_with(path: str, value: str) -> RunConfig:
 
 def use(config: RunConfig, builds: bool) -> None:
     """What comes before any worker: shapes, weights, batches. Raises what the commands would show."""
-    from app.inputs.items import batches_of, items_from_buckets, profile_of
+    from app.inputs.items import batches_of, items_from_buckets
+    from app.inputs.profiles import profile_of
     from app.plan.preview import preview_options
-    from app.settings.config import check, notes
+    from app.settings.config import check
+    from app.settings.notes import notes
     from ops.models.folders import resolve
     from ops.models.load import num_trained
 

@@ -11,7 +11,9 @@ import pytest
 
 from actors.plan.types import Cluster, PlanError
 from app.cli import main
-from app.inputs.items import bucket_shares, read_cluster, read_workload
+from app.inputs.cluster import read_cluster
+from app.inputs.items import bucket_shares
+from app.inputs.workload import read_workload
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"

@@ -8,7 +8,8 @@ import pytest
 
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from app.device.profile import pick_device, run_profile, shapes_of
+from app.device.choice import pick_device
+from app.device.profile import run_profile, shapes_of
 from app.settings.config import RunConfig
 from ops.models.folders import resolve
 from ops.typed import ConfigError

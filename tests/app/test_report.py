@@ -22,7 +22,7 @@ from app.records.timeline import final_times, windows
 from app.report.facts import UsualStep, late_cascade, why_slow
 from app.report.page import write_report
 from app.report.totals import SpanTotals, StepTotals
-from app.sampling.sample import write_clips
+from app.sampling.clips import write_clips
 from data.ledger import Fault, Ledger, Reason
 from ops.typed import ConfigError
 

@@ -16,8 +16,10 @@ from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
 from app.drawing.svg import MAX_POINTS, Series, thin_out
 from app.records.rundir import TIMELINE, Records, RunDir
-from app.report.page import page, read_facts
-from app.report.totals import MAX_GENERATIONS, Curve, Generations, Values
+from app.report.figures import Curve, Values
+from app.report.gathered import read_facts
+from app.report.page import page
+from app.report.totals import MAX_GENERATIONS, Generations
 
 STEPS = 300_000
 TIMED = 2_000  # steps in the timeline, which the recorder bounds

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from app.run.resume import KINDS, Change, check_resume, kind_of, leaves
-from app.settings.config import RunConfig, prepare_run_dir
+from app.settings.config import RunConfig
+from app.settings.run_folder import prepare_run_dir
 from ops.typed import ConfigError, as_plain, dotted_names
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"

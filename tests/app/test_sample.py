@@ -16,10 +16,12 @@ from PIL import Image
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.drawing.video import contact_sheet, write_mp4
-from app.sampling import sample
-from app.sampling.sample import ClipSettings, run
-from app.settings.config import RunConfig, RunSection, SampleConfig
+from app.sampling.clips import ClipChanges, ClipSettings, make_clips, sample_run
+from app.sampling.model import load_model
+from app.sampling.sample import default_out, run
+from app.settings.config import RunConfig
 from app.settings.prompts import read_prompts
+from app.settings.sections import RunSection, SampleConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
@@ -80,8 +82,8 @@ def test_ema_weights_by_default_and_raw_ones_when_asked(tmp_path: Path) -> None:
     config = tiny_run()
     write_checkpoint(tmp_path, config)
     resolved, _ = resolve(config.model)
-    assert torch.equal(weights_of(sample.load_model(tmp_path).dit), weights_of(build_dit(resolved.dit, 2)))
-    assert torch.equal(weights_of(sample.load_model(tmp_path, ema=False).dit), weights_of(build_dit(resolved.dit, 1)))
+    assert torch.equal(weights_of(load_model(tmp_path).dit), weights_of(build_dit(resolved.dit, 2)))
+    assert torch.equal(weights_of(load_model(tmp_path, ema=False).dit), weights_of(build_dit(resolved.dit, 1)))
 
 
 def test_attention_that_this_device_lacks_becomes_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,13 +92,13 @@ def test_attention_that_this_device_lacks_becomes_auto(tmp_path: Path, capsys: p
     write_checkpoint(tmp_path, replace(config, model=replace(config.model, dit=dit)))
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    assert sample.load_model(tmp_path).config.model.dit.attention == "auto"
+    assert load_model(tmp_path).config.model.dit.attention == "auto"
     assert "flash3 needs a CUDA device" in capsys.readouterr().out
 
 
 def test_several_prompts_make_numbered_clips_and_one_sheet(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
-    files = sample.run(tmp_path, PROMPTS, tmp_path / "out" / "x.mp4", steps=1, frames=9, seed=4)
+    files = run(tmp_path, PROMPTS, tmp_path / "out" / "x.mp4", changes=ClipChanges(steps=1, frames=9, seed=4))
     assert [file.name for file in files] == ["x-00.mp4", "x-01.mp4", "x.png"]
     assert decode(files[0]).shape == (9, 16, 24, 3)
     assert Image.open(files[2]).size[0] > 2 * 24
@@ -104,18 +106,18 @@ def test_several_prompts_make_numbered_clips_and_one_sheet(tmp_path: Path) -> No
 
 def test_command_and_library_make_the_same_clip(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
-    file, sheet = sample.sample_run(tmp_path)
+    file, sheet = sample_run(tmp_path)
     assert (file.parent, file.name, sheet.name) == (tmp_path / "samples", "step-3.mp4", "step-3.png")
-    command = sample.run(tmp_path / "checkpoints" / "step-3", [], tmp_path / "y.mp4")
+    command = run(tmp_path / "checkpoints" / "step-3", [], tmp_path / "y.mp4")
     assert np.array_equal(decode(file), decode(command[0]))
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=len)
 def test_clips_of_typed_prompts_replace_none_of_the_run(tmp_path: Path, prompts: list[str]) -> None:
     write_checkpoint(tmp_path, tiny_run())
-    own = sample.sample_run(tmp_path)
-    typed = sample.run(tmp_path, prompts, sample.default_out(tmp_path, prompts), steps=1)
-    assert sample.default_out(tmp_path) == own[0]
+    own = sample_run(tmp_path)
+    typed = run(tmp_path, prompts, default_out(tmp_path, prompts), changes=ClipChanges(steps=1))
+    assert default_out(tmp_path) == own[0]
     assert not set(own) & set(typed)
     assert json.loads((tmp_path / "samples" / "step-3.json").read_text()) == ["a disc"]
     assert json.loads((tmp_path / "samples" / "step-3-prompts.json").read_text()) == prompts
@@ -123,10 +125,10 @@ def test_clips_of_typed_prompts_replace_none_of_the_run(tmp_path: Path, prompts:
 
 def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
-    model = sample.load_model(tmp_path)
-    settings = sample.ClipSettings.of(model.config)
-    both = sample.make_clips(model, PROMPTS, settings)
-    alone = sample.make_clips(model, PROMPTS[:1], settings)
+    model = load_model(tmp_path)
+    settings = ClipSettings.of(model.config)
+    both = make_clips(model, PROMPTS, settings)
+    alone = make_clips(model, PROMPTS[:1], settings)
     assert np.abs(both[0].astype(int) - alone[0].astype(int)).max() <= 1  # rounding to 8 bits
     assert not np.array_equal(both[0], both[1])
 
@@ -136,10 +138,10 @@ def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> N
     [
         ({"prompts": [], "out": "x.avi"}, r"must end in \.mp4"),
         (
-            {"prompts": PROMPTS, "out": "x.mp4", "frames": 6},
+            {"prompts": PROMPTS, "out": "x.mp4", "changes": ClipChanges(frames=6)},
             r"6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1",
         ),
-        ({"prompts": PROMPTS, "out": "x.mp4", "steps": 0}, "0 sampling steps"),
+        ({"prompts": PROMPTS, "out": "x.mp4", "changes": ClipChanges(steps=0)}, "0 sampling steps"),
         ({"prompts": PROMPTS, "out": "x.mp4", "device": "gpu"}, "--device 'gpu' is not one of auto, cpu, cuda"),
         pytest.param(
             {"prompts": PROMPTS, "out": "x.mp4", "device": "cuda"},
@@ -152,16 +154,16 @@ def test_wrong_requests_are_one_sentence(tmp_path: Path, arguments: dict[str, ob
     write_checkpoint(tmp_path, tiny_run())
     out = tmp_path / str(arguments.pop("out"))
     with pytest.raises(ValueError, match=sentence):
-        sample.run(tmp_path, out=out, **arguments)  # type: ignore[arg-type]
+        run(tmp_path, out=out, **arguments)  # type: ignore[arg-type]
 
 
 def test_torn_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tiny_run())
     (folder / checkpoint.COMPLETE).unlink()
     with pytest.raises(ConfigError, match="is no complete checkpoint and holds none"):
-        sample.load_model(tmp_path)
+        load_model(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
-        sample.load_model(tmp_path / "elsewhere")
+        load_model(tmp_path / "elsewhere")
 
 
 def test_mp4_keeps_colours_and_frames(tmp_path: Path) -> None:

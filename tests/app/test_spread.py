@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from app.cli import app
 from app.drawing.video import read_mp4
-from app.sampling import sample
 from app.sampling import spread as spreading
-from app.sampling.sample import ClipSettings
+from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.model import load_model
 from app.sampling.spread import ClipJob, ClipRecord, ClipWork, ClipWorker, MadeClip, PromptQueue, check_together, spread
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
@@ -121,7 +121,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> list[np.ndarray]:
     """The clips as this process makes them."""
-    return sample.make_clips(sample.load_model(checkpoint, device="cpu"), PROMPTS, settings())
+    return make_clips(load_model(checkpoint, device="cpu"), PROMPTS, settings())
 
 
 def numbers(work: ClipWork) -> range:

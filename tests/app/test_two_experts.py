@@ -15,8 +15,10 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from app.export import export
 from app.run.resume import Change, is_refused
-from app.sampling import sample
-from app.settings.config import RunConfig, RunSection, SampleConfig
+from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.model import load_model
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
@@ -89,15 +91,15 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     write_checkpoint(tmp_path / "run", config)
     export.export(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
-    ours, exported = sample.load_model(tmp_path / "run"), sample.load_model(tmp_path / "out")
+    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
     assert ours.low is not None and exported.low is not None and ours.low.boundary == 0.9
     moved = weights(trained(config, 2))
     assert torch.equal(weights(ours.dit if expert == "high" else ours.low.dit), moved)
     for one, same in ((ours.dit, exported.dit), (ours.low.dit, exported.low.dit)):
         assert torch.equal(weights(one), weights(same))
 
-    settings = sample.ClipSettings.of(ours.config)
-    (clip,) = sample.make_clips(ours, ["a disc"], settings)
+    settings = ClipSettings.of(ours.config)
+    (clip,) = make_clips(ours, ["a disc"], settings)
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
     text, negative = ours.text.encode(["a disc", ""])
@@ -114,7 +116,7 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     ).frames[0]
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
     alone = replace(ours, low=None)
-    assert not np.array_equal(clip, sample.make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
+    assert not np.array_equal(clip, make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
 
 
 def test_two_runs_are_joined(tmp_path: Path) -> None:
@@ -123,20 +125,20 @@ def test_two_runs_are_joined(tmp_path: Path) -> None:
     low = replace(high, model=replace(model, dit=replace(model.dit, expert="low")))
     write_checkpoint(tmp_path / "high", high)
     write_checkpoint(tmp_path / "low", low)
-    one = sample.load_model(tmp_path / "high", other=tmp_path / "low")
-    two = sample.load_model(tmp_path / "low", other=tmp_path / "high")
+    one = load_model(tmp_path / "high", other=tmp_path / "low")
+    two = load_model(tmp_path / "low", other=tmp_path / "high")
     assert one.low is not None and two.low is not None and one.low.boundary == two.low.boundary == 0.875
-    settings = sample.ClipSettings.of(one.config)
-    assert np.array_equal(*(sample.make_clips(model, ["a disc"], settings)[0] for model in (one, two)))
+    settings = ClipSettings.of(one.config)
+    assert np.array_equal(*(make_clips(model, ["a disc"], settings)[0] for model in (one, two)))
 
     with pytest.raises(ConfigError, match=r"trained the expert for noise levels 0\.875 to 1; give --other"):
-        sample.load_model(tmp_path / "high")
+        load_model(tmp_path / "high")
     with pytest.raises(ConfigError, match=r"--other .*high trained noise levels 0\.875 to 1, and this run 0\.875 to 1"):
-        sample.load_model(tmp_path / "high", other=tmp_path / "high")
+        load_model(tmp_path / "high", other=tmp_path / "high")
     plain = replace(high, model=replace(model, dit=DIT))
     write_checkpoint(tmp_path / "plain", plain)
     with pytest.raises(ConfigError, match="this run trained one transformer for all noise levels"):
-        sample.load_model(tmp_path / "plain", other=tmp_path / "low")
+        load_model(tmp_path / "plain", other=tmp_path / "low")
 
     done = export.export(tmp_path / "low", tmp_path / "out")
     assert any("transformer/ is missing, copy it from its export" in note for note in done.notes)

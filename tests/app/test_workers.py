@@ -15,7 +15,8 @@ import ray
 from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
 from app.commands.workers import address_of, drain, how_it_ended, list_workers, scale, stop
-from app.run.live_runs import ClusterAddress, end_leftovers, must_answer
+from app.run.cluster import ClusterAddress, must_answer
+from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.settings.config import RunConfig
 from ops.typed import ConfigError

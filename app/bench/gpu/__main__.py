@@ -1,4 +1,4 @@
-"""`python -m app.bench.gpu`: every figure that is promised for a GPU, by one call on a machine that has one.
+"""`python -m app.bench.gpu`: measures every figure that is promised for a GPU, in one call on a machine that has one.
 
     python -m app.bench.gpu                         # nine minutes on the GPU, most valuable first
     python -m app.bench.gpu --out DIR --minutes 5   # the same folder again: goes on where it stopped
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     done = run_all(wanted, place, folder, facts, budget, _say, options.retry)
     if done.dead and options.restarts < MOST_RESTARTS:
         _say("the device answers this process no more; a fresh one goes on.")
-        # the line of what broke it is written, so that it is not run again
+        # the failed measurement has its line, so it is not run again
         again = _without([one for one in arguments if one != "--retry"])
         extra = ["--began", repr(options.began), "--restarts", str(options.restarts + 1)]
         sys.stdout.flush()
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _without(arguments: list[str]) -> list[str]:
-    """The arguments that a person gave: without those of a restart and their values."""
+    """The arguments that a person gave, without those that a restart adds."""
     names = ("--began", "--restarts")
     kept: list[str] = []
     skip = False

@@ -25,8 +25,8 @@ HEADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionRight:
-    """One backend on all packs that it takes; what it refuses is told."""
+class AttentionCheck:
+    """One backend on all packs that it accepts; the others are listed."""
 
     backend: BackendName
     estimate_s: float = 12.0
@@ -61,10 +61,10 @@ class AttentionRight:
         return figures
 
 
-def measurements() -> list[AttentionRight]:
+def measurements() -> list[AttentionCheck]:
     order: tuple[BackendName, ...] = ("flash", "cudnn", "flash3", "sdpa", "flex")
     assert set(order) == set(BACKEND_NAMES)
-    return [AttentionRight(backend=name) for name in order]
+    return [AttentionCheck(backend=name) for name in order]
 
 
 def _heads(rows: int, size: int, device: torch.device) -> Tensor:
@@ -93,7 +93,8 @@ def _errors(
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
 ) -> Tensor:
-    """What attention means: q [Nq, H, d], k, v [Nk, H, d] -> [Nq, H, d], sequence by sequence with all scores."""
+    """Attention by its definition, one sequence at a time with all scores: q [Nq, H, d], k, v [Nk, H, d] -> [Nq, H,
+    d]."""
     parts = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
     out = []
     for one_q, one_k, one_v in parts:

@@ -1,4 +1,4 @@
-"""What the device can do at most: bytes per second of a copy and a triad, bf16 products per second."""
+"""The most that the device can do: bytes per second of a copy and a triad, FLOP per second of bf16 products."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class CopyLane(Protocol):
 
 class StreamLane:
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, work: Callable[[], None]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,8 @@
 """What one packed DiT call asks of a device, counted without one: ops, copies between host and device, waits.
 
-The model lies on PyTorch's meta device, which stands for the GPU: it has shapes but no memory, so real sizes cost
-nothing. Every op that reaches it would be at least one kernel; every tensor that is moved to it an upload; every value
-that is read from it makes the host wait.
+The model is on PyTorch's meta device, which stands for the GPU: it has shapes but no memory, so real sizes cost
+nothing. Every op on it would be at least one kernel, every tensor moved to it an upload, and every value read from it
+makes the host wait.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def measurements() -> list[DispatchCount]:
     return [DispatchCount(family="wan", config=WAN_1_3B), DispatchCount(family="hunyuan", config=HUNYUAN_13B)]
 
 
-class DispatchCounter(TorchDispatchMode):
-    """Counts while it is entered; a value that is read from the stand-in is taken to be 0."""
+class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+    """Counts inside its `with`. A value that is read from the stand-in is taken to be 0."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dispatched = self.kernels = self.uploads = self.downloads = self.waits = 0
         self.uploaded_bytes = 0
 
@@ -91,7 +91,7 @@ class DispatchCounter(TorchDispatchMode):
         return out
 
     def _moved(self, name: str, args: tuple[object, ...], given: Mapping[str, object]) -> Tensor | None:
-        """What a download gives (uploads are only counted); None where the op may run as it is."""
+        """The result of a download (uploads are only counted); None where the op can run unchanged."""
         source, first, device = args[1 if name == "aten.copy_" else 0], args[0], given.get("device")
         assert isinstance(source, Tensor) and isinstance(first, Tensor)
         target = torch.device(device) if isinstance(device, str | torch.device) else first.device
@@ -128,10 +128,11 @@ def _count(config: DiTConfig, blocks: bool) -> DispatchCounter:
             for name, child in list(dit.named_children()):
                 if isinstance(child, torch.nn.ModuleList):
                     setattr(dit, name, torch.nn.ModuleList())
-        with DispatchCounter() as counter:
+        counter = DispatchCounter()
+        with counter:
             call = PackedCall.of(config, PACK, STAND_IN, torch.bfloat16)
             out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-            flow_loss(out.float(), call.target, call.layout, call.weights).backward()  # type: ignore[no-untyped-call]
+            flow_loss(out.float(), call.target, call.layout, call.weights).backward()
     return counter
 
 

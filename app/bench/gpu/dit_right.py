@@ -23,7 +23,7 @@ LAYERS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiTRight:
+class DiTCheck:
     """A stack of blocks of one family."""
 
     family: str
@@ -56,8 +56,8 @@ class DiTRight:
         }
 
 
-def measurements() -> list[DiTRight]:
-    return [DiTRight(family="wan", config=WAN_1_3B), DiTRight(family="hunyuan", config=HUNYUAN_13B)]
+def measurements() -> list[DiTCheck]:
+    return [DiTCheck(family="wan", config=WAN_1_3B), DiTCheck(family="hunyuan", config=HUNYUAN_13B)]
 
 
 def _pass(dit: nn.Module, call: PackedCall) -> tuple[Tensor, Tensor]:

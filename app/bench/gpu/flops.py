@@ -1,4 +1,4 @@
-"""Work and memory of a training step, by the count that plans are priced with."""
+"""Work and memory of a training step, counted as the planner counts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE_BYTES = 22  # a weight: 2 in bf16, 4 gradient, 4 master, 8 moments, 4 EMA
 
 
 def step_flops(config: DiTConfig, sequences: list[Sequence], recompute: bool) -> float:
-    """Of forward and backward; with `recompute` the forward runs twice, as under checkpointing.
+    """FLOP of forward and backward; with `recompute` the forward counts twice, as under checkpointing.
 
     The count has no projections of Wan's cross-attention: 2 % (1.3B) and 7 % (14B) less than what is computed.
     """
@@ -50,7 +50,7 @@ def step_bytes(config: DiTConfig, parameters: int, tokens: int, checkpointing: b
 
 
 def blocks_that_fit(config: DiTConfig, block_parameters: int, other_parameters: int, tokens: int, free: float) -> int:
-    """As many blocks as a step with checkpointing has room for in `free` bytes, at most the model's."""
+    """The number of blocks for which a step with checkpointing has room in `free` bytes, at most that of the model."""
     saved = SAVED_PER_TOKEN[config.dim]
     fixed = STATE_BYTES * other_parameters + tokens * CHECKPOINT_BLOCKS * saved
     each = STATE_BYTES * block_parameters + tokens * 2 * config.dim

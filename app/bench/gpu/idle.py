@@ -25,10 +25,10 @@ class DeviceUse:
 
 
 def device_use(call: Callable[[], object], place: Place) -> DeviceUse:
-    """Profiles one call. On a CPU its ops stand for kernels, which checks the arithmetic and no more."""
+    """Profile one call. On a CPU its ops stand for kernels, which checks only the arithmetic."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler greets on stderr otherwise
     cuda = place.device.type == "cuda"
-    # only the device's side: tracing the host slows it down and makes gaps that are not there
+    # the device's side only: tracing the host would slow it down and add gaps
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as traced:
         call()
         place.synchronize()
@@ -40,7 +40,8 @@ def device_use(call: Callable[[], object], place: Place) -> DeviceUse:
 
 
 def use_of(intervals: Iterable[Interval], copies: int = 0) -> DeviceUse:
-    """Of intervals in any order that may overlap (streams do). Without any: all of it idle."""
+    """The use of a device from intervals in any order, which may overlap (streams do). Without intervals it is all
+    idle."""
     ordered = sorted(intervals)
     if not ordered:
         return DeviceUse(idle_share=1.0, longest_gap_s=0.0, kernels=0, copies=0)

@@ -32,7 +32,7 @@ MODULUS = 64  # small whole numbers: sums in fp32 are exact, whatever their orde
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneSidedAddition:
-    """Whether the owner finds the exact sum, and how fast the other process adds."""
+    """Checks that the owner finds the exact sum, and measures how fast the other process adds."""
 
     name: str = "ipc"
     estimate_s: float = 35.0

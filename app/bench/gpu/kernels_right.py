@@ -46,7 +46,7 @@ class KernelSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelsRight:
+class KernelsCheck:
     """One op over all widths and both dtypes; the figures are worst errors."""
 
     op: str
@@ -79,8 +79,8 @@ class KernelsRight:
         return {"right": right and repeatable, "same bits twice": repeatable, **worst}
 
 
-def measurements() -> list[KernelsRight]:
-    return [KernelsRight(op=op) for op in CASES]
+def measurements() -> list[KernelsCheck]:
+    return [KernelsCheck(op=op) for op in CASES]
 
 
 LIMITS = {

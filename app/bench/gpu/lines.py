@@ -11,12 +11,12 @@ from pathlib import Path
 from app.bench.gpu.measurement import Figures
 
 FILE = "results.jsonl"
-RUNNING = "running"  # holds a name while it is measured; it outlives a process that dies of it
+RUNNING = "running"  # holds the name of the running measurement, also after the process has died of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Under what a line was measured."""
+    """The device, versions and commit under which a line was measured."""
 
     device: str
     torch: str
@@ -73,7 +73,7 @@ def read_lines(folder: Path) -> list[ResultLine]:
 
 
 def append_line(folder: Path, line: ResultLine) -> None:
-    """Add a line; a torn one before it is ended first."""
+    """Add a line. A torn line before it is completed first."""
     path = folder / FILE
     torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
@@ -86,7 +86,7 @@ def begin_mark(folder: Path, name: str) -> None:
 
 
 def end_mark(folder: Path) -> str | None:
-    """Take the note away; what it said, if there was one."""
+    """Remove the note and return what it said, if there was one."""
     path = folder / RUNNING
     name = path.read_text(encoding="utf-8").strip() if path.is_file() else None
     path.unlink(missing_ok=True)
@@ -98,5 +98,5 @@ def good_figures(lines: Iterable[ResultLine]) -> dict[str, Figures]:
 
 
 def _plain(value: object) -> object:
-    """JSON has no infinities."""
+    """The value, or text for an infinity or NaN, which JSON lacks."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

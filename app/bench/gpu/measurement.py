@@ -1,4 +1,4 @@
-"""What a measurement is, where it runs, and what it may know of those before it."""
+"""What a measurement is, where it runs, and which earlier figures it may use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Figure = float | int | str | bool | None
 Figures = Mapping[str, Figure]
 Earlier = Mapping[str, Figures]  # name of a measurement that succeeded -> its figures
 
-REHEARSAL_SECONDS = 1.0  # what a measurement is expected to take in the small run
+REHEARSAL_SECONDS = 1.0  # seconds that a measurement is expected to take in a rehearsal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, call: Callable[[], object], repeats: int, warm_up: int = 1) -> Timing:
-        """Of one call after `warm_up` that do not count, host and device together."""
+        """Seconds of one call, host and device together, after `warm_up` calls that do not count."""
         samples = []
         for index in range(warm_up + repeats):
             self.synchronize()
@@ -48,7 +48,7 @@ class Place:
         return Timing.of(samples)
 
     def peak_gib(self, call: Callable[[], object]) -> float | None:
-        """The allocator's peak during the call, what was held before included; None without a GPU."""
+        """The allocator's peak during the call in GiB, including what was held before; None without a GPU."""
         if self.device.type != "cuda":
             call()
             return None
@@ -76,12 +76,12 @@ class Measurement(Protocol):
         ...
 
     def run(self, place: Place, earlier: Earlier) -> Figures:
-        """Raises whatever goes wrong; that becomes the line's error."""
+        """The figures. What it raises becomes the error of the line."""
         ...
 
 
 def expected_seconds(measurement: Measurement, place: Place) -> float:
-    """What is compared with the time that is left."""
+    """The seconds that are compared with the time left."""
     return place.pick(measurement.estimate_s, REHEARSAL_SECONDS)
 
 

@@ -25,7 +25,7 @@ REPEATS = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpsSpeed:
-    """One op at one width and length in all its layouts; shares and gains need the copy ceiling and eager code."""
+    """One op at one width and length in all its layouts. Shares need the copy ceiling, gains the eager code."""
 
     op: str
     width: int

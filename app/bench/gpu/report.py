@@ -10,7 +10,7 @@ from app.bench.gpu.targets import judged
 
 
 def report(lines: Sequence[ResultLine], skipped: Sequence[str]) -> str:
-    """Markdown. `skipped` are names that the budget did not hold."""
+    """The report as Markdown. `skipped` are names for which the budget had no time."""
     parts = [*_heading(lines), "", *_targets(lines), "", *_figures(lines)]
     for title, rows in (("Failed", _failed(lines)), ("Left out", _left_out(lines)), ("No time for", skipped)):
         if rows:

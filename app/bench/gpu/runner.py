@@ -1,4 +1,4 @@
-"""Runs measurements one after the other within a budget; whatever one of them does, the next one gets its turn."""
+"""Runs measurements one after the other within a budget. Whatever one of them does, the next one runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ERROR_LENGTH = 600
 
 
 class TooLittleTime(ValueError):
-    """The budget does not hold the shortest of the measurements that are missing."""
+    """The budget is too small for the shortest of the missing measurements."""
 
 
 class OtherDevice(ValueError):
@@ -44,8 +44,8 @@ class Round:
     """What one call did."""
 
     lines: tuple[ResultLine, ...]  # of this call
-    skipped: tuple[str, ...]  # for want of time
-    dead: bool  # the device answers no more; a fresh process may go on
+    skipped: tuple[str, ...]  # for lack of time
+    dead: bool  # the device no longer answers; a new process may go on
 
 
 def run_all(
@@ -98,9 +98,9 @@ def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> Res
     try:
         figures, error = one.run(place, earlier), None
         place.synchronize()
-    except Exception as raised:  # a kernel, a compiler, the allocator: the next measurement does not care
+    except Exception as raised:  # of a kernel, a compiler, the allocator: the next measurement is not affected
         figures, error = {}, _told(raised)
-    finally:  # also when a person stops it; not when the process dies
+    finally:  # also if a person stops it, but not if the process dies
         end_mark(folder)
     _forget(place)
     return ResultLine(
@@ -109,16 +109,16 @@ def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> Res
 
 
 def _died(name: str, facts: Facts) -> ResultLine:
-    """Of a measurement in which a process ended without a word: it would do so again, and nothing after it ran."""
+    """The line of a measurement during which the process died: it would die again, and what follows would never run."""
     error = "the process died or was stopped while this ran; --retry measures it again."
     return ResultLine(name=name, facts=facts, at=_now(), seconds=0.0, error=error)
 
 
 def _left_out(one: Measurement, place: Place, facts: Facts) -> ResultLine | None:
-    """The line of what cannot run here; None where it can."""
+    """The line of a measurement that cannot run here; None for one that can."""
     try:
         reason, error = one.why_not(place), None
-    except Exception as raised:  # a library that does not even answer
+    except Exception as raised:  # a library that fails even at being asked
         reason, error = None, _told(raised)
     if reason is None and error is None:
         return None
@@ -126,7 +126,7 @@ def _left_out(one: Measurement, place: Place, facts: Facts) -> ResultLine | None
 
 
 def _forget(place: Place) -> None:
-    """Memory and compiled code of a measurement are not those of the next one."""
+    """Free memory and compiled code, so that the next measurement begins without them."""
     gc.collect()
     torch._dynamo.reset()
     if place.device.type == "cuda" and _answers(place):

@@ -12,8 +12,8 @@ LONG = 32_000  # tokens from which shares of the copy bandwidth are promised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The worst value that was measured, and by which measurement."""
+class DecidingFigure:
+    """The worst value that was measured, and the measurement that gave it."""
 
     value: float
     where: str
@@ -27,17 +27,17 @@ class Target:
     goal: float
     least: bool
     form: str
-    worst: Callable[[Earlier], Found | None]
+    worst: Callable[[Earlier], DecidingFigure | None]
 
     def wanted(self) -> str:
         return f"{'>=' if self.least else '<='} {self.goal:{self.form}}"
 
-    def met(self, found: Found) -> bool:
+    def met(self, found: DecidingFigure) -> bool:
         return found.value >= self.goal if self.least else found.value <= self.goal
 
 
-def judged(lines: Iterable[ResultLine]) -> list[tuple[Target, Found | None]]:
-    """Every target with what decides it; a measurement that failed has shown nothing to be right."""
+def judged(lines: Iterable[ResultLine]) -> list[tuple[Target, DecidingFigure | None]]:
+    """Every target with the value that decides it. A failed measurement meets no target."""
     lines = list(lines)
     earlier = good_figures(lines) | {line.name: {"right": False} for line in lines if line.error}
     return [(target, target.worst(earlier)) for target in TARGETS]
@@ -51,20 +51,20 @@ def _most(prefix: str, figure: Callable[[str], bool], where: Callable[[str], boo
     return _extreme(prefix, figure, where, max)
 
 
-Picker = Callable[[Earlier], Found | None]
+Picker = Callable[[Earlier], DecidingFigure | None]
 
 
 def _extreme(
     prefix: str,
     figure: Callable[[str], bool],
     where: Callable[[str], bool],
-    choose: Callable[..., Found],
+    choose: Callable[..., DecidingFigure],
 ) -> Picker:
     """Over all figures whose key fits, of all measurements whose name begins with `prefix` and fits."""
 
-    def pick(earlier: Earlier) -> Found | None:
+    def pick(earlier: Earlier) -> DecidingFigure | None:
         found = [
-            Found(value=number, where=f"{name}, {key}")
+            DecidingFigure(value=number, where=f"{name}, {key}")
             for name, figures in earlier.items()
             if name.startswith(prefix) and where(name)
             for key, value in figures.items()

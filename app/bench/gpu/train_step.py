@@ -29,12 +29,12 @@ from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton
 from ops.sync import FlatSync
 
-ROOM = 0.85  # of the free memory: fragments, cuBLAS and cuDNN take the rest
+ROOM = 0.85  # of the free memory; fragments, cuBLAS and cuDNN take the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
-    """What a step may have or lack."""
+    """The settings in which steps differ."""
 
     fused: bool = True
     attention: AttentionName = "auto"
@@ -105,7 +105,8 @@ def measurements(model: str) -> list[TrainStep]:
 
 
 def _idle(step: Callable[[], object], place: Place) -> dict[str, Figure]:
-    """Of two steps and what lies between them. A profiler that is not allowed here costs these figures only."""
+    """The idle share of two steps and the time between them. Where profiling is not allowed, only these figures are
+    missing."""
     try:
         use = device_use(lambda: (step(), step()), place)
     except RuntimeError as error:
@@ -137,7 +138,7 @@ def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[
         sync.begin_step()
         out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
         loss = flow_loss(out.float(), call.target, call.layout, call.weights)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return sync.finish_step(0, float(loss.detach()), 1.0, 1.0, lambda phase: None)
 
     return step, sync.total

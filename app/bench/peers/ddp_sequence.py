@@ -30,7 +30,7 @@ def train(config: Path, steps: int, lines: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     degree = int(os.environ["LOCAL_WORLD_SIZE"])
     recipe = Recipe(config)
-    ranks = dist.new_subgroups(degree)[0]
+    ranks = dist.new_subgroups(degree)[0]  # type: ignore[no-untyped-call]
     group = Group.wrap(ranks)
     mine = [step[rank // degree :: world // degree] for step in recipe.steps(steps)]
     jobs = [share(micro.job, group) for step in mine for micro in step]

@@ -21,7 +21,8 @@ from actors.feed.feeder import Feeder
 from actors.feed.step_source import StepSource
 from actors.step import StepBatches
 from app.inputs.items import items_from_data
-from app.settings.config import RunConfig, RunSection
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection
 from data.cache import Cache
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset

@@ -13,7 +13,7 @@ from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search.horizon import plan_horizon
 from actors.plan.types import Cascade, Cluster
 from actors.planning.make_plan import make_plan
-from app.inputs.items import read_workload
+from app.inputs.workload import read_workload
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
 

@@ -1,0 +1,96 @@
+"""What `heddle data` prints of a data set: the account of its samples, and its statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from data.dataset.index import Index
+    from data.ledger import Ledger, LedgerRecord, SourceRecord
+    from data.tools.stats import SourceStatistics
+
+
+def index_facts(index: Index) -> dict[str, object]:
+    """What was found of a source, for `heddle data index --json`."""
+    return {
+        "name": index.name,
+        "kind": index.config.kind,
+        "hash": index.hash,
+        "shards": index.num_shards,
+        "rows": len(index),
+        "usable": index.num_ok,
+        "missing": index.missing,
+        "coverage": index.coverage,
+    }
+
+
+def print_ledger(ledger: Ledger) -> None:
+    """Every row and every draw accounted for, per source where there are several."""
+    facts = ledger.summary()
+    print(_row_counts(facts))
+    for rule, count in facts["details"].items():
+        print(f"  {count} {rule}")
+    if facts["scheduled"]:
+        print(_draw_counts(facts))
+    for counts in facts["sources"] if len(facts["sources"]) > 1 else ():
+        drawn = f"; {_draw_counts(counts)}" if counts["scheduled"] else ""
+        print(f"source {counts['name']}: {_row_counts(counts)}{drawn}")
+    if facts["shard_faults"]:
+        print(f"shard faults{_reasons(facts['shard_faults'])}")
+    if facts["notes"]:
+        print(f"members that are no samples{_reasons(facts['notes'])}")
+
+
+def _row_counts(facts: LedgerRecord | SourceRecord) -> str:
+    """Rows of the whole ledger or of one source: indexed, usable, rejected."""
+    rejected = sum(facts["rejected"].values())
+    return f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {rejected}{_reasons(facts['rejected'])}"
+
+
+def _draw_counts(facts: LedgerRecord | SourceRecord) -> str:
+    skipped = facts["skipped"]
+    return f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(skipped.values())}{_reasons(skipped)}"
+
+
+def count_shards(count: int) -> str:
+    """1 -> "1 shard", 2 -> "2 shards"."""
+    return f"{count} shard{'s' if count != 1 else ''}"
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return f" ({', '.join(f'{count} {reason}' for reason, count in counts.items())})" if counts else ""
+
+
+def print_statistics(facts: SourceStatistics) -> None:
+    """Shapes, and the distributions of lengths, frame rates, captions and scores, as tables."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{facts['name']}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
+        f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
+        f"{facts['bytes'] / 1e6:.1f} MB in {count_shards(facts['shards'])}{_reasons(facts['rejected'])}"
+    )
+    shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)
+    for shape in facts["shapes"]:
+        shapes.add_row(str(shape["width"]), str(shape["height"]), str(shape["count"]))
+    if facts["other_shapes"]:
+        shapes.add_row("others", str(facts["other_shapes"]), str(facts["other_samples"]))
+    console.print(shapes)
+    table = Table(title="distributions", box=SIMPLE, padding=0, pad_edge=False)
+    table.add_column("", no_wrap=True, min_width=max(map(len, facts["scores"]), default=0))  # the names filters take
+    for name in ("min", "5 %", "25 %", "median", "75 %", "95 %", "max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = {
+        "aspect": facts["aspect"],
+        "fps": facts["fps"],
+        "frames": facts["frames"],
+        "seconds": facts["seconds"],
+        "caption_chars": facts["caption_chars"],
+    }
+    for name, values in (rows | facts["scores"]).items():
+        if values:
+            table.add_row(name, *(f"{value:.4g}" for value in values))
+    console.print(table)

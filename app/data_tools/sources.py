@@ -1,0 +1,119 @@
+"""Opens the sources of a `heddle data` command: the paths on its command line, or the sources of a run's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from app.settings.config import RunConfig, from_here
+from data.config import LimitsConfig, SourceConfig
+from data.kinds import KINDS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from data.dataset.index import Index
+    from data.ledger import Ledger
+
+
+def sources_of(
+    paths: list[str] | None, config: Path | None, overrides: list[str] | None, kind: str, media: str, caption: str
+) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
+    """Sources of the command line or of a run's config, and the limits that apply."""
+    from data.readers.registry import guess_kind
+
+    if bool(paths) == (config is not None):
+        raise typer.BadParameter("give PATH or --config, one of them")
+    if config is not None:
+        data = from_here(RunConfig.load(config, overrides or [])).data
+        return data.sources, data.limits
+    path = "::".join(paths or [])  # a shell expands braces and globs before we see them
+    if kind and kind not in KINDS:
+        raise typer.BadParameter(f"--kind {kind} is not one of {', '.join(KINDS)}")
+    source = SourceConfig(path=path, kind=kind or guess_kind(path), media=media)
+    return (replace(source, caption=caption) if caption else source,), LimitsConfig()
+
+
+def open_indexes(
+    sources: tuple[SourceConfig, ...],
+    limits: LimitsConfig,
+    cache: Path | None,
+    ledger: Ledger,
+    workers: int,
+    allow_empty: bool = False,
+) -> list[Index]:
+    """The index of each source, read from `cache` or made by `workers` processes. Raises DataError for an empty source
+    unless `allow_empty`."""
+    from data.dataset.index import build_index
+
+    with ProgressBar("indexing") as progress:
+        return [
+            build_index(
+                source,
+                cache,
+                ledger,
+                limits=limits,
+                ordinal=ordinal,
+                workers=workers,
+                progress=progress,
+                allow_empty=allow_empty,
+            )
+            for ordinal, source in enumerate(sources)
+        ]
+
+
+def admitted_rows(config: Path, overrides: list[str] | None, indexes: list[Index], ledger: Ledger) -> list[np.ndarray]:
+    """Masks of the rows that a run trains; what its filters and buckets refuse is counted in the ledger."""
+    from actors.feed.batching import TargetBatch
+    from app.inputs.profiles import profile_of
+    from data.dataset.dataset import Dataset
+    from ops.models.folders import resolve
+
+    run = from_here(RunConfig.load(config, overrides or []))
+    model, geometry = resolve(run.model)
+    timed = TargetBatch(profile=profile_of(run, model, geometry), geometry=geometry)
+    return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, geometry, ledger, timed).codes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutCaptions:
+    """How many captions of how many have more tokens than the text encoder takes."""
+
+    count: int
+    captions: int
+    most_tokens: int
+
+
+def count_cut_captions(
+    config: Path, overrides: list[str] | None, indexes: list[Index], admitted: list[np.ndarray]
+) -> CutCaptions:
+    """Captions that the run's text encoder cuts."""
+    from data.tools.lint import count_long_captions
+    from ops.models.text import token_counter
+
+    text = from_here(RunConfig.load(config, overrides or [])).model.text
+    long, captions = count_long_captions(indexes, admitted, token_counter(text), text.max_length)
+    return CutCaptions(count=long, captions=captions, most_tokens=text.max_length)
+
+
+class ProgressBar:
+    """A Rich bar on a terminal, nothing elsewhere. Gives a function (done, total)."""
+
+    def __init__(self, what: str, quiet: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.start()
+        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,35 @@
+"""The profile that a plan takes its costs from: a file, or the one that a run's config leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.types import PlanError
+from actors.planning.options import profile_of as run_profile_of
+from app.settings.config import RunConfig
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.typed import ConfigError
+
+
+def load_profile(path: str | Path) -> Profile:
+    """A profile file. Raises ConfigError."""
+    return _as_config_error(lambda: read_profile(path), path)
+
+
+def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
+    """The profile that a run of this config plans with. Raises ConfigError."""
+    return _as_config_error(lambda: run_profile_of(config.planner, model, geometry), config.planner.profile)
+
+
+def _as_config_error(read: Callable[[], Profile], path: str | Path | None) -> Profile:
+    """A bad file is a mistake of usage, not a workload without a legal plan."""
+    try:
+        return read()
+    except (PlanError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be read ({error.strerror or error}).") from None

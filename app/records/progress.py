@@ -1,0 +1,111 @@
+"""A run's progress for the person watching: one line that moves on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import IO
+
+from actors.records.metrics_line import StepMetrics
+
+
+class ProgressLine:
+    """One Rich line on a terminal; elsewhere a plain line per step, at most one per `interval_s`."""
+
+    def __init__(self, total_steps: int, stream: IO[str] | None = None, interval_s: float = 1.0) -> None:
+        self.total_steps = total_steps
+        self._stream = stream or sys.stdout
+        self._interval_s = interval_s
+        self._started = time.monotonic()
+        self._first_step: int | None = None
+        self._printed = -math.inf
+        self._bar = _RichBar(total_steps, self._stream) if self._stream.isatty() else None
+
+    def show(self, line: StepMetrics) -> None:
+        """Show a step that has been written."""
+        if self._bar is not None:
+            self._bar.show(line)
+            return
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step, self._started = line.step, now
+        last = line.step + 1 >= self.total_steps
+        if now - self._printed < self._interval_s and not last:
+            return
+        self._printed = now
+        print(
+            f"step {line.step + 1}/{self.total_steps}  {figures(line)}{self._left(line.step, now)}",
+            file=self._stream,
+            flush=True,
+        )
+
+    def _left(self, step: int, now: float) -> str:
+        assert self._first_step is not None
+        done = step - self._first_step
+        if done < 1 or step + 1 >= self.total_steps:
+            return ""
+        return f"  {clock((now - self._started) / done * (self.total_steps - step - 1))} left"
+
+    def say(self, text: str) -> None:
+        """Print a line without disturbing the progress."""
+        if self._bar is not None:
+            self._bar.say(text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _RichBar:
+    """The line on a terminal."""
+
+    def __init__(self, total_steps: int, stream: IO[str]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("<"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=Console(file=stream),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("train", total=total_steps, figures="starting workers")
+
+    def show(self, line: StepMetrics) -> None:
+        self._bar.update(self._task, completed=line.step + 1, figures=figures(line))
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def figures(line: StepMetrics) -> str:
+    """What a person wants to see of one step."""
+    parts = [f"loss {line.loss:.4f}" if math.isfinite(line.loss) else "loss not finite"]
+    if math.isfinite(line.step_s):
+        parts.append(f"{line.step_s:.2f} s/step")
+    if math.isfinite(line.tokens_per_s):
+        parts.append(f"{line.tokens_per_s:,.0f} tokens/s")
+    if math.isfinite(line.idle_ratio):
+        parts.append(f"idle {100 * line.idle_ratio:.0f}%")
+    if line.workers:
+        parts.append(f"{line.workers} worker{'' if line.workers == 1 else 's'}")
+    if line.recomputed:
+        parts.append("recomputed")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """75 -> "1:15", 3700 -> "1:01:40"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,227 @@
+"""The Ray cluster of a run: joined or started, watched while the run lives, and left."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from actors.names import NAMESPACE
+from app.settings.config import RunConfig
+from ops.typed import ConfigError
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = "cluster.json"
+_TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
+_GONE_S = 30.0  # a node that Ray has not known as alive for so long is gone
+_CONNECT_S = 5.0
+_WATCH_S = 2.0  # between two looks whether Ray is there
+_SHUTDOWN_S = 60.0
+
+T = TypeVar("T")
+
+
+def is_on_a_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
+
+
+def must_answer(address: str) -> None:
+    """Raises ConfigError if nothing listens at HOST:PORT. Ray itself would try for minutes without a message."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "
+            f"unset RAY_ADDRESS to use this machine."
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterAddress:
+    """Where the cluster of a run answers, and whether it asks for a token."""
+
+    address: str  # HOST:PORT of its GCS
+    auth: str  # RAY_AUTH_MODE
+
+    def write(self, folder: Path) -> None:
+        """Write it into the run's folder, for commands that reach the run from outside."""
+        part = folder / f"{CLUSTER}.part"
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(part, folder / CLUSTER)
+
+    @staticmethod
+    def read(folder: Path) -> ClusterAddress | None:
+        """Read it back; None for a folder of an older version, or a damaged file."""
+        try:
+            told = json.loads((folder / CLUSTER).read_text(encoding="utf-8"))
+            return ClusterAddress(address=str(told["address"]), auth=str(told["auth"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def answers(self) -> bool:
+        """Whether something listens there. Nothing does once the cluster has ended, or where only its own nodes reach
+        it."""
+        try:
+            must_answer(self.address)
+        except ConfigError:
+            return False
+        return True
+
+
+def connect(config: RunConfig) -> None:
+    """Join the cluster that this process runs on, or start one here that fits the run."""
+    import ray
+
+    start = partial(
+        ray.init,
+        log_to_driver=os.environ.get("HEDDLE_WORKER_LOGS", "") not in ("", "0"),
+        logging_level=logging.WARNING,
+        namespace=NAMESPACE,
+        runtime_env={"env_vars": _worker_environment()},
+    )
+    if is_on_a_cluster():
+        must_answer(os.environ.get("RAY_ADDRESS", ""))
+        try:
+            start(address="auto")
+        except ConnectionError:
+            raise ConfigError(
+                f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')}. Start it, or unset "
+                f"RAY_ADDRESS to train on this machine."
+            ) from None
+        return
+    workers = config.workers
+    spare = 2.0  # the controller, decoding, and Ray's own tasks
+    cpus = max(os.cpu_count() or 1, int(workers.max * workers.cpus_per_worker + spare + 0.999))
+    # Many small actors start at once here; Ray would warn about each batch of processes.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
+    start_ray_here(partial(start, num_cpus=cpus, dashboard_host="127.0.0.1"))
+
+
+def start_ray_here(start: Callable[..., object]) -> None:
+    """A Ray of this machine, for this process; `start` is `ray.init` with all but its address."""
+    import ray
+
+    logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
+    try:
+        start(address="local")
+    except Exception as error:  # Ray raises many kinds: on a busy machine one of its processes may come up too late
+        log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
+        ray.shutdown()
+        start(address="local")
+
+
+def _worker_environment() -> dict[str, str]:
+    return {
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
+def is_news_of_tokens(record: logging.LogRecord) -> bool:
+    """A log filter that drops Ray's message that its token is used, which is the default, and keeps the warning that it
+    is not."""
+    return "Token authentication is enabled" not in record.getMessage()
+
+
+def joined() -> ClusterAddress:
+    """The cluster that this process has joined or started."""
+    import ray
+
+    auth = os.environ.get("RAY_AUTH_MODE", "" if is_on_a_cluster() else "token")  # Ray's default for its own clusters
+    return ClusterAddress(address=ray.get_runtime_context().gcs_address, auth=auth)
+
+
+def check_capacity(config: RunConfig) -> None:
+    """Say that the cluster is too small now, before the wait begins."""
+    from actors.ray_calls import resources
+
+    workers, have = config.workers, resources(free=False)
+    need = workers.min * workers.cpus_per_worker
+    if have.get("CPU", 0) < need or (workers.device == "cuda" and have.get("GPU", 0) < workers.min):
+        print(
+            f"waiting up to {workers.wait_s:g} s: workers.min {workers.min} need {need:g} CPUs"
+            f"{f' and {workers.min} GPUs' if workers.device == 'cuda' else ''}; the cluster has "
+            f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs.",
+            flush=True,
+        )
+
+
+class RayGone(RuntimeError):
+    """The cluster has ended under the run."""
+
+
+def wait_while_ray_lives(result: Future[T]) -> None:
+    """Returns when the result is there. Raises RayGone when this process's node has been gone for a while."""
+    lost = threading.Event()
+    threading.Thread(target=_watch_node, args=(result, lost), name="watch-ray", daemon=True).start()
+    while not wait([result], timeout=1.0).done:
+        if lost.is_set():
+            raise RayGone("Ray has ended under the run")
+
+
+def _watch_node(result: Future[T], lost: threading.Event) -> None:
+    """Sets `lost` when Ray has not known this node as alive for _GONE_S. Ray is asked in a thread, since the question
+    may hang."""
+    import ray
+
+    from actors.ray_calls import nodes
+
+    mine = ray.get_runtime_context().get_node_id()
+    alive = time.monotonic()
+
+    def ask() -> None:
+        nonlocal alive
+        while not result.done():
+            with suppress(Exception):  # no answer, of whatever kind
+                if any(node["NodeID"] == mine and node["Alive"] for node in nodes()):
+                    alive = time.monotonic()
+            time.sleep(_WATCH_S)
+
+    threading.Thread(target=ask, name="ask-ray", daemon=True).start()
+    while not result.done():
+        if time.monotonic() - alive > _GONE_S:
+            lost.set()
+            return
+        time.sleep(_WATCH_S)
+
+
+_stuck = False  # ray.shutdown has not returned
+
+
+def shut_down_ray() -> None:
+    """Leave the cluster, or end the one of this machine. A cluster that is gone may never answer and is left after a
+    while."""
+    global _stuck
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, name="shutdown", daemon=True)
+    ending.start()
+    ending.join(_SHUTDOWN_S)
+    _stuck = ending.is_alive()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process. If Ray is stuck in it, end without Ray's own clean-up, which would wait for ever."""
+    if not _stuck:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,52 @@
+"""What an earlier start of a run has left in the cluster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+
+from app.run.operator import monitor_of
+from app.settings.config import RunConfig
+from app.settings.run_folder import run_dir
+from ops.typed import ConfigError
+
+log = logging.getLogger(__name__)
+
+_GONE_S = 30.0  # ended actors give their names back within this
+_ALIVE_S = 15.0  # a run whose workers were heard this recently has a controller
+
+
+def end_leftovers(config: RunConfig, *, overwrite: bool) -> None:
+    """Called before a run starts in an existing folder. Raises ConfigError if the run there is alive. With `overwrite`,
+    ends the actors of an earlier run, which still hold memory in this cluster."""
+    import ray
+
+    from actors.names import NAMESPACE, run_id
+    from actors.ray_calls import get
+
+    folder = run_dir(config)
+    if not (folder / "run_id").is_file():
+        return
+    try:
+        report = get(monitor_of(folder).report.remote(), timeout=30)
+    except (LookupError, ray.exceptions.RayError):
+        report = None  # its cluster is gone, or it has ended
+    if report is not None and any(report.now - seen.at < _ALIVE_S for seen in report.seen.values()):
+        raise ConfigError(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
+    if not overwrite:
+        return
+
+    def left() -> list[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return [e["name"] for e in named if e["namespace"] == NAMESPACE and e["name"].startswith(f"{run_id(folder)}/")]
+
+    for name in left():
+        log.info("ending %s of the earlier run", name)
+        with suppress(ValueError):  # it has ended by itself meanwhile
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    deadline = time.monotonic() + _GONE_S
+    while (names := left()) and time.monotonic() < deadline:  # the new run will ask for actors of the same names
+        time.sleep(0.05)
+    if names:
+        log.warning("%s did not end within %.0f s", ", ".join(names), _GONE_S)

@@ -1,0 +1,61 @@
+"""How a run ended, as its folder says, and whether the folder is worth keeping."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TypedDict
+
+from actors.outcome import Exit, Outcome
+
+log = logging.getLogger(__name__)
+
+OUTCOME = "outcome.json"
+
+
+class EndedRun(TypedDict):
+    """An `Outcome` as it leaves the controller's process: its fields under their names."""
+
+    code: int
+    reason: str
+    last_step: int
+
+
+def ended_run(outcome: Outcome) -> EndedRun:
+    return EndedRun(code=outcome.code, reason=outcome.reason, last_step=outcome.last_step)
+
+
+def write_outcome(folder: Path, ended: EndedRun, token: str) -> None:
+    """Leave it in the run's folder for the process of this start, which `token` names. Raises OSError."""
+    part = folder / f".{OUTCOME}.part"
+    part.write_text(json.dumps({**ended, "token": token}), encoding="utf-8")
+    os.replace(part, folder / OUTCOME)
+
+
+def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:
+    """What the controller wrote at its end; with a token only if it belongs to that start. None if there is nothing."""
+    try:
+        told = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+        found = Outcome(code=int(told["code"]), reason=str(told["reason"]), last_step=int(told["last_step"]))
+        return found if token in (None, told.get("token", token)) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        log.debug("no outcome in %s: %s", folder, error)
+    return None
+
+
+def worth_keeping(folder: Path) -> bool:
+    """Whether a run has left something worth keeping: a step, a checkpoint, a list of faults, a traceback."""
+    metrics = folder / "metrics.jsonl"
+    return (
+        (metrics.is_file() and metrics.stat().st_size > 0)
+        or (folder / "checkpoints").is_dir()
+        or any((folder / name).is_file() for name in ("bad.jsonl", "error.txt"))
+        or _resumable(folder)
+    )
+
+
+def _resumable(folder: Path) -> bool:
+    outcome = read_outcome(folder)
+    return outcome is not None and outcome.code == Exit.RESUMABLE

@@ -1,0 +1,236 @@
+"""Clips of a trained model, and the files they become: MP4, a contact sheet, the prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.drawing.video import contact_sheet, write_mp4
+from app.sampling.model import Model, load_model
+from app.sampling.pictures import read_pictures
+from app.settings.config import RunConfig
+from ops.comm import Group
+from ops.geometry import Geometry
+from ops.models.families import FAMILIES
+from ops.models.first_frame import FirstFrame
+from ops.packing import patchify
+from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.typed import ConfigError
+
+T = TypeVar("T")
+
+# Clips are sampled together up to this many tokens; more only costs memory, the arithmetic is the same.
+_BATCH_TOKENS = 32_768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipChanges:
+    """What a person asks for instead of the run's own settings; None leaves a setting as it is."""
+
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+    seed: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    flow_shift: float | None = None
+    negative_prompt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """Size, length, seeds and sampler of clips. `of` takes those of a run."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float
+    seed: int  # prompt number i gets seed + i
+    sampler: SamplerConfig
+    negative_prompt: str = ""
+
+    @staticmethod
+    def of(config: RunConfig) -> ClipSettings:
+        sample, flow = config.sample, config.train.flow
+        sampler = SamplerConfig(
+            steps=sample.steps,
+            guidance_scale=sample.guidance_scale,
+            flow_shift=flow.flow_shift,
+            token_shift=flow.token_shift,
+            num_train_timesteps=flow.num_train_timesteps,
+            autocast=config.train.autocast == "bfloat16",
+            wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
+        )
+        return ClipSettings(
+            frames=sample.frames,
+            height=sample.height,
+            width=sample.width,
+            fps=sample.fps,
+            seed=sample.seed,
+            sampler=sampler,
+        )
+
+    def changed(self, changes: ClipChanges) -> ClipSettings:
+        """The same but for what `changes` gives. Raises ValueError for what cannot be sampled."""
+        sampler = replace(
+            self.sampler,
+            steps=_given(changes.steps, self.sampler.steps),
+            guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
+            flow_shift=_given(changes.flow_shift, self.sampler.flow_shift),
+            token_shift=self.sampler.token_shift if changes.flow_shift is None else None,
+        )
+        return replace(
+            self,
+            frames=_given(changes.frames, self.frames),
+            height=_given(changes.height, self.height),
+            width=_given(changes.width, self.width),
+            fps=_given(changes.fps, self.fps),
+            seed=_given(changes.seed, self.seed),
+            negative_prompt=_given(changes.negative_prompt, self.negative_prompt),
+            sampler=sampler,
+        )
+
+
+def _given(value: T | None, otherwise: T) -> T:
+    return otherwise if value is None else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipOrder:
+    """All that clips are made from; `config` is the run's with its model resolved. Paths are absolute."""
+
+    checkpoint: Path
+    other: Path | None
+    ema: bool
+    prompts: tuple[str, ...]
+    first: tuple[np.ndarray, ...]  # the pictures that clips start from, one for each prompt, or none
+    settings: ClipSettings
+    config: RunConfig
+    geometry: Geometry
+
+
+Crew = Callable[[ClipOrder], list[Path]]  # returns the files that it has written
+
+
+def batch_limit(settings: ClipSettings, geometry: Geometry) -> int:
+    """Clips that are sampled together. Raises ValueError for a size that the model cannot make."""
+    return max(1, _BATCH_TOKENS // geometry.tokens(settings.frames, settings.height, settings.width))
+
+
+def first_frames(
+    config: RunConfig,
+    prompts: Sequence[str],
+    settings: ClipSettings,
+    images: Sequence[str | Path] = (),
+    option: str = "",
+) -> list[np.ndarray]:
+    """The first frame of each clip, [height, width, 3], for a transformer that starts from one; else nothing.
+
+    `images` were given by `option`; without them those of the run's config are used. Raises ConfigError where there are
+    none, where the transformer takes none, and for broken ones.
+    """
+    sample, dit = config.sample, config.model.dit
+    may = dit.frame_times and config.train.flow.first_frame > 0
+    if not dit.starts_from_image and not (may and (images or sample.images)):
+        if images:
+            raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
+        return []
+    of_run = not images and list(prompts) == list(sample.prompts)
+    given, where = (sample.images, "sample.images") if of_run else (images, option)
+    if not given:
+        if may:
+            return []
+        raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
+    return read_pictures(given, len(prompts), settings.height, settings.width, where)
+
+
+def make_clips(
+    model: Model,
+    prompts: Sequence[str],
+    settings: ClipSettings,
+    first: Sequence[np.ndarray] = (),
+    group: Group | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[np.ndarray]:
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
+    group every rank calls it and gets all clips."""
+    requests = [
+        SampleRequest(
+            text=text,
+            frames=settings.frames,
+            height=settings.height,
+            width=settings.width,
+            seed=settings.seed + index,
+            **(_told(model, first[index], settings.frames) if first else {}),
+        )
+        for index, text in enumerate(model.text.encode(list(prompts)))
+    ]
+    (negative,) = model.text.encode([settings.negative_prompt])
+    clips = []
+    for batch in _batches(requests, batch_limit(settings, model.geometry)):
+        latents = sample_latents(
+            model.dit, batch, negative, model.geometry, settings.sampler, group, progress, model.low
+        )
+        with torch.no_grad():
+            clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
+    return clips
+
+
+@torch.no_grad()
+def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
+    """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
+    frame, pixels = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None]
+    if not frame.channels:
+        return {"first": patchify(model.vae.encode(pixels[:, None])[0], model.geometry.patch)}
+    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
+    told = {"condition": patchify(frame.joined(still[:0], still), model.geometry.patch)}
+    return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})
+
+
+def _batches(requests: list[SampleRequest], size: int) -> Iterator[list[SampleRequest]]:
+    for start in range(0, len(requests), size):
+        yield requests[start : start + size]
+
+
+def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
+    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside.
+
+    Their prompts, in order, are left in `out`.json, where the report finds the captions.
+    """
+    files, sheet = clip_files(out, len(videos))
+    stem = sheet.with_suffix("")
+    for file, video in zip(files, videos, strict=True):
+        write_mp4(file, video, fps)
+    part = stem.with_name(f"{stem.name}.json.part")
+    part.write_text(json.dumps(list(prompts)), encoding="utf-8")
+    os.replace(part, stem.with_name(f"{stem.name}.json"))  # a report of the live run never reads half of it
+    contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
+    return [*files, sheet]
+
+
+def clip_files(out: Path, count: int) -> tuple[list[Path], Path]:
+    """(the clips, their contact sheet) that `out` means: numbered when there are several, inside of a folder."""
+    stem = out.with_suffix("") if out.suffix else out / "sample"
+    names = [f"{stem.name}.mp4"] if count == 1 else [f"{stem.name}-{index:02d}.mp4" for index in range(count)]
+    return [stem.with_name(name) for name in names], stem.with_name(f"{stem.name}.png")
+
+
+def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
+    """The prompts of a run's config from its latest checkpoint, into RUN/samples. Empty when it has no prompts."""
+    model = load_model(run_folder, device=device)
+    prompts = model.config.sample.prompts
+    if not prompts:
+        return []
+    settings = ClipSettings.of(model.config)
+    out = run_folder / "samples" / f"step-{model.step}.mp4"
+    first = first_frames(model.config, prompts, settings)
+    return write_clips(out, make_clips(model, prompts, settings, first), prompts, settings.fps)

@@ -1,0 +1,42 @@
+"""Settings that are legal but rarely meant."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from app.settings.config import RunConfig
+from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
+from ops.models.folders import resolve
+
+
+def notes(config: RunConfig) -> list[str]:
+    """A sentence for each setting that is legal but rarely meant; shown before a run and by its dry run."""
+    model = config.model
+    found = _unused_numbers(config)
+    if config.data.batch.target_s and not config.planner.profile:
+        found.append(
+            "data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
+            "was measured; `heddle profile` does it."
+        )
+    return found + FAMILIES[model.dit.architecture].notes(model.dit.path, model.text.pad_to)
+
+
+def _unused_numbers(config: RunConfig) -> list[str]:
+    """Settings of the transformer without effect, since its folder says otherwise."""
+    dit = config.model.dit
+    if not dit.path:
+        return []
+    try:
+        true = resolve(config.model)[0].dit
+    except (OSError, ValueError):  # the start refuses such a folder with the reason
+        return []
+    usual, own = ModelConfig().dit, FAMILIES[dit.architecture].settings()
+    unused = []
+    for name in (setting.name for setting in fields(dit) if setting.name != "path"):
+        value = getattr(dit, name)
+        if value not in (getattr(usual, name, getattr(own, name)), getattr(true, name, value)):
+            unused.append(name)
+    return [
+        f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused
+    ]

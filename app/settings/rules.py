@@ -1,0 +1,127 @@
+"""Rules between two sections of a run's settings. Each raises ConfigError for the first thing that breaks it."""
+
+from __future__ import annotations
+
+from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersConfig
+from app.settings.sections import SampleConfig
+from data.config import DataConfig
+from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
+from ops.config import FlowConfig
+from ops.models.config import ModelConfig, geometry
+from ops.typed import ConfigError
+
+
+def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
+    """A transformer that counts its positions in seconds is trained at its own frame rate."""
+    rate, fps = model.dit.clip_rate, data.fps
+    if rate is not None and fps != rate:
+        raise ConfigError(
+            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
+            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+        )
+
+
+def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
+    """Sequence parallelism deals out attention heads, and the static strategy needs a worker for each part."""
+    dit = model.dit
+    legal = [degree for degree in range(1, dit.num_heads + 1) if dit.num_heads % degree == 0]
+    wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
+    for key, degrees in wanted.items():
+        for degree in degrees:
+            if degree < 1 or (dit.path is None and degree not in legal):
+                raise ConfigError(
+                    f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
+                    f"model.dit; legal degrees are {', '.join(map(str, legal))}."
+                )
+    if planner.strategy == "static" and planner.static_degree > workers.max:
+        raise ConfigError(
+            f"planner.static_degree {planner.static_degree} needs as many workers; workers.max is "
+            f"{workers.max}. Raise workers.max or lower the degree."
+        )
+
+
+def check_schedule(train: TrainConfig) -> None:
+    """The warm-up ends within the run."""
+    if train.optimizer.lr_warmup_steps > train.steps:
+        raise ConfigError(
+            f"train.optimizer.lr_warmup_steps {train.optimizer.lr_warmup_steps} is longer than the run "
+            f"of train.steps {train.steps}; shorten the warm-up."
+        )
+
+
+def check_buckets(data: DataConfig, model: ModelConfig) -> None:
+    """The model can take every bucket."""
+    if model.vae.kind != "haar" or model.dit.path is not None:
+        return  # the strides are known once the folders are read
+    tables = [data.buckets, *(segment.buckets for segment in data.segments if segment.buckets)]
+    for shape in (shape for buckets in tables for shape in buckets.table):
+        frames, height, width = map(int, shape.split("x"))
+        try:
+            geometry(model).token_grid(frames, height, width)
+        except ValueError as error:
+            raise ConfigError(f"data.buckets.table {shape}: {error}") from None
+
+
+def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig, flow: FlowConfig) -> None:
+    """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
+    dit = model.dit
+    if dit.path is None and sample.prompts and dit.starts_from_image and not sample.images:
+        raise ConfigError(
+            "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
+            "sample.prompts, or one for all."
+        )
+    if dit.path is None and flow.first_frame and not dit.frame_times:
+        raise ConfigError(
+            f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
+            f"of a clip; set it to 0."
+        )
+    if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
+        raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
+    if not sample.prompts:
+        if sample.every:
+            raise ConfigError(
+                f"sample.every is {sample.every} but sample.prompts is empty; give at least one prompt "
+                f"or set sample.every: 0."
+            )
+        return
+    if sample.every and checkpoint.every == 0:
+        raise ConfigError(
+            f"checkpoint.every is 0, so checkpoints are made at the end only, but sample.every "
+            f"{sample.every} makes samples from checkpoints. Set checkpoint.every to a divisor of "
+            f"{sample.every}, or sample.every: 0."
+        )
+    if sample.every and sample.every % checkpoint.every:
+        raise ConfigError(
+            f"sample.every {sample.every} must be a multiple of checkpoint.every "
+            f"{checkpoint.every}: samples are made from checkpoints."
+        )
+    if model.vae.kind != "haar" or model.dit.path is not None:
+        return  # the strides are known once the folders are read
+    try:
+        geometry(model).token_grid(sample.frames, sample.height, sample.width)
+    except ValueError as error:
+        raise ConfigError(f"sample.frames/height/width cannot be generated: {error}") from None
+
+
+def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig) -> None:
+    """Backends that work on no machine with these settings. What a worker's device lacks, the worker says when it
+    starts."""
+    name = model.dit.attention
+    if workers.device == "cpu" and name in CUDA_ONLY + FORWARD_ONLY_ON_CPU:
+        raise ConfigError(
+            f"model.dit.attention {name} cannot train on workers.device cpu. Use auto or sdpa, or workers on cuda."
+        )
+    if name in CUDA_ONLY and train.autocast == "none" and train.parameter_dtype == "float32":
+        raise ConfigError(
+            f"model.dit.attention {name} takes bfloat16 and float16; train.autocast is none and train.parameter_dtype "
+            f"float32. Set train.autocast: bfloat16, or attention: auto."
+        )
+
+
+def check_memory(train: TrainConfig, workers: WorkersConfig) -> None:
+    """Only CPU workers share memory for gradients."""
+    if workers.device == "cuda" and train.memory.gradients == "node":
+        raise ConfigError(
+            "train.memory.gradients node is memory that CPU workers share; workers.device is cuda. Set gradients to "
+            "auto or own."
+        )

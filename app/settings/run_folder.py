@@ -1,0 +1,82 @@
+"""The folder of a run: whether a start may use it, and its config.yaml."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from app.settings.config import RunConfig
+from ops.models.folders import resolve
+from ops.typed import ConfigError, as_plain
+
+
+def run_dir(config: RunConfig) -> Path:
+    """The folder of this run."""
+    return Path(config.run.dir) / config.run.name
+
+
+def check_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = False) -> Path:
+    """The run's folder. An existing one needs `resume` or `overwrite`, else ConfigError.
+
+    Only a folder that looks like a run (it has a config.yaml) or is empty is ever overwritten.
+    """
+    folder = run_dir(config)
+    check_place(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run directory {folder} is a file; choose another run.name.")
+    occupied = folder.is_dir() and any(folder.iterdir())
+    if occupied and resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; give one.")
+    if occupied and not (resume or overwrite):
+        raise ConfigError(
+            f"run directory {folder} already exists; continue it with --resume, start again with "
+            f"--overwrite, or choose another run.name."
+        )
+    if occupied and not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"run directory {folder} holds files but no config.yaml, so it is not a run; choose another run.name."
+        )
+    return folder
+
+
+def check_place(folder: Path) -> None:
+    """Raises ConfigError when a file stands where a folder above the run's is needed."""
+    for parent in folder.absolute().parents:
+        if parent.exists() and not parent.is_dir():
+            raise ConfigError(f"run directory {folder} cannot be made: {parent} is a file; choose another run.dir.")
+
+
+def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = False) -> Path:
+    """Make the run's folder, empty with `overwrite`, and save the resolved config in it. Raises as check_run_dir."""
+    folder = check_run_dir(config, resume, overwrite)
+    if overwrite and folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(_true_numbers(config) + config.to_yaml(), encoding="utf-8")
+    return folder
+
+
+def _true_numbers(config: RunConfig) -> str:
+    """Comment lines for config.yaml: numbers of the model that follow from its folders or other parts and differ from
+    the settings. The settings stay as they are, since a resumed run is compared with them."""
+    model = config.model
+    try:
+        resolved = resolve(model)[0]
+    except (OSError, ValueError):  # the start refuses such a folder with the reason
+        return ""
+    said, true = (dict(_leaves(as_plain(m), "model")) for m in (model, resolved))
+    found = [f"#   {name}: {value}" for name, value in true.items() if said.get(name) != value]
+    if not found:
+        return ""
+    head = "# What the folders and other parts of the model decide; what is written for these below is not used."
+    return "\n".join([head, *found, ""])
+
+
+def _leaves(node: object, path: str) -> Iterator[tuple[str, object]]:
+    """Every setting below a node of plain values, with its dotted name."""
+    if isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _leaves(child, f"{path}.{key}")
+    else:
+        yield path, node

@@ -1,0 +1,66 @@
+"""The sections of a run's settings that belong to the program: `run` and `sample`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ops.ranges import SEED, above, between, check_numbers
+
+TrackerName = Literal["tensorboard", "wandb"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSection:
+    """Where a run writes: all its files lie under `dir`/`name`."""
+
+    name: str
+    dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in (".", "..") or set("/\\") & set(self.name):
+            raise ValueError(f"run.name {self.name!r} must be one plain folder name.")
+        if "://" in self.dir:
+            raise ValueError(f"run.dir {self.dir!r} is a URI; a run folder is a local or shared one. Give its path.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """Pictures made during and after training, with the EMA weights where there are any."""
+
+    prompts: tuple[str, ...] = ()  # or a text file with one on each line
+    images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
+    every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
+    steps: int = 20  # Euler steps of the sampler
+    guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
+    frames: int = 17
+    height: int = 64
+    width: int = 64
+    fps: float = 8.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"sample.steps {self.steps} must be at least 1.")
+        if min(self.frames, self.height, self.width) < 1 or self.fps <= 0:
+            raise ValueError(
+                f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
+                f"must be positive."
+            )
+        if len(self.images) not in (0, 1, len(self.prompts)):
+            raise ValueError(
+                f"sample.images names {len(self.images)} pictures for {len(self.prompts)} prompts; give one for each, "
+                f"or one for all."
+            )
+        check_numbers(
+            "sample",
+            self,
+            every=between(0),
+            steps=between(1, 100_000),
+            guidance_scale=between(0, 1e6),
+            frames=between(1, 100_000),
+            height=between(1, 1 << 16),
+            width=between(1, 1 << 16),
+            fps=above(0, 1000),
+            seed=between(0, SEED),
+        )

@@ -1,0 +1,35 @@
+"""What every process at a terminal does alike: its logging, and its answer to an error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+
+from actors.outcome import Exit
+from app.settings.errors import PACKAGES, exit_code, is_ours, one_line
+
+
+def debug_wanted() -> bool:
+    """Whether HEDDLE_DEBUG asks for details and tracebacks."""
+    return os.environ.get("HEDDLE_DEBUG", "") not in ("", "0")
+
+
+def set_up_logging(debug: bool) -> None:
+    """Warnings of everybody, and what our own packages have to say."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def answer(error: Exception | KeyboardInterrupt, debug: bool) -> int:
+    """Tell a person what went wrong: in a sentence or, of a defect, with its traceback. Returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
+    if debug or not is_ours(error):
+        traceback.print_exception(error)
+    else:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+    return exit_code(error)
