@@ -78,6 +78,9 @@ class PlannerConfig:
     topology: str = ""  # knapsack only, e.g. g1n16+g2n4+g8n1; empty: chosen by itself
     static_degree: int = 1  # static only
     split: bool = True  # a batch may run as several cascades
+    misfit: Literal["adapt", "wait"] = (
+        "adapt"  # topology or degrees that the workers cannot follow: the nearest, or wait
+    )
 
     def __post_init__(self) -> None:
         check_numbers("planner", self, degrees=between(1, 1 << 16), static_degree=between(1, 1 << 16))

@@ -18,6 +18,7 @@ class StepAssignment:
     step: StepPlan
     cascades: tuple[Cascade, ...]
     planning_s: float  # with the question on its way to the planner and back left out
+    adapted: tuple[str, ...] = ()  # settings that these workers cannot follow, and what was used instead
 
 
 Position = Mapping[str, object]  # of the data: JSON of a few kB (`data.Dataset.token`)

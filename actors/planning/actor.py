@@ -12,6 +12,7 @@ from actors.messages import Span
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
+from actors.planning.adapt import adapted
 from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.options import options_of
 from actors.step import StepAssignment
@@ -35,11 +36,16 @@ class Planner:
     ) -> StepAssignment:
         """Plan of the window's first step. Raises PlanError (never a plan that breaks a rule)."""
         started = time.perf_counter()
+        told: tuple[str, ...] = ()
         options = options_of(self._config, budget_s=budget_s, replans=True)
+        if self._config.misfit == "adapt":
+            options, told = adapted(options, window, self._profile, cluster)
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
         check(plan, window, self._profile, cluster, done=done)
         cascades = tuple(rolling_cut(plan, options.update_waits))
-        return StepAssignment(step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started)
+        return StepAssignment(
+            step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started, adapted=told
+        )
 
     def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
         """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed

@@ -264,6 +264,17 @@ class WorkersAwaited(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanAdapted(RunEvent):
+    """The workers cannot follow the planner's settings, so plans follow the nearest ones; empty: they can again."""
+
+    event: ClassVar[str] = "adapted"
+    settings: tuple[str, ...]
+
+    def describe(self) -> str:
+        return "; ".join(self.settings) or "plans follow the settings of planner again"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolResized(RunEvent):
     """Somebody asked for another number of workers."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
 from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues
+from actors.plan.types import PlanError
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Boundary, Broken, Tick
@@ -24,6 +25,7 @@ from actors.records.events import RunStarted, RunStopping, SpeedsLearned
 from actors.run.committer import Committer
 from actors.run.ending import Ending
 from actors.run.generations import GenerationManager
+from actors.run.misfits import Misfits
 from actors.run.skips import Skips
 from actors.run.speeds import Speeds
 from actors.run.steps import StepRunner
@@ -53,6 +55,9 @@ class Controller:
     speeds: Speeds = field(default_factory=Speeds)
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
+
+    def __post_init__(self) -> None:
+        self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
 
     @property
     def left(self) -> str:
@@ -90,7 +95,7 @@ class Controller:
         accounting = self.source.open(first, self.state.data_token())
         where = "new" if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
-        self.committer.account.last_ended_at = time.time()
+        self.committer.account.begin(time.time())
 
     # -- one round: look, dispatch, collect, commit --------------------------------------------------------------------
 
@@ -149,11 +154,28 @@ class Controller:
             waiting_since = time.perf_counter()
             ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else _LOOK_S)
             if not runner.running:
-                self.committer.account.data_wait_s += time.perf_counter() - waiting_since
+                self.committer.account.waited_for_data(time.perf_counter() - waiting_since)
             if not ready:
                 return
-            step = runner.dispatch()
+            try:
+                step = runner.dispatch()
+            except PlanError as error:
+                if self.config.planner.misfit != "wait":
+                    raise
+                self._await_a_fit(runner, error)
+                return
+            self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
+
+    def _await_a_fit(self, runner: StepRunner, error: PlanError) -> None:
+        """These workers cannot run the next step: others may come. Raises StopRun when none have for too long."""
+        try:
+            self._misfits.refused(error, time.monotonic())
+        except PlanError:
+            reason = f"no workers that can run step {runner.next_step} (workers.wait_s): {error}"
+            raise StopRun(self.committer.outcome(Exit.RESUMABLE, reason)) from None
+        if not runner.running:
+            time.sleep(_LOOK_S / 4)
 
     def _collected(self, runner: StepRunner, done: CollectedStep) -> None:
         """All workers have finished a step."""

@@ -178,7 +178,7 @@ class GenerationManager:
     def _form(self, decision: Form) -> None:
         started = time.time()
         runner = self.runner = self.forming.form(decision, self.world)
-        self.committer.account.last_ended_at = started
+        self.committer.account.begin(started)
         self.events.tell(
             GenerationFormed(
                 generation=decision.generation,

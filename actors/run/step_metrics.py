@@ -45,14 +45,22 @@ class StepAccount:
 
     geometry: Geometry
     node_of: Callable[[str], str]  # of a worker, as people read it
-    last_ended_at: float = 0.0  # unix seconds: when the step before the next one ended, or the generation began
-    data_wait_s: float = 0.0  # since the last committed step
+    _last_ended_at: float = 0.0  # unix seconds: when the step before the next one ended, or the generation began
+    _data_wait_s: float = 0.0  # since the last committed step
+
+    def begin(self, at: float) -> None:
+        """The run or a generation begins (unix seconds): its first step is counted from here."""
+        self._last_ended_at = at
+
+    def waited_for_data(self, seconds: float) -> None:
+        """The workers had nothing to do meanwhile; the next committed step says so."""
+        self._data_wait_s += seconds
 
     def records(self, done: CollectedStep) -> tuple[StepMetrics, list[SpanRecord]]:
         """The line of metrics.jsonl and the lines of timeline.jsonl. To be called once per committed step."""
-        started, self.last_ended_at = self.last_ended_at, done.collected_at
+        started, self._last_ended_at = self._last_ended_at, done.collected_at
         facts = self._facts(done, started)
-        self.data_wait_s = 0.0
+        self._data_wait_s = 0.0
         begin = min((s.start for r in done.reports for s in r.spans if s.module != "finish"), default=started)
         timeline = [
             record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin)
@@ -67,7 +75,7 @@ class StepAccount:
             plan=running.assignment.step,
             planning_s=running.planning_s,
             step_s=done.collected_at - started,
-            data_wait_s=self.data_wait_s,
+            data_wait_s=self._data_wait_s,
             finished_at=done.collected_at,
             num_samples=sum(len(s) for s in samples.samples.values()),
             dispatch_s=running.dispatch_s,

@@ -57,6 +57,9 @@ def run(
     config: Annotated[Path, typer.Option(help="What is trained.")] = Path("configs/runs/learn.yaml"),
     samples: Annotated[int, typer.Option(help="Clips made.", min=1)] = 32,
     seed: Annotated[int, typer.Option(help="Of the first clip.")] = 1000,
+    captions: Annotated[
+        bool, typer.Option(help="Image to video: give the captions, too, which name the motion.")
+    ] = False,
     at_least: Annotated[float, typer.Option(help="Fail below this rate.")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="JSON; a contact sheet goes beside it.")] = None,
 ) -> None:
@@ -66,7 +69,7 @@ def run(
     if checkpoint is None:
         checkpoint = _train(config)
     model = load_model(checkpoint)
-    proof, videos, prompts = prove(model, samples, seed)
+    proof, videos, prompts = prove(model, samples, seed, captions)
     target = out or _folder(checkpoint) / "learn.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(asdict(proof), indent=1) + "\n", encoding="utf-8")
@@ -87,16 +90,16 @@ def run(
         raise typer.Exit(1)
 
 
-def prove(model: object, samples: int, seed: int) -> tuple[Proof, list[np.ndarray], list[str]]:
+def prove(model: object, samples: int, seed: int, captions: bool = False) -> tuple[Proof, list[np.ndarray], list[str]]:
     """Sample `samples` prompts, all colours equally often, with the run's own sampler settings. Image to video gets the
-    first frames of the scenes instead of their captions."""
+    first frames of the scenes instead of their captions, or with them."""
     from app.sampling.sample import ClipSettings, Model, make_clips
 
     assert isinstance(model, Model)
     settings = replace(ClipSettings.of(model.config), seed=seed)
     scenes = prompted_scenes(samples, settings.frames, settings.height, settings.width)
     given = model.config.model.dit.starts_from_image
-    prompts = ["" if given else scene.caption for scene in scenes]
+    prompts = [scene.caption if captions or not given else "" for scene in scenes]
     videos = make_clips(model, prompts, settings, [picture(scene, 0) for scene in scenes] if given else ())
     shown = [video[-1:] if given else video for video in videos]
     answers = [(scene.color, shown_color(video)) for scene, video in zip(scenes, shown, strict=True)]

@@ -173,7 +173,7 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
 def publish(base: Path) -> Path:
     """A small image-to-video pipeline as Diffusers itself saves it."""
     torch.manual_seed(0)
-    dit = DIT.fitted(4, 4, 16, IMAGE.d_model)
+    dit = DIT.fitted(4, (4, 8, 8), 16, IMAGE.d_model)
     fields = {key: value for key, value in dit_json(dit).items() if not key.startswith("_")}
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4

@@ -34,7 +34,7 @@ SHOWN = SampleConfig(prompts=("a disc",), steps=4, frames=5, height=32, width=48
 def publish(base: Path) -> Path:
     """A small pipeline of two experts as Diffusers itself saves it."""
     torch.manual_seed(0)
-    fields = {key: value for key, value in dit_json(DIT.fitted(4, 4, 16, 0)).items() if not key.startswith("_")}
+    fields = {key: value for key, value in dit_json(DIT.fitted(4, (4, 8, 8), 16, 0)).items() if not key.startswith("_")}
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )

@@ -14,6 +14,8 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3
 from PIL import Image
 from transformers import CLIPVisionModel
 
+from ops.comm import Group
+from ops.conditions import Conditions
 from ops.config import FlowConfig
 from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
@@ -24,7 +26,7 @@ from ops.models.load import build_dit
 from ops.models.vae import DiffusersVAE
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
-from ops.packing import patchify
+from ops.packing import Layout, Sequence, patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.ops.test_families import their_class
 
@@ -206,10 +208,22 @@ def test_folders_that_do_not_belong_together_are_named(tmp_path: Path, model: Mo
         resolve(ModelConfig(dit=WanConfig(), image=IMAGE))
 
 
-def test_a_transformer_without_its_image_says_so(model: ModelConfig) -> None:
-    from ops.comm import Group
-    from ops.packing import Layout, Sequence
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lower_precision_stays_near_fp32(model: ModelConfig, weights: torch.dtype, autocast: bool) -> None:
+    """The image embedding comes in fp32, whatever the blocks compute in."""
+    numbers = torch.Generator().manual_seed(3)
+    tokens, text, image = (torch.randn(*size, generator=numbers) for size in ((4, 144), (3, 8), (5, 16)))
+    layout, dit = Layout([Sequence((1, 2, 2), 3, 5)]), build_dit(model.dit, 0)
+    call = (tokens, torch.tensor([500.0]), text, layout, Group.solo(), Conditions(image=image))
+    with torch.no_grad():
+        expected = dit(*call)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = dit.to(weights)(*call).float()
+    assert (found - expected).norm() < 0.03 * expected.norm()
 
+
+def test_a_transformer_without_its_image_says_so(model: ModelConfig) -> None:
     layout = Layout([Sequence((1, 2, 2), 3, 5)])
     with pytest.raises(ValueError, match=r"image None does not fit the layout"):
         build_dit(model.dit, 0)(torch.zeros(4, 144), torch.zeros(1), torch.zeros(3, 8), layout, Group.solo())

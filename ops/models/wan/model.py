@@ -143,6 +143,7 @@ class ImageEmbedding(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[I, in_dim] -> [I, D]"""
+        rows = rows.to(self.norm1.weight.dtype)
         rows = ln_modulate(rows, weight=self.norm1.weight, bias=self.norm1.bias, eps=self.norm1.eps)
         return ln_modulate(self.ff(rows), weight=self.norm2.weight, bias=self.norm2.bias, eps=self.norm2.eps)
 
