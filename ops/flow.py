@@ -1,14 +1,13 @@
 """Flow matching: x_sigma = (1 - sigma) x + sigma noise; the transformer predicts noise - x.
 
-Every random number of a sample is a function of (seed, step, sample key) alone, through numpy's counter-based Philox:
-the same on any worker, device, degree and order of work.
+Every random number of a sample is a function of (seed, step, sample key) alone, through the counter-based Philox: the
+same on any worker, device, degree and order of work. Noise itself is drawn by `ops.noise`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,45 +19,29 @@ from ops.packing import Layout
 _TRIES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseDraw:
-    """The randomness of one sample at one step."""
-
-    sigma: float  # in [0, 1], after the shift
-    noise: Tensor  # fp32, CPU
-
-
 def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.random.Generator:
     """An independent stream of numbers for each (seed, step, sample key, purpose)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{purpose}/{key}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(
-    config: FlowConfig,
-    seed: int,
-    step: int,
-    key: str,
-    shape: tuple[int, ...],
-    tokens: int,
-    sigmas: tuple[float, float] = (0.0, 1.0),
-) -> NoiseDraw:
-    """Sigma and noise of the sample `key` at `step`; `shape` is that of its latent [C, T, H, W], of so many tokens.
+def draw_sigma(
+    config: FlowConfig, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float] = (0.0, 1.0)
+) -> float:
+    """The noise level of the sample `key`, of so many tokens, at `step`: in [0, 1], after the shift.
 
-    With `sigmas` [low, high) the first of its draws that lies there: the density keeps its form, so that two experts
-    together see what one transformer for all would see. Raises ValueError where none of many does.
+    With `sigmas` [low, high) it is the first of the draws that lies there: the density keeps its form, so that two
+    experts together see what one transformer for all would see. Raises ValueError where none of many does.
     """
     numbers, (low, high) = generator(seed, step, key), sigmas
     for _ in range(_TRIES):
         sigma = shift(density(config, numbers), config.shift_at(tokens))
         if low <= sigma and (sigma < high or high == 1.0):
-            break
-    else:
-        raise ValueError(
-            f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which model.dit.expert trains. "
-            f"Change train.flow.flow_shift or its density."
-        )
-    return NoiseDraw(sigma, torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32)))
+            return sigma
+    raise ValueError(
+        f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which model.dit.expert trains. "
+        f"Change train.flow.flow_shift or its density."
+    )
 
 
 def is_first_frame_given(config: FlowConfig, seed: int, step: int, key: str) -> bool:

@@ -45,7 +45,7 @@ def normal(key: NoiseKey, first: int, count: int, device: torch.device | str = "
     if place.type == "cuda":
         from ops.noise_kernel import fill  # Triton is loaded where there is a GPU
 
-        numbers = fill(key, start, blocks, place)
+        numbers = fill(key.low, key.high, start, blocks, place)
     else:
         numbers = torch.from_numpy(_numbers(key, start, blocks)).to(place)
     offset = first - start * NUMBERS

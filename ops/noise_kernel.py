@@ -1,19 +1,15 @@
 """`ops.noise` on CUDA: one thread enciphers one counter and writes its eight numbers."""
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ops.noise import NUMBERS
-
-if TYPE_CHECKING:
-    from ops.noise import NoiseKey
-
+NUMBERS = 8  # that one counter gives
 BLOCK = 128  # counters of a program
 _TURN = tl.constexpr(2.0 * math.pi)
 # The multipliers and the steps of the keys of Philox4x64 (Salmon et al. 2011, table 2 and section 3.3).
@@ -57,13 +53,11 @@ def philox_normal(out, start, blocks, low, high, BLOCK: tl.constexpr):
     _store_pair(out, at + 6, c3, mask)
 
 
-def fill(key: NoiseKey, start: int, blocks: int, device: torch.device) -> torch.Tensor:
-    """fp32 [blocks * NUMBERS] of the key's stream, from counter `start` on."""
+def fill(low: int, high: int, start: int, blocks: int, device: torch.device) -> torch.Tensor:
+    """fp32 [blocks * NUMBERS] of the stream under the key's two halves, from counter `start` on."""
     out = torch.empty(blocks * NUMBERS, dtype=torch.float32, device=device)
     if blocks:
-        philox_normal[(triton.cdiv(blocks, BLOCK),)](
-            out, start, blocks, _signed(key.low), _signed(key.high), BLOCK=BLOCK
-        )
+        philox_normal[(triton.cdiv(blocks, BLOCK),)](out, start, blocks, _signed(low), _signed(high), BLOCK=BLOCK)
     return out
 
 

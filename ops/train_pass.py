@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.flow import flow_loss
-from ops.packing import Layout, patchify
+from ops.noise import NoiseKey, rows
+from ops.packing import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class NoisyClip:
 
     rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
     text: Tensor  # [text tokens, E], whole
-    noise: Tensor  # fp32 [C, t, h, w], whole, in host memory
+    noise: NoiseKey
     sigma: float
     weight: float  # share of the step's loss; 0 for a clip that did not decode
 
@@ -44,7 +45,7 @@ def train_pass(
     layout: Layout,
     group: Group,
     *,
-    patch: tuple[int, int, int],
+    latent_width: int,
     num_train_timesteps: int,
     dtype: torch.dtype,
     autocast: bool,
@@ -54,13 +55,14 @@ def train_pass(
 ) -> PassResult:
     """Adds this rank's part of the gradient to the parameters. Collective over the group.
 
-    Noise, target and loss are of `dtype`; `phase` is told "forward" and "backward" as they begin.
+    The first `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is told
+    "forward" and "backward" as they begin.
     """
     device = layout.device
     noisy, target = [], []
     for i, clip in enumerate(clips):
-        noise = patchify(clip.noise, patch)[layout.chunk(i)].to(device, dtype)
-        clean, told = clip.rows.split((noise.shape[1], clip.rows.shape[1] - noise.shape[1]), dim=1)
+        noise = rows(clip.noise, layout.chunk(i), latent_width, device).to(dtype)
+        clean, told = clip.rows.split((latent_width, clip.rows.shape[1] - latent_width), dim=1)
         mixed = (1 - clip.sigma) * clean + clip.sigma * noise
         given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
         mixed[:given] = clean[:given]

@@ -35,10 +35,11 @@ from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs,
 from actors.worker.meter import Meter, Unmetered, ran_out, release
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
-from ops.flow import draw, is_first_frame_given, sequence_losses
+from ops.flow import draw_sigma, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
+from ops.noise import NoiseKey
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
@@ -241,7 +242,7 @@ class Executor:
                 self._noisy_clips(task.samples, inputs),
                 layout,
                 group,
-                patch=modules.geometry.patch,
+                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
                 num_train_timesteps=self.train.flow.num_train_timesteps,
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
@@ -370,15 +371,18 @@ class Executor:
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
     def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
-        """Noise is drawn for the whole sample by its key, whatever part of it is computed here."""
-        flow, patch, clips = self.train.flow, self.modules.geometry.patch, []
-        sigmas = self.modules.config.dit.sigmas
-        for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True):
-            shape = (self.modules.vae.channels, *(g * p for g, p in zip(sample.grid, patch)))
-            drawn = draw(flow, self.train.seed, sample.step, sample.key, shape, math.prod(sample.grid), sigmas)
-            weight = sample.weight if good else 0.0
-            clips.append(NoisyClip(rows=rows, text=text, noise=drawn.noise, sigma=drawn.sigma, weight=weight))
-        return clips
+        """The samples' random draws, which depend on seed, step and sample alone."""
+        flow, seed, sigmas = self.train.flow, self.train.seed, self.modules.config.dit.sigmas
+        return [
+            NoisyClip(
+                rows=rows,
+                text=text,
+                noise=NoiseKey.of(seed, sample.step, sample.key),
+                sigma=draw_sigma(flow, seed, sample.step, sample.key, math.prod(sample.grid), sigmas),
+                weight=sample.weight if good else 0.0,
+            )
+            for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True)
+        ]
 
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
         if self.groups is not None and self.groups.rank == task.bag[0]:

@@ -8,6 +8,7 @@ linear in their number, so that two short models stand for a deep one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ from ops.models.config import TextConfig, VAEConfig
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.vae import DiffusersVAE, vae_without_weights
+from ops.noise import NoiseKey
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.storages import StorageCount, storage_bytes
@@ -98,9 +100,8 @@ def pass_bytes(
     for part in ("segments", "seq_index", "positions", "text_segments", "local_text_segments", "joint_segments"):
         getattr(layout, part)  # they read their own values, which tensors without data have not
     config = replace(config, attention="auto", path=None)
-    patch = config.patch
     images = sum(sequence.image_tokens for sequence in sequences)
-    width = config.in_channels * patch[0] * patch[1] * patch[2]
+    width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
         sync = FlatSync(dit, OptimizerConfig(), 1)
@@ -110,7 +111,7 @@ def pass_bytes(
             NoisyClip(
                 rows=torch.empty(layout.chunk(i).stop - layout.chunk(i).start, width, dtype=dtype),
                 text=torch.empty(sequence.text_tokens, config.text_dim, dtype=dtype),
-                noise=torch.empty(config.out_channels, *(g * p for g, p in zip(sequence.grid, patch, strict=True))),
+                noise=NoiseKey(0, i),
                 sigma=_SIGMA,
                 weight=1 / len(sequences),
             )
@@ -122,7 +123,7 @@ def pass_bytes(
                 clips,
                 layout,
                 _PretendGroup(degree) if degree > 1 else Group.solo(),
-                patch=patch,
+                latent_width=config.out_channels * math.prod(config.patch),
                 num_train_timesteps=_TIMESTEPS,
                 dtype=dtype,
                 autocast=precision.autocast,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -196,19 +196,30 @@ def test_a_clip_that_did_not_decode_counts_for_nothing() -> None:
     assert (found - expected).norm() / expected.norm() < 1e-7
 
 
+@dataclass
 class BrokenVAE:
+    words: str
     channels = 8
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+        raise RuntimeError(self.words)
 
 
-def test_a_failed_cascade_refuses_the_rest_of_its_generation() -> None:
+@pytest.mark.parametrize(
+    ("words", "first", "later"),
+    [
+        ("a bad kernel", RuntimeError, StaleGeneration),
+        ("out of memory", OutOfMemory, OutOfMemory),  # whoever meets it may tell the planner
+    ],
+)
+def test_a_failed_cascade_refuses_the_rest_of_its_generation(
+    words: str, first: type[Exception], later: type[Exception]
+) -> None:
     hosts = make_hosts(1, torch.float32, train_config())
     executor, items = hosts[0].executor, items_of(np.random.default_rng(2), 1)
-    working, executor.modules.vae = executor.modules.vae, BrokenVAE()
-    with pytest.raises(OutOfMemory, match="ran out of memory"):
+    working, executor.modules.vae = executor.modules.vae, BrokenVAE(words)
+    with pytest.raises(first, match=words):
         run_step(hosts, items, one_worker(items))
     executor.modules.vae, hosts[0].error = working, None
-    with pytest.raises(StaleGeneration, match="an earlier task of generation 1 failed here"):
+    with pytest.raises(later, match="an earlier task of generation 1 failed here" if later is not first else words):
         run_step(hosts, items, one_worker(items))

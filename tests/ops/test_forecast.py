@@ -13,6 +13,7 @@ from ops.models.forecast import GIB, Precision, dit_need_gib, pass_bytes, text_n
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
+from ops.noise import NoiseKey
 from ops.packing import Layout, Sequence
 from ops.storages import StorageCount
 from ops.train_pass import NoisyClip, train_pass
@@ -32,7 +33,7 @@ def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
         NoisyClip(
             rows=torch.randn(s.tokens, width),
             text=torch.randn(s.text_tokens, config.text_dim),
-            noise=torch.randn(config.in_channels, s.grid[0], 2 * s.grid[1], 2 * s.grid[2]),
+            noise=NoiseKey(0, s.tokens),
             sigma=0.3,
             weight=0.5,
         )
@@ -44,7 +45,7 @@ def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
             clips,
             layout,
             Group.solo(),
-            patch=config.patch,
+            latent_width=width,
             num_train_timesteps=1000,
             dtype=torch.float32,
             autocast=autocast,

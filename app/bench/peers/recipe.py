@@ -29,9 +29,10 @@ from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.types import Batch, DecodeJob
 from ops.comm import Group
-from ops.flow import draw, flow_loss, interpolate
+from ops.flow import draw_sigma, flow_loss, interpolate
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
+from ops.noise import NoiseKey, rows
 from ops.optimizer import ema_decay_at
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
@@ -103,14 +104,18 @@ class Recipe:
         group = group or Group.solo()
         flow, patch = self.train.flow, self.geometry.patch
         grid = tuple(size // part for size, part in zip(latents.shape[2:], patch, strict=True))
-        shape, tokens = tuple(latents.shape[1:]), math.prod(grid)
-        draws = [draw(flow, self.train.seed, micro.step, key, shape, tokens) for key in micro.keys]
-        pairs = [interpolate(clean, one.noise, one.sigma) for clean, one in zip(latents, draws, strict=True)]
         sequences = [PackedSequence(grid=grid, text_tokens=len(text)) for text in words]  # type: ignore[arg-type]
         layout = Layout(sequences, group.size, group.rank)
-        noisy = layout.local([patchify(noisy, patch) for noisy, _ in pairs])
-        target = layout.local([patchify(target, patch) for _, target in pairs])
-        timesteps = torch.tensor([one.sigma for one in draws]) * flow.num_train_timesteps
+        seed, tokens, width = self.train.seed, math.prod(grid), latents.shape[1] * math.prod(patch)
+        sigmas = [draw_sigma(flow, seed, micro.step, key, tokens) for key in micro.keys]
+        pairs = [
+            interpolate(patchify(clean, patch)[part], rows(NoiseKey.of(seed, micro.step, key), part, width), sigma)
+            for clean, key, sigma, part in zip(
+                latents, micro.keys, sigmas, map(layout.chunk, range(len(words))), strict=True
+            )
+        ]
+        noisy, target = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        timesteps = torch.tensor(sigmas) * flow.num_train_timesteps
         predicted = dit(noisy, timesteps, torch.cat(words), layout, group)
         return flow_loss(predicted, target, layout, torch.full((len(words),), micro.weight))
 
