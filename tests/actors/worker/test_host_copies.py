@@ -110,6 +110,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield one
 
 
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
 def test_a_run_whose_results_are_published_later_trains_the_same(lab: Lab) -> None:
     lab.cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=150 * 2**20)  # with a GPU, workers get the thread
 
@@ -119,7 +121,7 @@ def test_a_run_whose_results_are_published_later_trains_the_same(lab: Lab) -> No
         run = lab.start(
             lab.config(name, workers=workers, planner=planner, train={"steps": 6}), worker_class=worker_class
         )
-        assert run.join(180).code == 0, run.outcome
+        assert run.join(400).code == 0, run.outcome
         return run
 
     assert ray.cluster_resources()["GPU"] == 2
