@@ -101,7 +101,7 @@ def test_without_a_second_text_encoder_the_pooled_vector_is_the_mean_text() -> N
     torch.testing.assert_close(model(*call), model(*call, Conditions(pooled=mean)), **FP32)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", ["wan", "hunyuan"])  # the width of LTX-Video is not free of its MLP's
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 def test_rope_axes_fill_the_head_in_whole_pairs(architecture: str, head_dim: int) -> None:
     axes = FAMILIES[architecture].config(head_dim=head_dim).rope_split
