@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from actors.plan.types import USABLE
 from ops.storages import StorageCount, storage_bytes
@@ -112,7 +113,10 @@ class TensorMeter:
     def room_gib(self) -> float | None:
         """Counted once, when the modules and the state are there: walking all tensors takes a tenth of a second."""
         if self._room is None:
-            alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.device.type == "cpu"]
+            tensors = (
+                o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), FakeTensor)
+            )
+            alive = [tensor for tensor in tensors if tensor.device.type == "cpu"]
             self._room = self._limit - storage_bytes(alive) / GIB
         return self._room
 

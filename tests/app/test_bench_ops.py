@@ -34,7 +34,7 @@ def test_all_variants_of_an_op_agree(op, layout) -> None:
 
 
 def test_every_folder_of_an_op_is_measured_the_most_telling_first() -> None:
-    assert set(OPS) == {"gate_residual", "norm_modulate", "qk_rope"}
+    assert set(OPS) == {"gate_residual", "norm_modulate", "push", "qk_rope"}
     names = ["ln_modulate", "gate_residual_ln_modulate", "gate_residual", "qk_norm_rope", "ln_modulate, RMS"]
     assert [contest.name for contest in contests(liger=False)] == names
 

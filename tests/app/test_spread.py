@@ -163,9 +163,12 @@ class Doomed(ClipWorker):
 
 
 def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray]) -> None:
-    """Of the same pixels but for rounding before 8 bits and H.264."""
-    for file, clip in zip(files, alone, strict=True):
-        assert np.abs(read_mp4(file).astype(int) - as_encoded(clip, file.parent).astype(int)).mean() < 0.1
+    """Of the same pixels but for rounding before 8 bits and H.264, which answers one changed level with some of its own:
+    up to 1.6 of 255 in the mean were seen. Another clip is tens away."""
+    encoded = [as_encoded(clip, files[0].parent).astype(int) for clip in alone]
+    for index, file in enumerate(files):
+        away = [np.abs(read_mp4(file).astype(int) - one).mean() for one in encoded]
+        assert away[index] < 3 and min(away[:index] + away[index + 1 :]) > 10, away
 
 
 def as_encoded(clip: np.ndarray, folder: Path) -> np.ndarray:
