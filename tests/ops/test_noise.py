@@ -85,6 +85,7 @@ from ops.noise_kernel import BLOCK, philox_normal
 kinds = {{"out": "*fp32", "start": "i64", "blocks": "i32", "low": "i64", "high": "i64", "BLOCK": "constexpr"}}
 source = ASTSource(fn=philox_normal, signature=kinds, constexprs={{(5,): BLOCK}})
 ptx = triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["ptx"]
+assert "0D401921FB54442D18" in ptx.upper(), "two pi in fp64: a rounded one would make other numbers than the CPU"
 print(ptx.count("mul.hi.u64") + ptx.count("mad.hi.u64"))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
