@@ -61,6 +61,7 @@ class SampleRequest:
     condition: Tensor | None = None
     image: Tensor | None = None
     first: Tensor | None = None
+    pooled: Tensor | None = None  # [pooled_dim]: the second text encoder's vector of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +87,32 @@ def sample_latents(
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
     low: LowNoiseExpert | None = None,
+    negative_pooled: Tensor | None = None,
 ) -> list[Tensor]:
     """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
-    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt. With `low`,
-    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a batch cross it in other steps.
+    `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt, and
+    `negative_pooled` its vector where requests have one. Weights that take guidance as an input are told its scale and
+    need no negative. With `low`, `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a
+    batch cross it in other steps.
     """
     if not requests:
         return []
     group = group or Group.solo()
     device = next(dit.parameters()).device
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
-    prompt = _Prompts.of(grids, requests, [request.text for request in requests], group, device)
+    told = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
+    guidance = 1000.0 * config.guidance_scale if told else None
+    vectors = [request.pooled for request in requests if request.pooled is not None]
+    prompt = _Prompts.of(grids, requests, [request.text for request in requests], vectors, guidance, group, device)
     # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
     # and the two velocities of a row must meet on one rank.
     negatives = [negative] * len(requests)
-    plain = _Prompts.of(grids, requests, negatives, group, device) if config.guidance_scale != 1 else None
+    plain = None
+    if config.guidance_scale != 1 and not told:
+        vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
+        plain = _Prompts.of(grids, requests, negatives, vectors, None, group, device)
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
     sigmas = torch.tensor([_schedule(config, length) for length in prompt.layout.lengths], dtype=torch.float64)
@@ -159,6 +169,8 @@ class _Prompts:
         grids: Sequence[tuple[int, int, int]],
         requests: Sequence[SampleRequest],
         texts: Sequence[Tensor],
+        pooled: Sequence[Tensor],
+        guidance: float | None,
         group: Group,
         device: torch.device,
     ) -> _Prompts:
@@ -178,7 +190,11 @@ class _Prompts:
             layout=layout,
             text=torch.cat([text.to(device) for text in texts]),
             told=layout.local(told).to(device) if told else None,
-            conditions=Conditions(image=torch.cat(images).to(device) if images else None),
+            conditions=Conditions(
+                image=torch.cat(images).to(device) if images else None,
+                pooled=torch.stack(list(pooled)).to(device) if pooled else None,
+                guidance=None if guidance is None else torch.full((len(texts),), guidance, device=device),
+            ),
         )
 
 

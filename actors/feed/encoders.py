@@ -14,7 +14,7 @@ from data.decode import caption_or_empty
 from data.types import DataItem, DecodeJob
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
-from ops.models.folders import component, tokenizer_of
+from ops.models.folders import all_text_folders, component
 
 ENCODED: tuple[Module, ...] = ("text", "vae")
 _READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
@@ -40,8 +40,7 @@ class Encoders:
         Without names no file is read; only a cache needs names.
         """
         vae_folders = [component(model.vae.path, "vae")] if named and model.vae.path else []
-        text_folders = [component(model.text.path, "text_encoder")] if named and model.text.path else []
-        text_folders += [tokenizer_of(folder) for folder in text_folders]
+        text_folders = all_text_folders(model.text) if named and model.text.path else []
         vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
         frame = FirstFrame.of(model)
         if frame.channels:  # the result holds what is told of the first frame, too
@@ -52,7 +51,10 @@ class Encoders:
                 "image": asdict(model.image) if model.image else None,
                 "files": _stamp([*image_folders, *(folder.parent / "image_processor" for folder in image_folders)]),
             }
-        text = {**asdict(model.text), "dtype": text_dtype, "files": _stamp(text_folders)}
+        settings = asdict(model.text)
+        if model.text.kind == "t5":  # named before there was another kind
+            del settings["kind"], settings["pooled_dim"]
+        text = {**settings, "dtype": text_dtype, "files": _stamp(text_folders)}
         return Encoders(
             vae=json.dumps(vae, sort_keys=True) if named else "",
             text=json.dumps(text, sort_keys=True) if named else "",
@@ -61,7 +63,7 @@ class Encoders:
             latent_width=frame.width,
             latent_tail=frame.tail,
             text_width=model.text.d_model,
-            most_text=max(model.text.max_length, model.text.pad_to),
+            most_text=model.text.most_tokens + model.text.tail,
         )
 
 

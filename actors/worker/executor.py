@@ -39,6 +39,7 @@ from ops.flow import draw_sigma, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
+from ops.models.text_pair import split
 from ops.noise import NoiseKey
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
@@ -227,6 +228,8 @@ class Executor:
                 tail=self.frame.tail,
             )
             measure.received(inputs, fetch_s)
+            texts, pooled = split(inputs.text, modules.config.text)
+            inputs = replace(inputs, text=texts)
             images = self.frame.image_tokens
             layout = Layout(
                 [
@@ -247,7 +250,7 @@ class Executor:
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
                 phase=measure.phase,
-                conditions=self._conditions(inputs.tails),
+                conditions=self._conditions(inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
             self._account(task, inputs.ok, done.loss, group)
@@ -360,10 +363,9 @@ class Executor:
         given = is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
         return int(given and sample.grid[0] > 1)
 
-    def _conditions(self, tails: list[Tensor]) -> Conditions:
-        if not self.frame.tail:
-            return NOTHING
-        return Conditions(image=torch.cat([self.frame.image_of(tail) for tail in tails]))
+    def _conditions(self, tails: list[Tensor], pooled: Tensor | None) -> Conditions:
+        images = torch.cat([self.frame.image_of(tail) for tail in tails]) if self.frame.tail else None
+        return NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
 
     def _compute_dtype(self) -> torch.dtype:
         """Noise, targets and loss are at least fp32, whatever the parameters are."""

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
+from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
-from ops.models.folders import component, read_json, tokenizer_of
+from ops.models.folders import all_text_folders, component, read_json, tokenizer_of
 from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
+from ops.models.text_pair import recipe_of, save_random_pair, text_classes
 from ops.typed import ConfigError
 
 
@@ -37,8 +39,8 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
     _image(work, config, parts)
     _scheduler(work, config, parts)
     for name in family.missing_parts:
-        parts.index[name] = [None, None]
-    if family.missing_note:
+        parts.index.setdefault(name, [None, None])
+    if family.missing_note and config.model.text.kind == "t5":
         parts.notes.append(family.missing_note)
     return parts
 
@@ -94,6 +96,9 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
 
 def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     text = config.model.text
+    if text.kind == "hunyuan":
+        _text_pair(work, text, parts)
+        return
     if not text.path:
         random = build_text(text)
         random.encoder.save_pretrained(work / "text_encoder")  # type: ignore[attr-defined]
@@ -115,6 +120,25 @@ def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     name = read_json(settings).get("tokenizer_class", "T5TokenizerFast") if settings.is_file() else "T5TokenizerFast"
     parts.index["tokenizer"] = ["transformers", name]
     parts.origins["tokenizer"] = f"{link_tree(tokenizer, work / 'tokenizer')} from {tokenizer}"
+
+
+def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
+    """HunyuanVideo's two text encoders and their tokenizers."""
+    for part, name in text_classes(text).items():
+        parts.index[part] = ["transformers", name]
+    if text.path:
+        names = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+        for part, folder in zip(names, all_text_folders(text), strict=True):
+            parts.origins[part] = f"{link_tree(folder, work / part)} from {folder}"
+        return
+    save_random_pair(text, work)
+    recipe = recipe_of(text)
+    for part in text_classes(text):
+        parts.origins[part] = f"random pair over bytes of seed {text.seed}"
+    parts.notes.append(
+        f"the text encoders are the untrained ones of the run; call the pipeline with prompt_template="
+        f'{{"template": "{recipe.template}", "crop_start": {recipe.crop}}} and max_sequence_length={text.max_length}.'
+    )
 
 
 def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:

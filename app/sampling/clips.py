@@ -21,6 +21,7 @@ from ops.comm import Group
 from ops.geometry import Geometry
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
+from ops.models.text_pair import split
 from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
@@ -163,22 +164,32 @@ def make_clips(
 ) -> list[np.ndarray]:
     """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
     group every rank calls it and gets all clips."""
+    texts, vectors = split(model.text.encode(list(prompts)), model.config.model.text)
     requests = [
         SampleRequest(
             text=text,
+            pooled=None if vectors is None else vectors[index],
             frames=settings.frames,
             height=settings.height,
             width=settings.width,
             seed=settings.seed + index,
             **(_told(model, first[index], settings.frames) if first else {}),
         )
-        for index, text in enumerate(model.text.encode(list(prompts)))
+        for index, text in enumerate(texts)
     ]
-    (negative,) = model.text.encode([settings.negative_prompt])
+    (negative,), away = split(model.text.encode([settings.negative_prompt]), model.config.model.text)
     clips = []
     for batch in _batches(requests, batch_limit(settings, model.geometry)):
         latents = sample_latents(
-            model.dit, batch, negative, model.geometry, settings.sampler, group, progress, model.low
+            model.dit,
+            batch,
+            negative,
+            model.geometry,
+            settings.sampler,
+            group,
+            progress,
+            model.low,
+            None if away is None else away[0],
         )
         with torch.no_grad():
             clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]

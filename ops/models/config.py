@@ -52,9 +52,15 @@ TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most so many tokens at a tim
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
-    """The frozen text encoder (T5 and UMT5 family). Without a path: a small random T5 over bytes, from `seed`."""
+    """The frozen text encoders: `t5` is T5 or UMT5; `hunyuan` is HunyuanVideo's Llama, with CLIP for a pooled vector.
 
-    path: str | None = None  # folder that holds text_encoder/ and tokenizer/, or both in one
+    Without a path: small random ones over bytes, from `seed`.
+    """
+
+    kind: Literal["t5", "hunyuan"] = "t5"
+    path: str | None = (
+        None  # folder that holds text_encoder/ and tokenizer/ (`hunyuan`: and those with _2); t5: or both
+    )
     max_length: int = 226  # longer captions are cut here
     # 0: true lengths, no padding. Published Wan weights were trained on embeddings followed by zeros up to 512, and
     # behave as published only with pad_to: 512 (WanPipeline's max_sequence_length).
@@ -65,6 +71,7 @@ class TextConfig:
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2
     num_heads: int = 4
+    pooled_dim: int = 32  # the random CLIP only
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,12 +84,33 @@ class TextConfig:
             d_model=between(1, 1 << 16),
             num_layers=between(1, 1000),
             num_heads=between(1, 1024),
+            pooled_dim=between(1, 1 << 16),
             seed=between(0, SEED),
         )
+        if self.kind == "hunyuan" and (self.pad_to or self.unmasked):
+            raise ValueError(
+                f"model.text.pad_to {self.pad_to}, unmasked {self.unmasked}: HunyuanVideo's text has its true length. "
+                f"Leave both out."
+            )
         if self.unmasked and self.unmasked < self.max_length:
             raise ValueError(
                 f"model.text.unmasked {self.unmasked} rows cannot hold max_length {self.max_length}. Make them equal."
             )
+
+    @property
+    def pooled(self) -> int:
+        """Numbers of the vector that the second encoder makes of a whole caption; 0 without one."""
+        return self.pooled_dim if self.kind == "hunyuan" else 0
+
+    @property
+    def tail(self) -> int:
+        """Rows of a caption's result behind those that the transformer sees: they hold the pooled vector."""
+        return -(-self.pooled // self.d_model)
+
+    @property
+    def most_tokens(self) -> int:
+        """Rows of the longest caption that the transformer sees."""
+        return max(self.max_length, self.pad_to)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

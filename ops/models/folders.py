@@ -15,7 +15,7 @@ from typing import Any, cast
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
-from ops.models.config import ImageConfig, ModelConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 
 
@@ -34,10 +34,38 @@ def component(path: str | Path, *names: str) -> Path:
     )
 
 
-def tokenizer_of(text_encoder: Path) -> Path:
+def tokenizer_of(text_encoder: Path, name: str = "tokenizer") -> Path:
     """The tokenizer's folder: beside that of its encoder, or the same."""
-    beside = text_encoder.parent / "tokenizer"
+    beside = text_encoder.parent / name
     return beside if beside.is_dir() else text_encoder
+
+
+def text_folder(text: TextConfig) -> Path:
+    """The folder of the (first) text encoder of a `path`."""
+    assert text.path is not None
+    return component(text.path, "text_encoder")
+
+
+def second_text_folder(path: str) -> Path:
+    """The folder of HunyuanVideo's second text encoder. Raises FileNotFoundError where a pipeline has none."""
+    folder = Path(path).expanduser() / "text_encoder_2"
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder}/config.json does not exist; model.text.kind hunyuan needs both text encoders of a HunyuanVideo "
+            f"folder. Download text_encoder_2/ and tokenizer_2/, too."
+        )
+    return folder
+
+
+def all_text_folders(text: TextConfig) -> list[Path]:
+    """Every folder that the text encoders of a `path` are made from."""
+    folder = text_folder(text)
+    found = [folder, tokenizer_of(folder)]
+    if text.kind == "hunyuan":
+        assert text.path is not None
+        second = second_text_folder(text.path)
+        found += [second, tokenizer_of(second, "tokenizer_2")]
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:  # as `Json`
@@ -95,13 +123,7 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     Without dit.path the transformer's latent channels and text width are those of the VAE and the text encoder; with it
     they must agree, or ValueError says which two folders do not fit.
     """
-    text = model.text
-    if text.path:
-        folder = component(text.path, "text_encoder")
-        fields = read_json(folder / "config.json")
-        if "d_model" not in fields:
-            raise ValueError(f"{folder} is a {fields.get('model_type')} encoder; T5 and UMT5 encoders are supported.")
-        text = replace(text, d_model=fields["d_model"])
+    text = _resolve_text(model.text) if model.text.path else model.text
     vae = model.vae
     if vae.kind == "diffusers":
         assert vae.path is not None
@@ -112,7 +134,56 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
         stride = (vae.temporal, vae.spatial, vae.spatial)
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
+    dit = _with_pooled(dit, text)
     return replace(model, dit=dit, vae=vae, text=text, image=image), Geometry(vae_stride=stride, patch=dit.patch)
+
+
+def _resolve_text(text: TextConfig) -> TextConfig:
+    folder = text_folder(text)
+    fields = read_json(folder / "config.json")
+    kind = fields.get("model_type")
+    if text.kind == "t5":
+        if "d_model" not in fields:
+            hint = "; set model.text.kind hunyuan for HunyuanVideo's" if kind == "llama" else ""
+            raise ValueError(f"{folder} is a {kind} encoder; T5 and UMT5 encoders are supported{hint}.")
+        return replace(text, d_model=fields["d_model"])
+    if kind != "llama":
+        raise ValueError(
+            f"{folder} is a {kind} encoder; model.text.kind hunyuan needs the Llama of a HunyuanVideo folder."
+        )
+    assert text.path is not None
+    second = second_text_folder(text.path)
+    clip = read_json(second / "config.json")
+    if not str(clip.get("model_type")).startswith("clip"):
+        raise ValueError(f"{second} is a {clip.get('model_type')} encoder; HunyuanVideo's second one is CLIP's.")
+    most = fields.get("max_position_embeddings", 2048)
+    recipe = FAMILIES[text.kind].text
+    assert recipe is not None
+    if text.max_length + recipe.crop > most:
+        raise ValueError(
+            f"model.text.max_length {text.max_length} and the {recipe.crop} tokens before it are more than the {most} "
+            f"that {folder} takes. Set it to 256, as the published weights were trained."
+        )
+    return replace(
+        text,
+        d_model=fields["hidden_size"],
+        num_layers=fields["num_hidden_layers"] - recipe.skipped_layers,
+        num_heads=fields["num_attention_heads"],
+        pooled_dim=clip.get("text_config", clip).get("hidden_size", 512),
+    )
+
+
+def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
+    if not text.pooled:
+        return dit
+    if not dit.path:
+        return dit.with_pooled(text.pooled)
+    if dit.with_pooled(text.pooled) != dit:
+        raise ValueError(
+            f"{dit.path} expects pooled text of width {dit.pooled_width}, model.text makes {text.pooled}. "
+            f"Use both text encoders of the same pipeline."
+        )
+    return dit
 
 
 def _resolve_image(image: ImageConfig) -> ImageConfig:

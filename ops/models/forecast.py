@@ -27,6 +27,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig, VAEConfig
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
+from ops.models.text_pair import LlamaClipText, pair_skeleton, recipe_of
 from ops.models.vae import DiffusersVAE, vae_without_weights
 from ops.noise import NoiseKey
 from ops.packing import Layout, patchify
@@ -175,14 +176,21 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            encoder = t5_skeleton(config)
+            text = _text(config, tokens)
         finally:
             torch.set_default_dtype(before)
-        text = T5Text(encoder, _Long(tokens), config, "cpu")
         with StorageCount() as count:
             rows = [row.float() for row in text.encode([""] * captions)]
         del rows
-        return EncoderNeed(weights_gib=storage_bytes(encoder.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
+        return EncoderNeed(weights_gib=storage_bytes(text.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
+
+
+def _text(config: TextConfig, tokens: int) -> T5Text | LlamaClipText:
+    if config.kind == "t5":
+        return T5Text(t5_skeleton(config), _Long(tokens), config, "cpu")
+    recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
+    first, pooled = _Long(tokens + recipe.crop), _Long(recipe.pooled_tokens)
+    return LlamaClipText(encoder, first, second, pooled, recipe, config, "cpu")
 
 
 class _Long:

@@ -108,7 +108,11 @@ def build_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
 
 
 def build_text(config: TextConfig, device: torch.device | str = "cpu") -> TextEncoder:
-    """The frozen text encoder of `config` on `device`."""
+    """The frozen text encoders of a resolved `config` on `device`."""
+    if config.kind == "hunyuan":
+        from ops.models.text_pair import folder_pair, random_pair
+
+        return folder_pair(config, device) if config.path else random_pair(config, device)
     from ops.models.text import folder_t5, random_t5
 
     return folder_t5(config, device) if config.path else random_t5(config, device)

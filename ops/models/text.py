@@ -42,7 +42,10 @@ class TextEncoder(Protocol):
     dim: int
 
     def encode(self, captions: list[str]) -> list[Tensor]:
-        """One [L_i, dim] tensor per caption: L_i tokens, cut at max_length; zeros up to `pad_to` where that is set."""
+        """One [L_i, dim] tensor per caption: L_i tokens, cut at max_length; zeros up to `pad_to` where that is set.
+
+        Behind them stand `TextConfig.tail` rows where a second encoder makes a vector (`ops.models.text_pair.split`).
+        """
         ...
 
     def count(self, caption: str) -> int:
@@ -87,6 +90,10 @@ class T5Text:
                 missing = max(self.pad_to - len(state), 0)
                 result[i] = torch.nn.functional.pad(state, (0, 0, 0, missing)).clone()  # a view would keep the batch
         return [state for state in result if state is not None]
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Weights of the encoder."""
+        return self.encoder.parameters()
 
     def _tokens(self, caption: str) -> list[int]:
         return self.tokenizer(clean(caption), truncation=True, max_length=self.max_length).input_ids
@@ -145,13 +152,18 @@ def t5_skeleton(config: TextConfig) -> torch.nn.Module:
 
 
 def token_counter(config: TextConfig) -> Callable[[str], int]:
-    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone."""
+    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     tokenizer: Tokenizer = ByT5Tokenizer()
     if config.path:
         folder = tokenizer_of(component(config.path, "text_encoder"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if config.kind == "hunyuan":
+        from ops.models.text_pair import recipe_of
+
+        recipe = recipe_of(config)
+        return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
     return lambda caption: len(tokenizer(clean(caption), verbose=False).input_ids)
 
 

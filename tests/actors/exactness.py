@@ -45,6 +45,10 @@ MODELS = {  # one of each family and variant
         ),
     ),
 }
+MODELS["hunyuan of two text encoders"] = replace(
+    MODELS["hunyuan"],
+    text=TextConfig(kind="hunyuan", max_length=40, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
+)
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
 

@@ -84,6 +84,23 @@ class DiTConfig:
         return 0
 
     @property
+    def pooled_width(self) -> int:
+        """Width of the vector that stands for a whole text; 0: none."""
+        return 0
+
+    def with_pooled(self, dim: int) -> Self:
+        """The same for a text encoder that makes such a vector. Raises ValueError where the transformer takes none."""
+        raise ValueError(
+            f"model.text.kind makes a pooled vector of {dim} numbers, and a transformer of architecture "
+            f"{self.architecture} takes none. Use kind: t5."
+        )
+
+    @property
+    def takes_guidance(self) -> bool:
+        """Whether the weights are distilled: told the guidance scale, they need no second forward to sample."""
+        return False
+
+    @property
     def starts_from_image(self) -> bool:
         """Whether a clip is made from its first frame."""
         return False

@@ -1,9 +1,8 @@
 """What the rest of Heddle must know of a model family; one `Family` per folder of `ops/models/`.
 
 Loading, export, LoRA, sampling, parity and the notes before a run iterate over `ops.models.families.FAMILIES` and name
-no family themselves. What all families have in common today (flow objective, T5 text at its true length or padded with
-zeros, one transformer) is not a field yet: the first family that differs makes it one, with the old behaviour as its
-default.
+no family themselves. What all families have in common today (flow objective, one transformer) is not a
+field yet: the first family that differs makes it one, with the old behaviour as its default.
 
 Imports neither torch nor Ray; the callables that need them import them when called.
 """
@@ -66,6 +65,16 @@ class Scheduler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextRecipe:
+    """How published weights saw a caption: in a prompt for a language model, and as the pooled vector of CLIP."""
+
+    template: str  # of the prompt; {} is the caption, which is not cleaned
+    crop: int  # tokens of the prompt before the caption, whose states are dropped
+    skipped_layers: int  # of the language model, its last ones; their final norm is left out, too
+    pooled_tokens: int  # rows that CLIP sees, padded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParitySample:
     """One sample as a Diffusers class wants it: latent [C, t, h, w], timestep [1] (sigma * 1000), text [L, E]."""
 
@@ -87,7 +96,8 @@ class Family:
     diffusers_class: str  # of the transformer, whose parameter names are ours
     pipeline_class: Callable[[Any], str]  # of a config of this family
     vae: VAEClass
-    missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run does not train with
+    text: TextRecipe | None = None  # of model.text.kind, where that is the family's name
+    missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run with T5 does not train with
     missing_note: str = ""  # what a user must know of them
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
     # (latent [C, t, h, w] of a clip's first frame followed by grey, the VAE's stride over time) -> the channels of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from ops.models.base.config import DiTConfig
 from ops.ranges import between, check_numbers
@@ -38,6 +38,17 @@ class HunyuanConfig(DiTConfig):
     @property
     def rope_split(self) -> tuple[int, int, int]:
         return self.rope_axes or default_rope_split(self.head_dim)
+
+    @property
+    def pooled_width(self) -> int:
+        return self.pooled_dim or self.text_dim
+
+    def with_pooled(self, dim: int) -> Self:
+        return replace(self, pooled_dim=0 if dim == self.text_dim else dim)
+
+    @property
+    def takes_guidance(self) -> bool:
+        return self.guidance_embeds
 
     @property
     def block_counts(self) -> tuple[int, ...]:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, TextRecipe, VAEClass
 from ops.models.hunyuan.config import HunyuanConfig, default_rope_split
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig
+
+
+# Of HunyuanVideoPipeline: what the published weights were trained on. 95 tokens stand before the caption.
+_TEXT = TextRecipe(
+    template=(
+        "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
+        "1. The main content and theme of the video."
+        "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
+        "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
+        "4. background environment, light, style and atmosphere."
+        "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+    ),
+    crop=95,
+    skipped_layers=2,
+    pooled_tokens=77,
+)
 
 
 def _model() -> type[nn.Module]:
@@ -65,6 +82,8 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
         "encoder_attention_mask": torch.ones(1, len(text), dtype=torch.bool),
         "pooled_projections": text.mean(0)[None] if same else torch.zeros(1, config.pooled_dim),
     }
+    if sample.conditions.pooled is not None:
+        inputs["pooled_projections"] = sample.conditions.pooled
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
@@ -74,10 +93,11 @@ FAMILY = Family(
     diffusers_class="HunyuanVideoTransformer3DModel",
     pipeline_class=lambda config: "HunyuanVideoPipeline",
     vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
+    text=_TEXT,
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
-        "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae "
-        "and scheduler load by their own classes; give --base for a complete pipeline."
+        "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
+        "load by their own classes; train with model.text.kind hunyuan for a complete pipeline, or give --base."
     ),
     key_map={
         "num_layers": "num_layers",
