@@ -16,7 +16,7 @@ from actors.plan.places import StatePlace
 from actors.plan.types import USABLE, PlanError
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.shards import bytes_per_weight
+from ops.shards import bytes_per_weight, shard_bounds
 
 if TYPE_CHECKING:
     from ops.models.forecast import Precision
@@ -78,10 +78,11 @@ class MemoryForecast:
         weights = 4 if self.deepspeed else self.parameter_bytes
         # In fp32 the own range of the parameters is the master copy.
         shard = self.state_bytes - (4 if self.parameter_bytes >= 4 and not self.deepspeed else 0)
+        largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
             weights=(self.parameters - self.trained) * self.parameter_bytes / GIB + self.trained * weights / GIB,
             gradient=0.0 if self.node_gradient else self.trained * gradient / GIB,
-            optimizer=0.0 if self.state == "host" else self.trained * shard / workers / GIB,
+            optimizer=0.0 if self.state == "host" else largest * shard / GIB,
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,

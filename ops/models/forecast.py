@@ -144,15 +144,15 @@ def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree:
     return (few + (config.num_layers - _SHORT[0]) * (more - few) / (_SHORT[1] - _SHORT[0])) / GIB
 
 
-def states_bytes(config: DiTConfig, optimizer: OptimizerConfig, workers: int, precision: Precision) -> int:
-    """What the first of so many workers keeps between two cascades, where gradient and state lie on its device:
-    parameters, gradient and its part of the optimizer's state, as FlatSync makes them."""
+def states_bytes(config: DiTConfig, optimizer: OptimizerConfig, workers: int, precision: Precision) -> tuple[int, int]:
+    """What the first of so many workers keeps between two cascades, as FlatSync makes it: (bytes of parameters,
+    gradient and its part of the optimizer's state, those of parameters and gradient alone)."""
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
         dit = _without_data(config, precision.parameters)
         sync = FlatSync(dit, optimizer, 1)
         sync.form(_PretendGroup(workers), None)
-        held: int = count.live_bytes
-        return held
+        without_state = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
+        return count.live_bytes, without_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

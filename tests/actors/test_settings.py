@@ -52,7 +52,7 @@ def test_gradients_are_shared_by_a_node_where_it_saves_something(
 
 
 def test_deepspeed_does_not_take_state_in_host_memory() -> None:
-    with pytest.raises(ValueError, match="train.memory.state is host. Set it to auto or device, or train.sync: flat"):
+    with pytest.raises(ValueError, match=r"memory\.state is host\. Set it to auto or device, or train\.sync: flat"):
         TrainConfig(sync="deepspeed", memory=TrainMemoryConfig(state="host"))
 
 

@@ -82,5 +82,5 @@ def test_a_device_without_room_for_the_state_has_it_in_host_memory_unless_told_o
     assert "optimizer 0.00" in shown
     ((host,),) = (re.findall(r"in memory of each node ([\d.]+) \(optimizer state\)", shown),)
     assert float(host) == pytest.approx(2 * float(optimizer) * 4 / 3, rel=0.01), "both workers' parts, master included"
-    with pytest.raises(PlanError, match="fits with .*train.memory.state: host"):
+    with pytest.raises(PlanError, match=r"fits with .*train\.memory\.state: host"):
         plan(tmp_path, short, *wide, "train.memory.state=device")

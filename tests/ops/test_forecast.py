@@ -112,7 +112,8 @@ def test_the_states_are_counted_too() -> None:
 def test_the_states_of_one_of_many_workers_are_weights_gradient_and_its_shard(workers: int) -> None:
     weights = sum(p.numel() for p in build_dit(WAN, 0).parameters())
     for dtype, each, shared in ((torch.bfloat16, 6, 16), (torch.float32, 8, 12)):
-        found = states_bytes(WAN, OptimizerConfig(), workers, Precision(parameters=dtype))
+        found, without_state = states_bytes(WAN, OptimizerConfig(), workers, Precision(parameters=dtype))
+        assert without_state == weights * each
         assert found == pytest.approx(weights * (each + shared / workers), rel=0.01)
 
 
