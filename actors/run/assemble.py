@@ -179,7 +179,8 @@ def _memory(
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
-    return found.needs, found.least_gib(geometry, clips, tokens, degrees, config.workers.min) if cuda else 0.0
+    fewest, peers = config.workers.min, config.planner.bag_peers
+    return found.needs, found.least_gib(geometry, clips, tokens, degrees, fewest, peers) if cuda else 0.0
 
 
 def _new_store() -> torch.distributed.TCPStore:

@@ -132,7 +132,7 @@ class Executor:
         """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
         self.leave()
         self.groups, self.world = groups, world
-        self.sync.form(groups.get(world), shards)
+        self.sync.form(groups.world_group(), shards)
         self.broken = self._exceeded = None
         self.sync.begin_step()
         self.generation = generation  # last: after a failure to get here no task of it is admitted
@@ -166,6 +166,15 @@ class Executor:
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
+
+    def leave_bag(self, bag: tuple[int, ...]) -> None:
+        """Close a bag whose collectives have all ended here; its other members do the same."""
+        assert self.groups is not None, "form() comes before the first bag"
+        try:
+            self.groups.leave(bag)
+        except Exception as error:
+            self.broken = f"leaving bag {bag}: {error!r}"
+            raise
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
@@ -496,6 +505,9 @@ class _Measure:
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
+        ended = time.time()
+        if task.leave:
+            executor.leave_bag(task.bag)
         executor._spans.append(
             self._with_handoff(
                 Span(
@@ -504,7 +516,7 @@ class _Measure:
                     cascade=task.cascade,
                     step=task.step,
                     start=self._start,
-                    end=time.time(),
+                    end=ended,
                     batch=len(task.samples),
                     degree=len(task.bag),
                     pieces=task.pieces,

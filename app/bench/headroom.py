@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from actors.config import TrainConfig
+from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
 from actors.plan.places import StatePlace
 from actors.plan.types import USABLE
@@ -186,7 +186,7 @@ def rows(name: str, lora: bool, counts: Sequence[int], clips: Sequence[str], mem
         measured, made = Measured(model, geometry, train), []
         for workers in counts:
             legal = [degree for degree in degrees if degree <= workers]
-            other = CONTEXT_GIB + communicators_gib(degrees, workers)
+            other = CONTEXT_GIB + communicators_gib(degrees, workers, PlannerConfig().bag_peers)
             for clip in clips:
                 ways = {d: _planned(found, geometry, CLIPS[clip], text_tokens, workers, d, other) for d in legal}
                 degree = next((d for d in legal if ways[d].free(memory_gib, "host") >= 0), legal[-1])

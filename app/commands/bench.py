@@ -11,6 +11,7 @@ app = typer.Typer(no_args_is_help=True)
 BENCHMARKS = {
     "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
     "mapper": ("app.bench.mapper", "What each rule for choosing workers is worth."),
+    "communicators": ("app.bench.communicators", "What the limit of open bags on a worker costs and saves."),
     "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),

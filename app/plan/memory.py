@@ -73,13 +73,13 @@ def view_memory(
     profile.needs = found.needs
     if cuda and memory is not None:
         tokens = min(config.data.batch.text_tokens, model.text.max_length)
-        least = found.least_gib(geometry, clips, tokens, degrees, config.workers.min)
+        least = found.least_gib(geometry, clips, tokens, degrees, config.workers.min, config.planner.bag_peers)
         found = replace(found, state=state_place(config.train.memory.state, memory, least))
     view = MemoryView(
         found=found,
         memory_gib=memory,
         workers=cluster.num_workers,
-        bags_gib=communicators_gib(degrees, cluster.num_workers) if cuda else 0.0,
+        bags_gib=communicators_gib(degrees, cluster.num_workers, config.planner.bag_peers) if cuda else 0.0,
         cuda=cuda,
         nodes=len(cluster.nodes),
     )
@@ -119,7 +119,7 @@ def _check_workers(
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
 
     def least(found: MemoryForecast, most: int) -> int | None:
-        return least_workers(found, geometry, clips, tokens, degrees, memory, most, view.cuda)
+        return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))
     if fewest is not None and fewest <= view.workers:
@@ -190,7 +190,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     if view.cuda:
         lines.append(
             f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "
-            f"set aside for those of bags {view.bags_gib:.2f}"
+            f"communicators of bags at most {view.bags_gib:.2f}"
         )
     if view.room_gib is not None:
         lines.append(
