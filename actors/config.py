@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.places import StateSetting
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
@@ -153,6 +154,9 @@ class TrainMemoryConfig:
     # own: every worker has a whole fp32 gradient, summed at the end of a step. node: the CPU workers of a node add into
     # one, in memory that they share. auto: node on CPUs from 64 MiB of gradient on, else own.
     gradients: Literal["auto", "own", "node"] = "auto"
+    # Master weights, moments and EMA of a worker's part. device: beside its weights. host: in host memory, where it is
+    # updated, so that a GPU holds weights and gradient. auto: host where a GPU has no room for the largest clip else.
+    state: StateSetting = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +180,11 @@ class TrainConfig:
             raise ValueError(
                 "train.sync deepspeed sums each worker's own gradients; train.memory.gradients is node. Set it to auto "
                 "or own, or train.sync: flat."
+            )
+        if self.sync == "deepspeed" and self.memory.state == "host":
+            raise ValueError(
+                "train.sync deepspeed keeps optimizer state on the device; train.memory.state is host. Set it to auto "
+                "or device, or train.sync: flat."
             )
 
     def gradients_of(self, weights: int, device: str) -> Literal["own", "node"]:

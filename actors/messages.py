@@ -296,6 +296,8 @@ class WorkerSettings:
     train: TrainConfig
     workers: WorkersConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    # GiB that a GPU needs for training with optimizer state on it; a smaller one keeps it in host memory
+    state_on_device_gib: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

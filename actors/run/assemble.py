@@ -64,7 +64,18 @@ def start_controller(
     run = run_id(run_dir)
     model, geometry = resolve(config.model)
     monitor = start_monitor(run)
-    settings = WorkerSettings(model=config.model, train=config.train, workers=config.workers, cache=config.data.cache)
+    state_on_device_gib = 0.0
+    if profile is None:
+        profile = profile_of(config.planner, model, geometry)
+        if uses_gpu(config.workers) or config.workers.memory_gib:
+            profile.needs, state_on_device_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+    settings = WorkerSettings(
+        model=config.model,
+        train=config.train,
+        workers=config.workers,
+        cache=config.data.cache,
+        state_on_device_gib=state_on_device_gib,
+    )
     pool = Pool(run, settings, monitor, worker_class)
     source = StepSource(
         feeder or feeder_of(config, model, geometry),
@@ -74,10 +85,6 @@ def start_controller(
         config.data.engine.stall_s,
         config.data.engine.silent_s,
     )
-    if profile is None:
-        profile = profile_of(config.planner, model, geometry)
-        if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs = _needs(config, model, geometry, profile.degrees.get("dit", (1,)))
     planner = PlannerClient(profile, config.planner)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
@@ -162,13 +169,18 @@ def put_together(
     )
 
 
-def _needs(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]) -> Needs:
-    """What cascades will need, until workers have measured it."""
+def _memory(
+    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]
+) -> tuple[Needs, float]:
+    """What cascades will need, until workers have measured it; GiB of a GPU that has room for optimizer state, too."""
     tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
     buckets = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
     clips = list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in buckets))
-    degrees = config.planner.degrees or degrees
-    return forecast(model, geometry, config.train, clips, degrees, uses_gpu(config.workers)).needs
+    degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
+    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    fewest, peers = config.workers.min, config.planner.bag_peers
+    return found.needs, found.least_gib(geometry, clips, tokens, degrees, fewest, peers) if cuda else 0.0
 
 
 def _new_store() -> torch.distributed.TCPStore:

@@ -23,6 +23,10 @@ BENCHMARKS = {
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
     "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
+    "headroom": (
+        "app.bench.headroom",
+        "What published models leave free on a GPU: on tensors without data, and planned.",
+    ),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
