@@ -33,7 +33,7 @@ class PlannerHandle(Protocol):
     @property
     def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
     @property
-    def observe(self) -> Method[[Sequence[Span], dict[str, int]], None]: ...
+    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster], None]: ...
     @property
     def exceeded(self) -> Method[[MemoryExceeded, dict[str, int]], None]: ...
 
@@ -72,9 +72,9 @@ class PlannerClient:
                 self.request(*question, budget_s)
         raise RuntimeError(f"the planner died three times while planning step {step}.")
 
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
-        """Tell measured seconds; nobody waits for the answer."""
-        self._actor.observe.remote(spans, text_tokens)
+    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster) -> None:
+        """Tell what a step planned for `cluster` has measured; nobody waits for the answer."""
+        self._actor.observe.remote(spans, text_tokens, cluster)
 
     def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
         """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.

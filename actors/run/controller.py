@@ -183,7 +183,7 @@ class Controller:
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
-        self.planner.observe([s for r in done.reports for s in r.spans], tokens)
+        self.planner.observe([s for r in done.reports for s in r.spans], tokens, runner.cluster)
         self._learn_speeds(runner, done)
         runner.count_on_room(done.reports)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.messages import Span, StepReport
+from actors.planning.observations import work_of
 
 _MEMORY = 0.98  # weight of the past at each step
 _NOTICEABLE = 0.3  # smaller deviations are noise (shared CPUs: 20 %) and change no plan
@@ -26,8 +27,10 @@ class Speeds:
     def observe(self, reports: Iterable[StepReport], planned_with: Mapping[str, float]) -> None:
         """Take in a finished step; `planned_with` are the factors its plan already counted on."""
         for report in reports:
-            alone = [s for s in report.spans if s.degree == 1 and s.module == "dit" and _planned(s) > 0]
-            measured = sum(s.end - s.start for s in alone)
+            alone = [
+                s for s in report.spans if s.degree == 1 and s.module == "dit" and _planned(s) > 0 and not s.first_here
+            ]
+            measured = sum(work_of(s) for s in alone)
             if measured <= 0:
                 continue
             ratio = sum(_planned(s) for s in alone) * planned_with.get(report.worker, 1.0) / measured

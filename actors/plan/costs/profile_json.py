@@ -130,7 +130,7 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 def profile_json(profile: Profile) -> dict[str, Any]:
     """What `read_profile` reads back; live points become latency entries."""
-    points = {key: seconds for key, (seconds, _, _) in profile.live.items()} | profile.measured
+    points = profile.measured | {key: point.seconds for key, point in profile.live.items()}
     names = ("module", "batch", "frames", "height", "width", "degree")
     held = {
         **{key: getattr(profile, key) for key in _SAME},
