@@ -60,6 +60,10 @@ class Planner:
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
 
+    def learned(self) -> Profile:
+        """The costs as they are known now."""
+        return self._profile
+
     def exceeded(self, found: MemoryExceeded, text_tokens: Mapping[str, int]) -> None:
         """A cascade ran out of memory: no plan has one like it any more."""
         learn_limit(self._profile, found, text_tokens)

@@ -80,6 +80,15 @@ class Handoff:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledSetting:
+    """What a profile was measured with, as far as it changes costs; empty where that is not known."""
+
+    model: str = ""  # family, blocks and width
+    device: str = ""  # cpu, or a GPU's name
+    attention: str = ""  # backend, as the config names it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LivePoint:
     """What a run has measured of one point: the running mean, of how many cascades, with how much text."""
 
@@ -106,6 +115,7 @@ class Profile:
     model: str = "unknown"
     device: str = "unknown"
     source: str = ""
+    setting: ProfiledSetting | None = None  # None: it does not say
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
     peak_gib: dict[PointKey, float] = field(default_factory=dict)
@@ -123,6 +133,7 @@ class Profile:
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
     spanning: dict[tuple[PointKey, float], LivePoint] = field(default_factory=dict)  # over nodes, by overlap of rails
+    runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
@@ -418,6 +429,22 @@ class Profile:
             own = max(price + error * doubt / sum(doubts), 0.2 * price * seconds / sum(prices))
             self.observe(module, batch, frames, height, width, degree, own, text, overlap=overlap)
 
+    def take_up(self, learned: Profile) -> None:
+        """Go on with what another profile has learned of the same costs."""
+        for key, (count, text) in learned.runs.items():
+            self.live[key] = LivePoint(seconds=learned.measured[key], count=count, text_tokens=text)
+        self.cross_node, self.handoff = learned.cross_node, learned.handoff
+        for module in MODULES:
+            self._forget(module)
+
+    def ran(self) -> dict[PointKey, LivePoint]:
+        """Every point that ran, as on one node."""
+        return self.live | {key: point for module in MODULES for key, point in self._spanning_only(module).items()}
+
+    def held(self, key: PointKey) -> float:
+        """Seconds of a measured point, as far as what ran since lets it stand."""
+        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(self._load(key, 0))
+
     def observe_need(self, found: Footprint, peak_gib: float) -> None:
         """Learn what a cascade needed beside the states."""
         self.needs.observe(found, peak_gib)
@@ -448,14 +475,11 @@ class Profile:
     def points(self, module: Module) -> tuple[list[Load], list[float]]:
         """Measured and observed points of a module, as cost models take them: those of a file as far as they still
         hold."""
-        drift = self._file_drift(module)
-        rows = [(key, point.seconds, point.text_tokens) for key, point in self.live.items() if key[0] == module]
-        for key, point in self._spanning_only(module).items():
-            rows.append((key, point.seconds, point.text_tokens))
+        rows = [(key, point.seconds, point.text_tokens) for key, point in self.ran().items() if key[0] == module]
         known = {key for key, _, _ in rows}
-        for key, seconds in self.measured.items():
+        for key in self.measured:
             if key[0] == module and key not in known:
-                rows.append((key, seconds * drift.factor(self._load(key, 0)), 0))
+                rows.append((key, self.held(key), 0))
         loads, seconds_list = [], []
         for (_, batch, frames, height, width, degree), seconds, text in rows:
             if module == "text" or frames > 0:
