@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -35,7 +36,7 @@ MODEL_HEADS = {
     "cogvideox-2b": 30,
     "cogvideox-5b": 48,
 }
-OBSERVE_WEIGHT = 0.3  # weight of a new measurement in the running mean of its point
+_NEWEST = 9  # measurements of a point that count
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
@@ -90,18 +91,31 @@ class ProfiledSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LivePoint:
-    """What a run has measured of one point: the running mean, of how many cascades, with how much text."""
+    """What a run has measured of one point: the median of the newest, so that one worker of many that is slower than
+    is known yet, or a moment on a busy host, does not move it."""
 
-    seconds: float
-    count: int
-    text_tokens: int = 0
+    newest: tuple[float, ...]  # seconds, at most _NEWEST of them
+    count: int  # cascades in all
+    text_tokens: int = 0  # mean of a sample
     refused: int = 0  # absurd ones since the last that was believed
 
+    @classmethod
+    def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
+        """A point of so many equal measurements."""
+        return cls(newest=(seconds,) * min(count, _NEWEST), count=count, text_tokens=text_tokens)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.newest)
+
     def after(self, seconds: float, text_tokens: int) -> LivePoint:
-        """The point with one measurement more: a mean of the first, then a running mean."""
-        weight = max(OBSERVE_WEIGHT, 1.0 / (self.count + 1))
-        mean = self.seconds + weight * (seconds - self.seconds)
-        return LivePoint(seconds=mean, count=self.count + 1, text_tokens=text_tokens or self.text_tokens)
+        """The point with one measurement more."""
+        newest = (*self.newest, seconds)[-_NEWEST:]
+        return LivePoint(newest=newest, count=self.count + 1, text_tokens=text_tokens or self.text_tokens)
+
+    def over(self, factor: float) -> LivePoint:
+        """The same where everything is quicker by this factor."""
+        return replace(self, newest=tuple(seconds / factor for seconds in self.newest))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -393,7 +407,7 @@ class Profile:
                     f"factor of {_ABSURD:g}. It is left out, and believed when it comes {_KNOWN} times in a row."
                 )
             before = None
-        first = LivePoint(seconds=seconds, count=1, text_tokens=text_tokens)
+        first = LivePoint.of(seconds, 1, text_tokens)
         self._set(key, overlap, first if before is None else before.after(seconds, text_tokens))
         self._forget(module)
         if overlap is not None:
@@ -432,7 +446,7 @@ class Profile:
     def take_up(self, learned: Profile) -> None:
         """Go on with what another profile has learned of the same costs."""
         for key, (count, text) in learned.runs.items():
-            self.live[key] = LivePoint(seconds=learned.measured[key], count=count, text_tokens=text)
+            self.live[key] = LivePoint.of(learned.measured[key], count, text)
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
         for module in MODULES:
             self._forget(module)
@@ -497,7 +511,7 @@ class Profile:
             return self.spanning.get((key, round(overlap, 2)))
         seen = self.live.get(key)
         if seen is None and key in self.measured:
-            return LivePoint(seconds=self.measured[key], count=1)
+            return LivePoint.of(self.measured[key])
         return seen
 
     def _set(self, key: PointKey, overlap: float | None, point: LivePoint) -> None:
@@ -518,7 +532,7 @@ class Profile:
         if not found:
             return None
         overlap, point = max(found, key=lambda one: one[1].count)
-        return replace(point, seconds=point.seconds / self.cross_node.factor(overlap))
+        return point.over(self.cross_node.factor(overlap))
 
     def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
         keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
