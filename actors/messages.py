@@ -130,6 +130,7 @@ class CascadeTask:
     publish: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
     start_sum: SumStart = SumStart.NEVER
+    leave: bool = False  # the bag is closed as the cascade ends, to make room for others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,7 +333,7 @@ class WorkerHandle(Protocol):
     @property
     def hand_over(self) -> Method[[int | None], Handover]: ...
     @property
-    def prepare(self) -> Method[[int, tuple[tuple[int, ...], ...]], None]: ...
+    def prepare(self) -> Method[[int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], None]: ...
     @property
     def encode_text(self) -> Method[Concatenate[CascadeTask, ...], list[PublishedResult]]: ...
     @property

@@ -4,7 +4,7 @@ ZeRO-1 on one flat vector (see ops.shards). Every worker adds the partial gradie
 none, into a flat gradient, its own or its node's (ops.gradients); there is no averaging over ranks, and numbers of
 passes may differ. One step:
 
-    sync.form(groups.get(world), shards)      # once per generation
+    sync.form(groups.world_group(), shards)  # once per generation
     sync.begin_step()
     for cascade in mine: cascade.loss().backward()
         # optional: sync.watch_backward() before the last one, sync.start_sum() after it

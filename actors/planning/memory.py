@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
-# Set aside on a GPU for the communicators of bags. It is no bound: a run makes one for every set of workers that it
-# uses, measures what they take, and plans with the room that they leave.
-BAGS_GIB = 5.0
 Shape = tuple[int, int, int]  # frames, height, width
 
 
@@ -175,10 +173,14 @@ def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[
     return found
 
 
-def communicators_gib(degrees: Sequence[int], workers: int) -> float:
-    """GiB of a GPU that are set aside for the communicators of its bags: one for each degree, `BAGS_GIB` at most."""
-    peers = sum(degree - 1 for degree in degrees if degree <= workers)
-    return min(BAGS_GIB, PEER_GIB * peers)
+def communicators_gib(degrees: Sequence[int], workers: int, bag_peers: int) -> float:
+    """GiB of a GPU that the communicators of its bags take at most: with `bag_peers` peers (0: no limit) of all bags
+    that these degrees allow. A larger bag, which is planned where no smaller one is legal, is open alone."""
+    bags = [degree for degree in degrees if 1 < degree <= workers]
+    all_peers = sum(comb(workers - 1, degree - 1) * (degree - 1) for degree in bags)
+    legal = [degree for degree in bags if not bag_peers or degree <= bag_peers + 1]
+    most = max(bag_peers, 0 if legal else min(bags, default=1) - 1)
+    return PEER_GIB * (min(most, all_peers) if bag_peers else all_peers)
 
 
 def least_workers(
@@ -189,11 +191,12 @@ def least_workers(
     degrees: Sequence[int],
     memory_gib: float,
     most: int,
+    bag_peers: int,
     cuda: bool = True,
 ) -> int | None:
     """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
     for workers in range(1, most + 1):
-        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers), cuda)
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, bag_peers), cuda)
         legal = [degree for degree in degrees if degree <= workers]
         if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
             return workers

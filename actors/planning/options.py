@@ -27,6 +27,7 @@ def options_of(config: PlannerConfig, *, budget_s: float, replans: bool) -> Plan
         update_waits=True,
         replans=replans,
         least_gain=LEAST_GAIN,
+        bag_peers=config.bag_peers,
     )
 
 

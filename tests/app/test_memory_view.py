@@ -44,7 +44,7 @@ def test_the_table_adds_up_to_the_device(tmp_path: Path, capsys: pytest.CaptureF
     assert float(room) == pytest.approx(0.96 * (8.0 - 2.0 - 0.44) - float(states), abs=0.02)
     worst = [float(need) for need in re.findall(r"worst \w+ cascade ([\d.]+) \(", shown)]
     assert len(worst) == 3 and float(free) == pytest.approx(float(room) - max(worst), abs=0.02)
-    assert "set aside for those of bags 0.44" in shown
+    assert "communicators of bags at most 0.44" in shown
 
 
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
