@@ -474,9 +474,10 @@ class _Measure:
         """The bag of the cascade, when all its members have come. What is waited until then belongs to what they did
         before, not to this cascade; on CUDA the stream waits and the host goes on."""
         executor = self._executor
+        if len(self._task.bag) > 1:
+            self._clock("wait")  # also for the others to connect
         group = executor._bag(self._task)
         if group.size > 1:
-            self._clock("wait")
             group.barrier(executor.device)
             self._met = executor._watch.mark()
         return group
