@@ -196,6 +196,10 @@ class Span:
     fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
     need_gib: float | None = None  # memory that it took beside what was there before; None where nobody counts
     exceeded_gib: float | None = None  # taken when memory ran out, after which it was done in smaller parts
+    bag: tuple[int, ...] = ()  # ranks that ran it together
+    work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum
+    wait_s: float = 0.0  # for the others of the bag to come
+    first_here: bool = False  # this process had not run its shape before: compilation and tuning are in it
 
     @property
     def item(self) -> str:

@@ -19,14 +19,16 @@ from actors.outcome import Events, Listener
 from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
 from actors.planning.client import PlannerClient
+from actors.planning.learned import setting_of, take_up
 from actors.planning.memory import forecast
 from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, start_monitor, uses_gpu, weights_bytes
+from actors.pool.workers import Pool, device_of, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, node_address
+from actors.records.events import ProfileRefused
 from actors.run.committer import Committer
 from actors.run.controller import Controller
 from actors.run.ending import Ending
@@ -64,9 +66,11 @@ def start_controller(
     run = run_id(run_dir)
     model, geometry = resolve(config.model)
     monitor = start_monitor(run)
+    device = device_of(config.workers)
+    setting = setting_of(model, device)
     state_on_device_gib = 0.0
     if profile is None:
-        profile = profile_of(config.planner, model, geometry)
+        profile = profile_of(config.planner, model, geometry, device)
         if uses_gpu(config.workers) or config.workers.memory_gib:
             profile.needs, state_on_device_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
     settings = WorkerSettings(
@@ -85,7 +89,9 @@ def start_controller(
         config.data.engine.stall_s,
         config.data.engine.silent_s,
     )
-    planner = PlannerClient(profile, config.planner)
+    if why := take_up(profile, setting, run_dir):
+        events.tell(ProfileRefused(why=why))
+    planner = PlannerClient(profile, config.planner, setting, run_dir)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
     state = assemble_state(run, config, model, commits, source, survivors, events)

@@ -10,6 +10,7 @@ app = typer.Typer(no_args_is_help=True)
 
 BENCHMARKS = {
     "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
+    "truth": ("app.bench.truth", "What a run learns of costs that it is not told, and what its plans make of it."),
     "mapper": ("app.bench.mapper", "What each rule for choosing workers is worth."),
     "communicators": ("app.bench.communicators", "What the limit of open bags on a worker costs and saves."),
     "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
