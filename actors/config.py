@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.places import StateSetting
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
@@ -82,12 +83,22 @@ class PlannerConfig:
     topology: str = ""  # knapsack only, e.g. g1n16+g2n4+g8n1; empty: chosen by itself
     static_degree: int = 1  # static only
     split: bool = True  # a batch may run as several cascades
+    # Peers of all bags of a worker together: what is open beyond it is closed. Each takes 0.44 GiB of a GPU
+    # (NVIDIA/nccl#1685), eleven of them 4.84; a bag with more peers is planned only where no smaller one is legal.
+    # 0: no limit.
+    bag_peers: int = 11
     misfit: Literal["adapt", "wait"] = (
         "adapt"  # topology or degrees that the workers cannot follow: the nearest, or wait
     )
 
     def __post_init__(self) -> None:
-        check_numbers("planner", self, degrees=between(1, 1 << 16), static_degree=between(1, 1 << 16))
+        check_numbers(
+            "planner",
+            self,
+            degrees=between(1, 1 << 16),
+            static_degree=between(1, 1 << 16),
+            bag_peers=between(0, 1 << 16),
+        )
         if self.budget_s > SECONDS or self.lookahead > 64:
             raise ValueError(
                 f"planner.budget_s {self.budget_s:g} must be at most {SECONDS:g}, planner.lookahead {self.lookahead} "
@@ -143,6 +154,9 @@ class TrainMemoryConfig:
     # own: every worker has a whole fp32 gradient, summed at the end of a step. node: the CPU workers of a node add into
     # one, in memory that they share. auto: node on CPUs from 64 MiB of gradient on, else own.
     gradients: Literal["auto", "own", "node"] = "auto"
+    # Master weights, moments and EMA of a worker's part. device: beside its weights. host: in host memory, where it is
+    # updated, so that a GPU holds weights and gradient. auto: host where a GPU has no room for the largest clip else.
+    state: StateSetting = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +180,11 @@ class TrainConfig:
             raise ValueError(
                 "train.sync deepspeed sums each worker's own gradients; train.memory.gradients is node. Set it to auto "
                 "or own, or train.sync: flat."
+            )
+        if self.sync == "deepspeed" and self.memory.state == "host":
+            raise ValueError(
+                "train.sync deepspeed keeps optimizer state on the device; train.memory.state is host. Set it to auto "
+                "or device, or train.sync: flat."
             )
 
     def gradients_of(self, weights: int, device: str) -> Literal["own", "node"]:

@@ -130,6 +130,7 @@ class CascadeTask:
     publish: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
     start_sum: SumStart = SumStart.NEVER
+    leave: bool = False  # the bag is closed as the cascade ends, to make room for others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +196,10 @@ class Span:
     fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
     need_gib: float | None = None  # memory that it took beside what was there before; None where nobody counts
     exceeded_gib: float | None = None  # taken when memory ran out, after which it was done in smaller parts
+    bag: tuple[int, ...] = ()  # ranks that ran it together
+    work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum
+    wait_s: float = 0.0  # for the others of the bag to come
+    first_here: bool = False  # this process had not run its shape before: compilation and tuning are in it
 
     @property
     def item(self) -> str:
@@ -295,6 +300,8 @@ class WorkerSettings:
     train: TrainConfig
     workers: WorkersConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    # GiB that a GPU needs for training with optimizer state on it; a smaller one keeps it in host memory
+    state_on_device_gib: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,7 +335,7 @@ class WorkerHandle(Protocol):
     @property
     def hand_over(self) -> Method[[int | None], Handover]: ...
     @property
-    def prepare(self) -> Method[[int, tuple[tuple[int, ...], ...]], None]: ...
+    def prepare(self) -> Method[[int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], None]: ...
     @property
     def encode_text(self) -> Method[Concatenate[CascadeTask, ...], list[PublishedResult]]: ...
     @property

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError, RayActorError
 
 from actors.plan.types import PlanError
-from actors.refs import Ref
+from actors.refs import RayNode, Ref
 from data.errors import DataError, DataIOError
 
 FOR_GOOD = (ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError)
@@ -21,9 +21,9 @@ R = TypeVar("R")
 _ray: Any = ray  # its types end at ObjectRef; ours begin here
 
 
-def remote_of(plain: Callable[..., object], groups: Mapping[str, int] | None = None) -> Any:
-    """Ray's class of actors, or task, of a plain class or function: `.options(...).remote(...)`. Its handles have no
-    types; the caller names the protocol that they follow. `groups` are threads of an actor besides its own, by name."""
+def remote_of(plain: Callable[..., object], groups: Mapping[str, int] | None = None) -> Any:  # Ray gives it no type
+    """Ray's class of actors, or task, of a plain class or function: `.options(...).remote(...)`. The caller names the
+    protocol that its handles follow. `groups` are threads of an actor besides its own, by name."""
     return _ray.remote(concurrency_groups=dict(groups))(plain) if groups else _ray.remote(plain)
 
 
@@ -61,9 +61,9 @@ def node_address() -> str:
     return address
 
 
-def nodes() -> list[dict[str, Any]]:
-    """All that have ever been in the cluster, as Ray lists them: "NodeID", "Alive", "Resources"."""
-    listed: list[dict[str, Any]] = _ray.nodes()
+def nodes() -> list[RayNode]:
+    """All that have ever been in the cluster."""
+    listed: list[RayNode] = _ray.nodes()
     return listed
 
 

@@ -13,7 +13,7 @@ ten plain lines:
 
 from __future__ import annotations
 
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from typing import Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
 R_co = TypeVar("R_co", covariant=True)
@@ -22,6 +22,16 @@ P = ParamSpec("P")
 
 class Ref(Generic[T_co]):
     """A value of type T_co, here or elsewhere, now or later. At run time it is Ray's ObjectRef, in tests anything."""
+
+
+class RayNode(TypedDict):
+    """A node that is or was in the cluster, by Ray's own keys."""
+
+    NodeID: str
+    Alive: bool
+    Resources: dict[str, float]  # by Ray's names: "CPU", "GPU", "memory"
+    NodeManagerAddress: str
+    NodeManagerPort: int
 
 
 class Method(Protocol[P, R_co]):

@@ -447,8 +447,10 @@ class Groups:
         self._backend = backend
         self._timeout_seconds = timeout_s
         self._cancel = cancel
-        self._creations: dict[tuple[int, ...], _Creation] = {}
+        self._creations: dict[str, _Creation] = {}  # by name
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._lives: dict[tuple[int, ...], int] = {}  # how often a bag has been left: no name is used twice
+        self._world: Group | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._node_of = dict(zip(world, nodes or [0] * len(world), strict=True))
@@ -461,7 +463,7 @@ class Groups:
         for members in bags:
             self._check_members(members)
             if self.rank in members and len(members) > 1 and members not in self._groups:
-                self._create(members)
+                self._create(members, self._name(members))
 
     def get(self, members: tuple[int, ...]) -> Group:
         """The group of `members` in this rank order. Waits until all of them asked for it, if it is new.
@@ -470,40 +472,74 @@ class Groups:
         """
         group = self._groups.get(members)
         if group is None:
-            group = self._groups[members] = self._connect(members)
+            group = self._groups[members] = self._connect(members, self._name(members))
         return group
 
+    def leave(self, members: tuple[int, ...]) -> None:
+        """Close a bag to make room for others; `get` connects it anew. Returns when no member uses it any more.
+
+        Every member calls it after the same collective of the bag; each has then ended all of them on its device.
+        """
+        if len(members) == 1:
+            return
+        group = self._groups.get(members)
+        if group is None:
+            raise ValueError(f"bag {members} cannot be left: it is not connected.")
+        what = f"leaving bag {members} of generation {self.generation}"
+        store = dist.PrefixStore(self._name(members), self._store)
+        if not self._meet(store, "left", group.rank, group.size):
+            self._cancel.check(what)
+            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
+        del self._groups[members]
+        self._lives[members] = self._lives.get(members, 0) + 1
+        group.close()
+
     def world_group(self) -> Group:
-        return self.get(self.world)
+        """The group of all workers, from the first call to the end of the generation; a bag of all workers is another
+        one, which can be left."""
+        if self._world is None:
+            self._world = self._connect(self.world, f"heddle/{self.generation}/world")
+        return self._world
 
     @property
     def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
         """Per bag, what the watchdog wants to know."""
-        return {members: group.progress for members, group in list(self._groups.items())}
+        found: dict[tuple[int, ...], CollectiveProgress] = {}
+        for group in self._all():  # the world and a bag of all workers count as one
+            one, other = group.progress, found.get(group.members)
+            if other is not None:
+                waits = one if one.name else other
+                one = CollectiveProgress(one.sequence + other.sequence, waits.name, waits.since)
+            found[group.members] = one
+        return found
 
     def check(self, doing: str) -> None:
         """Raise when the generation was cancelled or one of its bags has broken: on NCCL an aborted collective returns
         without an error, and leaves anything in its tensors."""
         self._cancel.check(doing)
-        for members, group in list(self._groups.items()):
+        for group in self._all():
             if group.broken:
-                raise GroupError(f"{doing}: the group {members} is {group.broken}.")
+                raise GroupError(f"{doing}: the group {group.members} is {group.broken}.")
 
     def close(self) -> None:
         """Close all bags. Returns at once also with dead or frozen peers."""
         self._closed = True
-        for group in list(self._groups.values()):
+        for group in self._all():
             group.close()
         self._groups.clear()
+        self._world = None
         for thread in self._threads:
             thread.join(0.2)  # a thread that drops the last reference during interpreter exit ends in SIGABRT
         self._creations.clear()
 
     def abort(self) -> None:
         """Like `close`, for a generation that has failed: communicators are aborted, waiting threads raise."""
-        for group in list(self._groups.values()):
+        for group in self._all():
             group.abort()
         self.close()
+
+    def _all(self) -> list[Group]:
+        return [*self._groups.values(), *([] if self._world is None else [self._world])]
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         strangers = [m for m in members if m not in self.world]
@@ -512,20 +548,20 @@ class Groups:
                 f"bag {members} names {strangers or 'a member twice'}; generation {self.generation} has {self.world}."
             )
 
-    def _connect(self, members: tuple[int, ...]) -> Group:
+    def _connect(self, members: tuple[int, ...], name: str) -> Group:
         self._check_members(members)
         if self.rank not in members:
             raise ValueError(f"worker {self.rank} asked for bag {members}, of which it is not a member.")
         if len(members) == 1:
             return Group.solo(members[0])
-        creation = self._create(members)
+        creation = self._create(members, name)
         what = f"connecting bag {members} of generation {self.generation}"
         deadline = time.monotonic() + self._timeout_seconds
         while not creation.done.wait(_SLICE.total_seconds()):
             self._cancel.check(what)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        self._creations.pop(members, None)
+        self._creations.pop(name, None)
         if creation.error is not None:
             self._cancel.check(what)
             raise GroupError(f"{what} failed: {_first_line(creation.error)}")
@@ -534,34 +570,35 @@ class Groups:
             raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
         rank = members.index(self.rank)
         group = Group(creation.process_group, members, rank, self._timeout_seconds, self._cancel)
-        group._store = dist.PrefixStore(self._name(members), self._store)
+        group._store = dist.PrefixStore(name, self._store)
         group.nodes = tuple(self._node_of[member] for member in members)
         return group
 
     def _name(self, members: tuple[int, ...]) -> str:
-        return f"heddle/{self.generation}/{'-'.join(map(str, members))}"
+        life = self._lives.get(members, 0)
+        return f"heddle/{self.generation}/{'-'.join(map(str, members))}" + (f"/{life}" if life else "")
 
-    def _create(self, members: tuple[int, ...]) -> _Creation:
+    def _create(self, members: tuple[int, ...], name: str) -> _Creation:
         if self._closed:
             raise GroupError(f"bag {members}: the groups of generation {self.generation} are closed.")
-        creation = self._creations.get(members)
+        creation = self._creations.get(name)
         if creation is None:
-            creation = self._creations[members] = _Creation()
+            creation = self._creations[name] = _Creation()
             thread = threading.Thread(
-                target=self._make_backend, args=(members, creation), name=f"heddle-bag-{members}", daemon=True
+                target=self._make_backend, args=(members, name, creation), name=f"heddle-bag-{members}", daemon=True
             )
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()
         return creation
 
-    def _make_backend(self, members: tuple[int, ...], creation: _Creation) -> None:
+    def _make_backend(self, members: tuple[int, ...], name: str, creation: _Creation) -> None:
         # A TCPStore client serves one blocking wait at a time: with its own clone, a bag whose peer is missing does
         # not hold up the others, nor the next generation.
         timeout = timedelta(seconds=self._timeout_seconds + _GRACE_SECONDS)
         rank = members.index(self.rank)
         try:
-            store = dist.PrefixStore(self._name(members), self._store.clone())  # type: ignore[attr-defined]
-            if not self._meet(store, rank, len(members)):
+            store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
+            if not self._meet(store, "here", rank, len(members)):
                 return
             if self._backend == "nccl":
                 creation.process_group = _make_nccl(store, rank, len(members), timeout)
@@ -573,13 +610,13 @@ class Groups:
         finally:
             creation.done.set()
 
-    def _meet(self, store: dist.Store, rank: int, size: int) -> bool:
+    def _meet(self, store: dist.Store, where: str, rank: int, size: int) -> bool:
         """Wait until all members are here, so that the backend's constructor, which nothing can stop, does not wait.
 
-        False when the generation ends first.
+        False when the generation ends first, or not all came in time.
         """
-        store.set(f"here/{rank}", "1")
-        here = [f"here/{member}" for member in range(size)]
+        store.set(f"{where}/{rank}", "1")
+        here = [f"{where}/{member}" for member in range(size)]
         pause = 0.001
         deadline = time.monotonic() + self._timeout_seconds
         while not store.check(here):

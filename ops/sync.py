@@ -4,7 +4,7 @@ ZeRO-1 on one flat vector (see ops.shards). Every worker adds the partial gradie
 none, into a flat gradient, its own or its node's (ops.gradients); there is no averaging over ranks, and numbers of
 passes may differ. One step:
 
-    sync.form(groups.get(world), shards)      # once per generation
+    sync.form(groups.world_group(), shards)  # once per generation
     sync.begin_step()
     for cascade in mine: cascade.loss().backward()
         # optional: sync.watch_backward() before the last one, sync.start_sum() after it
@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from ops.shards import ShardState, Slot, cut, shard_bounds
 log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
+StatePlace = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
@@ -138,8 +139,9 @@ def initial_shard(
 class FlatSync:
     """Flat ZeRO-1. Parameters become views of one vector; hooks give their gradients to `gradients`.
 
-    Parameters of lower precision have an fp32 master copy of the own shard. Do not move or re-cast the module, nor call
-    zero_grad, afterwards.
+    Parameters of lower precision, and any whose state is in host memory, have an fp32 master copy of the own shard.
+    Such state never comes back to the device, only new parameters do: a device holds weights and gradient, a snapshot
+    copies nothing from it. Do not move or re-cast the module, nor call zero_grad, afterwards.
     """
 
     def __init__(
@@ -149,8 +151,10 @@ class FlatSync:
         total_steps: int,
         sum_elements: int | None = None,
         gradients: GradientMemory = "own",
+        state: StatePlace = "device",
     ) -> None:
-        """`sum_elements` of own gradients are summed together; None: as many as suit the device."""
+        """`sum_elements` of own gradients are summed together; None: as many as suit the device. `state` host: master,
+        moments and EMA of the own range lie in host memory and are updated there."""
         named = trainable(module)
         self.config = config
         self.total_steps = total_steps
@@ -163,7 +167,10 @@ class FlatSync:
         first = self._parameters[0]
         self._device = first.device
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self._is_master = first.dtype == self._state_dtype  # the own range of the parameters is the master copy
+        self._host = state == "host"
+        self._state_device = torch.device("cpu") if self._host else self._device
+        # the own range of the parameters is the master copy
+        self._is_master = first.dtype == self._state_dtype and not self._host
         self._allocate()
         self.gradients: Gradients
         if gradients == "node":
@@ -277,7 +284,9 @@ class FlatSync:
 
     def _fresh_state(self) -> None:
         self.updates = 0
-        self._master = self._own() if self._is_master else self._own().to(self._state_dtype)
+        self._master = (
+            self._own() if self._is_master else self._own().to(self._state_device, self._state_dtype, copy=True)
+        )
         self._exp_avg = torch.zeros_like(self._master)
         self._exp_avg_sq = torch.zeros_like(self._master)
         self._ema = self._master.clone() if self.config.ema_decay > 0 else None
@@ -288,7 +297,8 @@ class FlatSync:
                 f"the state has {shard.total} parameters, the model {self.total}; use the run's own model."
             )
         state = {
-            name: torch.from_numpy(array).to(self._device, self._state_dtype) for name, array in shard.arrays.items()
+            name: torch.from_numpy(array).to(self._state_device, self._state_dtype)
+            for name, array in shard.arrays.items()
         }
         self.updates = shard.updates
         self._own().copy_(state["master"])
@@ -338,12 +348,23 @@ class FlatSync:
         adamw_(
             self.config,
             master=self._master[own],
-            grad=self.gradients.flat[self.lo : self.hi][own],
+            grad=self._gradient_of(own),
             exp_avg=self._exp_avg[own],
             exp_avg_sq=self._exp_avg_sq[own],
             updates=self.updates,
             lr=lr,
             factor=factor,
         )
-        if not self._is_master:
-            self._own()[own].copy_(self._master[own])
+        if self._is_master:
+            return
+        master = self._master[own]
+        if self._host and self._device.type != "cpu":  # rounded before it goes to the device, by memory it reads itself
+            master = torch.empty_like(master, dtype=self._flat.dtype, pin_memory=True).copy_(master)
+        self._own()[own].copy_(master)
+
+    def _gradient_of(self, own: slice) -> Tensor:
+        """The sum of a part of the own range, where its state is; may be overwritten."""
+        gradient = self.gradients.flat[self.lo : self.hi][own]
+        if gradient.device == self._state_device:
+            return gradient
+        return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)

@@ -11,10 +11,12 @@ from actors.config import PlannerConfig
 from actors.messages import MemoryExceeded, Piece, Span
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.adapt import adapted
 from actors.planning.make_plan import make_plan, rolling_cut
+from actors.planning.observations import learn, observations
 from actors.planning.options import options_of
 from actors.step import StepAssignment
 
@@ -48,27 +50,19 @@ class Planner:
             step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started, adapted=told
         )
 
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
-        """Measured cascades of a step keep the cost model true. The model's points are of one bucket each, so a packed
-        cascade of several says nothing about any of them."""
+    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster) -> None:
+        """Measured cascades of a step keep the cost model true. `cluster` is what the step was planned for; a packed
+        cascade counts as the sum of its parts."""
         learn_needs(self._profile, spans, text_tokens)
-        for span in spans:
-            if span.bucket is None or span.module == "finish":
-                continue
-            frames, height, width = span.bucket
-            tokens = sum(piece.batch * text_tokens.get(piece.item, 0) for piece in span.pieces)
-            self._profile.observe(
-                cast(Module, span.module),
-                batch=span.batch,
-                frames=frames,
-                height=height,
-                width=width,
-                degree=span.degree,
-                seconds=span.end - span.start,
-                text_tokens=round(tokens / span.batch),
-            )
+        found, refused = observations(spans, text_tokens, Topology(cluster, self._profile.cross_node))
+        for why in [*refused, *learn(self._profile, found)]:
+            log.warning("%s", why)
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
+
+    def learned(self) -> Profile:
+        """The costs as they are known now."""
+        return self._profile
 
     def exceeded(self, found: MemoryExceeded, text_tokens: Mapping[str, int]) -> None:
         """A cascade ran out of memory: no plan has one like it any more."""

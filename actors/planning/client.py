@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import ray
 
 from actors.config import PlannerConfig
 from actors.messages import MemoryExceeded, Span
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import Profile, ProfiledSetting
 from actors.plan.types import Cluster, EarlyEncode, Item
 from actors.planning.actor import Planner, learn_limit
+from actors.planning.learned import save_learned
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap
 from actors.refs import Method, Ref
 from actors.step import StepAssignment
@@ -21,6 +23,8 @@ from data.engines.placement import beside_me
 
 log = logging.getLogger(__name__)
 
+
+_LEARNED_S = 60.0  # for the planner to hand out what it knows, beside its plans
 
 Window = Sequence[Sequence[Item]]  # of a step and of those whose encodes may run early
 # Step, items of its window, cluster, encodes of it that are planned already.
@@ -33,7 +37,9 @@ class PlannerHandle(Protocol):
     @property
     def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
     @property
-    def observe(self) -> Method[[Sequence[Span], dict[str, int]], None]: ...
+    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster], None]: ...
+    @property
+    def learned(self) -> Method[[], Profile]: ...
     @property
     def exceeded(self) -> Method[[MemoryExceeded, dict[str, int]], None]: ...
 
@@ -41,8 +47,16 @@ class PlannerHandle(Protocol):
 class PlannerClient:
     """The planner actor, started again when it dies; a plan requested ahead is asked for again."""
 
-    def __init__(self, profile: Profile, config: PlannerConfig) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        config: PlannerConfig,
+        setting: ProfiledSetting | None = None,
+        keep_in: Path | None = None,
+    ) -> None:
+        """`keep_in` is the run's folder, where what is learned is kept as costs of this `setting`."""
         self._profile, self._config = profile, config
+        self._setting, self._keep_in = setting or ProfiledSetting(), keep_in
         self._actor = self._start()
         self._asked: tuple[Question, Ref[StepAssignment]] | None = None
 
@@ -72,9 +86,9 @@ class PlannerClient:
                 self.request(*question, budget_s)
         raise RuntimeError(f"the planner died three times while planning step {step}.")
 
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int]) -> None:
-        """Tell measured seconds; nobody waits for the answer."""
-        self._actor.observe.remote(spans, text_tokens)
+    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster) -> None:
+        """Tell what a step planned for `cluster` has measured; nobody waits for the answer."""
+        self._actor.observe.remote(spans, text_tokens, cluster)
 
     def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
         """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.
@@ -82,6 +96,16 @@ class PlannerClient:
         self._asked = None
         self._actor.exceeded.remote(found, text_tokens)
         return learn_limit(self._profile, found, text_tokens)
+
+    def save_learned(self) -> None:
+        """Keep what was learned in the run's folder. Costs can be learned again: what prevents it is only logged."""
+        if self._keep_in is None:
+            return
+        try:
+            self._profile = unwrap(partial(get, self._actor.learned.remote(), timeout=_LEARNED_S))
+            save_learned(self._profile, self._setting, self._keep_in)
+        except (*GONE, ray.exceptions.RayError, OSError) as error:
+            log.warning("what was learned of costs was not saved: %s", error)
 
     def close(self) -> None:
         kill(self._actor)

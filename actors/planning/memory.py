@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.places import StatePlace
 from actors.plan.types import USABLE, PlanError
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.shards import bytes_per_weight
+from ops.shards import bytes_per_weight, shard_bounds
 
 if TYPE_CHECKING:
     from ops.models.forecast import Precision
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
-# Set aside on a GPU for the communicators of bags. It is no bound: a run makes one for every set of workers that it
-# uses, measures what they take, and plans with the room that they leave.
-BAGS_GIB = 5.0
 Shape = tuple[int, int, int]  # frames, height, width
 
 
@@ -38,16 +37,18 @@ class StateSizes:
     optimizer: float  # its part of master, moments and average
     vae: float
     text: float
+    image: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradient + self.optimizer + self.vae + self.text
+        return self.weights + self.gradient + self.optimizer + self.vae + self.text + self.image
 
     def describe(self) -> str:
         """Its parts, for a person."""
         return (
             f"weights {self.weights:.2f}, gradient {self.gradient:.2f}, optimizer {self.optimizer:.2f}, "
             f"VAE {self.vae:.2f}, text encoder {self.text:.2f}"
+            + (f", image encoder {self.image:.2f}" if self.image else "")
         )
 
 
@@ -62,22 +63,49 @@ class MemoryForecast:
     deepspeed: bool
     vae_gib: float
     text_gib: float
+    image_gib: float
     needs: Needs
+    node_gradient: bool = False  # gradients add up in memory of the node
+    state: StatePlace = "device"
 
     def states(self, workers: int) -> StateSizes:
-        """Of one of so many workers. The flat engine: parameters, an fp32 gradient, a shard of the state (ZeRO-1)."""
+        """Of one of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of the state
+        (ZeRO-1); what lies in memory of the host, or is shared by a node's workers, is in `host_gib`."""
         # DeepSpeed keeps fp32 parameters and reduces them in one bucket of their size: 12 bytes each, and its shard.
         gradient = 8 if self.deepspeed else 4
         weights = 4 if self.deepspeed else self.parameter_bytes
         # In fp32 the own range of the parameters is the master copy.
         shard = self.state_bytes - (4 if self.parameter_bytes >= 4 and not self.deepspeed else 0)
+        largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
             weights=(self.parameters - self.trained) * self.parameter_bytes / GIB + self.trained * weights / GIB,
-            gradient=self.trained * gradient / GIB,
-            optimizer=self.trained * shard / workers / GIB,
+            gradient=0.0 if self.node_gradient else self.trained * gradient / GIB,
+            optimizer=0.0 if self.state == "host" else largest * shard / GIB,
             vae=self.vae_gib,
             text=self.text_gib,
+            image=self.image_gib,
         )
+
+    def host_gib(self, workers: int, nodes: int) -> float:
+        """GiB of a node's host memory beside what its workers count as their own: state and gradient that lie there."""
+        here = -(-workers // nodes)
+        state = self.trained * self.state_bytes * here / workers if self.state == "host" else 0.0
+        return (state + (4 * self.trained if self.node_gradient else 0)) / GIB
+
+    def least_gib(
+        self,
+        geometry: Geometry,
+        clips: Sequence[Shape],
+        text_tokens: int,
+        degrees: Sequence[int],
+        workers: int,
+        bag_peers: int,
+    ) -> float:
+        """GiB of a GPU on which, with so many of them, one clip of every shape fits beside optimizer state."""
+        legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
+        worst = max(_need_gib(self.needs, geometry, clip, text_tokens, legal) for clip in clips)
+        states = replace(self, state="device").states(workers).total
+        return CONTEXT_GIB + communicators_gib(degrees, workers, bag_peers) + (states + worst) / USABLE
 
     def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
         """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
@@ -93,13 +121,14 @@ def forecast(
     degrees: Sequence[int],
     cuda: bool,
 ) -> MemoryForecast:
-    """Of a resolved model. `clips` are the shapes that will come, `degrees` those that the DiT may have.
+    """Of a resolved model; where `auto` chooses, optimizer state counts as on the device. `clips` are the shapes that
+    will come, `degrees` those that the DiT may have.
 
     Takes seconds of one core and no memory to speak of, whatever the size of the model.
     """
     import torch
 
-    from ops.models.forecast import Precision, text_need
+    from ops.models.forecast import Precision, image_need, text_need
     from ops.models.load import dit_skeleton
     from ops.models.text import text_dtype
 
@@ -109,23 +138,29 @@ def forecast(
     needs = Needs()
     for kind, line in _dit_lines(model, geometry, clips, degrees, precision).items():
         needs.predicted["dit", kind] = line
+    image = image_need(model.image, 1) if model.image is not None else None
+    picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
     vae_gib = 0.0
     for shape, (held, line) in _vae_lines(model, clips).items():
         vae_gib = held
-        needs.predicted["vae", clip_kind(_clip(shape))] = line
+        needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
     longest = max(model.text.max_length, model.text.pad_to)
     encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
     needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
+    trained = sum(count for count, wanted in weights if wanted)
     return MemoryForecast(
         parameters=sum(count for count, _ in weights),
-        trained=sum(count for count, wanted in weights if wanted),
+        trained=trained,
         parameter_bytes=dtype.itemsize,
         state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
         deepspeed=train.sync == "deepspeed",
         vae_gib=vae_gib,
         text_gib=few.weights_gib,
+        image_gib=image.weights_gib if image is not None else 0.0,
         needs=needs,
+        node_gradient=train.gradients_of(trained, "cuda" if cuda else "cpu") == "node",
+        state="host" if train.memory.state == "host" else "device",
     )
 
 
@@ -175,10 +210,14 @@ def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[
     return found
 
 
-def communicators_gib(degrees: Sequence[int], workers: int) -> float:
-    """GiB of a GPU that are set aside for the communicators of its bags: one for each degree, `BAGS_GIB` at most."""
-    peers = sum(degree - 1 for degree in degrees if degree <= workers)
-    return min(BAGS_GIB, PEER_GIB * peers)
+def communicators_gib(degrees: Sequence[int], workers: int, bag_peers: int) -> float:
+    """GiB of a GPU that the communicators of its bags take at most: with `bag_peers` peers (0: no limit) of all bags
+    that these degrees allow. A larger bag, which is planned where no smaller one is legal, is open alone."""
+    bags = [degree for degree in degrees if 1 < degree <= workers]
+    all_peers = sum(comb(workers - 1, degree - 1) * (degree - 1) for degree in bags)
+    legal = [degree for degree in bags if not bag_peers or degree <= bag_peers + 1]
+    most = max(bag_peers, 0 if legal else min(bags, default=1) - 1)
+    return PEER_GIB * (min(most, all_peers) if bag_peers else all_peers)
 
 
 def least_workers(
@@ -189,11 +228,12 @@ def least_workers(
     degrees: Sequence[int],
     memory_gib: float,
     most: int,
+    bag_peers: int,
     cuda: bool = True,
 ) -> int | None:
     """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
     for workers in range(1, most + 1):
-        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers), cuda)
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, bag_peers), cuda)
         legal = [degree for degree in degrees if degree <= workers]
         if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
             return workers
@@ -206,6 +246,13 @@ def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degre
     return all(needs.fits(size, room) for size in sizes) and any(
         needs.fits(footprint("dit", one, degree, geometry.tokens), room) for degree in degrees
     )
+
+
+def _need_gib(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int]) -> float:
+    """The largest cascade of one clip, with the DiT at the degree at which it needs least."""
+    one = [replace(_clip(clip), text_tokens=text_tokens)]
+    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens)) or 0.0 for degree in degrees)
+    return max(dit, *(needs.gib(footprint(module, one, 1, geometry.tokens)) or 0.0 for module in ("vae", "text")))
 
 
 def too_little(

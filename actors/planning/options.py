@@ -6,6 +6,7 @@ from actors.config import PlannerConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.problem import PlanOptions
+from actors.planning.learned import refuse_other, setting_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -26,11 +27,15 @@ def options_of(config: PlannerConfig, *, budget_s: float, replans: bool) -> Plan
         update_waits=True,
         replans=replans,
         least_gain=LEAST_GAIN,
+        bag_peers=config.bag_peers,
     )
 
 
-def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry) -> Profile:
-    """Measured latencies where the config names them, else the FLOP model. Raises PlanError for a bad file."""
+def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:
+    """Measured latencies where the config names them, else the FLOP model. Raises PlanError for a bad file, and for one
+    that says it is of another model or attention backend, or of another device than `device` where that is given."""
     if config.profile:
-        return read_profile(config.profile)
+        profile = read_profile(config.profile)
+        refuse_other(profile, setting_of(model, device), config.profile)
+        return profile
     return Profile.from_flops(model.dit, model.vae, model.text, geometry, model.image)

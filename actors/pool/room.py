@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from actors.refs import RayNode
 
 _SLACK = 1e-6  # fractions of a core add up to a whole one
 
@@ -28,10 +29,10 @@ class Need:
         return int(min(shares, default=0.0) + _SLACK)
 
 
-def node_with_room(nodes: Iterable[Mapping[str, Any]], taken: Iterable[str], need: Need) -> str | None:
+def node_with_room(nodes: Iterable[RayNode], taken: Iterable[str], need: Need) -> str | None:
     """The node for one more worker of this run; None if none has room for it.
 
-    `nodes` as Ray lists them ("NodeID", "Alive", "Resources"), `taken` the node of each worker there is or is asked
+    `nodes` as Ray lists them, `taken` the node of each worker there is or is asked
     for. The node that holds the most workers of this run comes first, then the one with the most room. What other runs
     use is not known here, so it is a wish (`where`).
     """
@@ -50,7 +51,7 @@ def node_with_room(nodes: Iterable[Mapping[str, Any]], taken: Iterable[str], nee
     return best[1] if best else None
 
 
-def where(node: str | None) -> dict[str, Any]:
+def where(node: str | None) -> dict[str, object]:
     """Ray's actor options: on this node if it is free at that time, else on any that is."""
     if node is None:
         return {"scheduling_strategy": "SPREAD"}

@@ -368,6 +368,17 @@ class SpeedsLearned(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileRefused(RunEvent):
+    """What an earlier start of the run has learned of costs does not hold here; it is learned anew."""
+
+    event: ClassVar[str] = "profile_refused"
+    why: str
+
+    def describe(self) -> str:
+        return f"costs are learned anew{_because(self.why)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class FeederLost(RunEvent):
     """What is not committed is decoded again, by a new feeder."""
 

@@ -19,14 +19,16 @@ from actors.outcome import Events, Listener
 from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
 from actors.planning.client import PlannerClient
+from actors.planning.learned import setting_of, take_up
 from actors.planning.memory import forecast
 from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, start_monitor, uses_gpu, weights_bytes
+from actors.pool.workers import Pool, device_of, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, node_address
+from actors.records.events import ProfileRefused
 from actors.run.committer import Committer
 from actors.run.controller import Controller
 from actors.run.ending import Ending
@@ -64,7 +66,20 @@ def start_controller(
     run = run_id(run_dir)
     model, geometry = resolve(config.model)
     monitor = start_monitor(run)
-    settings = WorkerSettings(model=config.model, train=config.train, workers=config.workers, cache=config.data.cache)
+    device = device_of(config.workers)
+    setting = setting_of(model, device)
+    state_on_device_gib = 0.0
+    if profile is None:
+        profile = profile_of(config.planner, model, geometry, device)
+        if uses_gpu(config.workers) or config.workers.memory_gib:
+            profile.needs, state_on_device_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+    settings = WorkerSettings(
+        model=config.model,
+        train=config.train,
+        workers=config.workers,
+        cache=config.data.cache,
+        state_on_device_gib=state_on_device_gib,
+    )
     pool = Pool(run, settings, monitor, worker_class)
     source = StepSource(
         feeder or feeder_of(config, model, geometry),
@@ -74,11 +89,9 @@ def start_controller(
         config.data.engine.stall_s,
         config.data.engine.silent_s,
     )
-    if profile is None:
-        profile = profile_of(config.planner, model, geometry)
-        if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs = _needs(config, model, geometry, profile.degrees.get("dit", (1,)))
-    planner = PlannerClient(profile, config.planner)
+    if why := take_up(profile, setting, run_dir):
+        events.tell(ProfileRefused(why=why))
+    planner = PlannerClient(profile, config.planner, setting, run_dir)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
     state = assemble_state(run, config, model, commits, source, survivors, events)
@@ -162,13 +175,18 @@ def put_together(
     )
 
 
-def _needs(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]) -> Needs:
-    """What cascades will need, until workers have measured it."""
+def _memory(
+    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]
+) -> tuple[Needs, float]:
+    """What cascades will need, until workers have measured it; GiB of a GPU that has room for optimizer state, too."""
     tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
     buckets = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
     clips = list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in buckets))
-    degrees = config.planner.degrees or degrees
-    return forecast(model, geometry, config.train, clips, degrees, uses_gpu(config.workers)).needs
+    degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
+    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    fewest, peers = config.workers.min, config.planner.bag_peers
+    return found.needs, found.least_gib(geometry, clips, tokens, degrees, fewest, peers) if cuda else 0.0
 
 
 def _new_store() -> torch.distributed.TCPStore:

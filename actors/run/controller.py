@@ -73,9 +73,11 @@ class Controller:
                 self._look()
                 self._advance()
             self.ending.finish(self.generations.world)
+            self.planner.save_learned()
             return self.committer.outcome(Exit.OK, "all steps are committed")
         except StopRun as stop:
             self.ending.keep_last(self.generations.quiet_world)
+            self.planner.save_learned()
             return stop.outcome
         except Superseded:  # the folder and what the keepers hold are another start's now
             raise
@@ -83,6 +85,7 @@ class Controller:
             if not continues(error):
                 log.exception("the run ends")
                 self.ending.keep_last(self.generations.quiet_world)
+                self.planner.save_learned()
             raise
         finally:
             self.ending.close()
@@ -183,7 +186,9 @@ class Controller:
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
-        self.planner.observe([s for r in done.reports for s in r.spans], tokens)
+        self.planner.observe([s for r in done.reports for s in r.spans], tokens, runner.cluster)
+        if self.state.saves(done.running.step):
+            self.planner.save_learned()
         self._learn_speeds(runner, done)
         runner.count_on_room(done.reports)
 

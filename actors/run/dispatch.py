@@ -8,7 +8,7 @@ worker 3. Had the DiT run on (0, 1), worker 2 would publish and both calls would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, StepSample, SumStart
@@ -41,17 +41,24 @@ class Holdings:
 
 
 def calls_of(
-    cascades: Sequence[Cascade], steps: Mapping[int, StepSamples], generation: int, current: int, holdings: Holdings
+    cascades: Sequence[Cascade],
+    steps: Mapping[int, StepSamples],
+    generation: int,
+    current: int,
+    holdings: Holdings,
+    left: Container[int] = (),
 ) -> list[Call]:
-    """Calls of one dispatch, in plan order; updates `holdings`. `current` is the step of its DiT cascades."""
+    """Calls of one dispatch, in plan order; updates `holdings`. `current` is the step of its DiT cascades, `left` has
+    the positions of cascades that close their bag as they end."""
     consumer = {s.id: tuple(sorted(c.workers)) for c in cascades if c.module == "dit" for s in _samples(c, steps)}
     calls: list[Call] = []
-    for cascade in cascades:
-        calls.extend(
+    for position, cascade in enumerate(cascades):
+        made = (
             _dit_calls(cascade, steps, generation, holdings)
             if cascade.module == "dit"
             else _encode_calls(cascade, steps, generation, consumer, holdings)
         )
+        calls += [replace(c, task=replace(c.task, leave=True)) for c in made] if position in left else made
     return _with_sum_starts(calls)
 
 

@@ -81,6 +81,7 @@ class Forming:
             budget_s=planning.budget_s,
             first_budget_s=min(_FIRST_PLAN_S, planning.budget_s),
             lookahead=planning.lookahead,
+            bag_peers=planning.bag_peers,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,
             last_step=self.config.train.steps,

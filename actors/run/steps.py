@@ -21,6 +21,7 @@ from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
+from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
@@ -50,12 +51,15 @@ class StepRunner:
     last_step: int  # exclusive
     forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
     first_budget_s: float | None = None  # the same for the first plan of the generation
+    bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
     _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
-    _bags: set[tuple[int, ...]] = field(default_factory=set)
     _planned: bool = False
+
+    def __post_init__(self) -> None:
+        self._communicators = Communicators(self.bag_peers)
 
     def count_on(self, speed: tuple[float, ...]) -> None:
         """Plan from now on with these speeds of the workers, in order of ranks."""
@@ -84,10 +88,16 @@ class StepRunner:
         data = {s: self.source.data(s) for s in steps}
         self._use_cache(data[step])
         submitting = time.perf_counter()
+        bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in assignment.cascades])
         calls = calls_of(
-            assignment.cascades, {s: d.samples for s, d in data.items()}, self.generation, step, self._holdings
+            assignment.cascades,
+            {s: d.samples for s, d in data.items()},
+            self.generation,
+            step,
+            self._holdings,
+            bags.left,
         )
-        self._connect(calls)
+        self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         export = self.exports(step)
         finishes = [finish_of(rank, calls, self.generation, step, export) for rank in range(len(self.world))]
@@ -144,13 +154,13 @@ class StepRunner:
         self.source.request(step + 1 + self.lookahead)
         return window, [done for s in sorted(self._early) for done in self._early[s]]
 
-    def _connect(self, calls: Sequence[Call]) -> None:
-        """Have the members of bags that this generation has not used yet connect while the running work goes on."""
-        fresh = {c.task.bag for c in calls if len(c.task.bag) > 1} - self._bags
-        self._bags |= fresh
+    def _connect(self, bags: StepBags) -> None:
+        """Have the members of bags close those that make room, and connect new ones while they work."""
         for rank, seat in enumerate(self.world):
-            if mine := tuple(sorted(bag for bag in fresh if rank in bag)):
-                seat.handle.prepare.remote(self.generation, mine)
+            mine = tuple(sorted(bag for bag in bags.connected if rank in bag))
+            closed = tuple(sorted(bag for bag in bags.closed if rank in bag))
+            if mine or closed:
+                seat.handle.prepare.remote(self.generation, mine, closed)
 
     def _use_cache(self, data: StepData) -> None:
         """Results that were encoded long ago count as published."""

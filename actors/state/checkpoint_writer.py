@@ -54,6 +54,10 @@ class Writer:
         was lost with its workers."""
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
+    def writes(self, step: int) -> bool:
+        """Whether this step is being written."""
+        return any(s == step for s, _ in self._writing.values())
+
     def puts_off(self, step: int) -> bool:
         """Whether an earlier checkpoint is still being written: then a later step is taken instead. Never the last."""
         if not self._writing or step == self._last:

@@ -193,6 +193,10 @@ class RunState:
         snapshot = self._config.snapshot
         return (snapshot.enabled and step % snapshot.every == 0) or self.writer.due(step)
 
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint of this step is being written."""
+        return self.writer.writes(step)
+
     def finished(self, done: CollectedStep) -> None:
         """All workers have finished a step. Where a checkpoint is due, it begins to be written."""
         if not self._forecast_told:

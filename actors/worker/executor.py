@@ -33,6 +33,7 @@ from actors.messages import (
 )
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.meter import Meter, Unmetered, ran_out, release
+from actors.worker.stopwatch import stopwatch_of
 from ops.comm import Group, Groups
 from ops.conditions import NOTHING, Conditions
 from ops.flow import draw_sigma, is_first_frame_given, sequence_losses
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
+Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
@@ -124,6 +126,8 @@ class Executor:
         self._ran: set[str] = set()  # cascades since the end of the last step
         self._bad: list[str] = []
         self._item_losses: dict[str, tuple[float, float]] = {}
+        self._seen: set[Shape] = set()  # what has run here since the process began
+        self._watch = stopwatch_of(device)
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class Executor:
         """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
         self.leave()
         self.groups, self.world = groups, world
-        self.sync.form(groups.get(world), shards)
+        self.sync.form(groups.world_group(), shards)
         self.broken = self._exceeded = None
         self.sync.begin_step()
         self.generation = generation  # last: after a failure to get here no task of it is admitted
@@ -168,14 +172,23 @@ class Executor:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
 
+    def leave_bag(self, bag: tuple[int, ...]) -> None:
+        """Close a bag whose collectives have all ended here; its other members do the same."""
+        assert self.groups is not None, "form() comes before the first bag"
+        try:
+            self.groups.leave(bag)
+        except Exception as error:
+            self.broken = f"leaving bag {bag}: {error!r}"
+            raise
+
     # -- cascades ------------------------------------------------------------------------------------------------------
 
     def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
         """Encode the captions of the task's samples. Over a bag, captions are dealt round robin and shared."""
         with _Measure(self, task) as measure:
-            group = self._bag(task)
+            group = measure.meet()
             mine = range(group.rank, len(task.samples), group.size)
-            self.on_phase("encode")
+            measure.phase("encode")
             with torch.no_grad():
                 rows = measure.in_parts(lambda part: self.modules.text.encode([captions[i] for i in part]), mine)
             # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
@@ -191,7 +204,7 @@ class Executor:
         Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
         """
         with _Measure(self, task) as measure:
-            group, frame, patch = self._bag(task), self.frame, self.modules.geometry.patch
+            group, frame, patch = measure.meet(), self.frame, self.modules.geometry.patch
             pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
             latents = list(self._latents(pixels, group, measure))
             if frame.channels:
@@ -213,7 +226,7 @@ class Executor:
         `fetched` came through the object store, `fetch_s` after its producer's end, if that could be measured.
         """
         with _Measure(self, task) as measure:
-            group, modules = self._bag(task), self.modules
+            group, modules = measure.meet(), self.modules
             compute = self._compute_dtype()
             measure.phase("handoff")
             inputs = gather_inputs(
@@ -446,6 +459,7 @@ class _Measure:
         self._inputs: Inputs | None = None
         self._fetch_s: float | None = None
         self._exceeded_gib: float | None = None
+        self._shapes = shapes_of(task)
 
     def __enter__(self) -> _Measure:
         self._executor.admit(self._task.generation)
@@ -455,7 +469,20 @@ class _Measure:
         self._clock = _PhaseClock(self._marks, self._executor.on_phase)
         self._room_gib = self._executor.meter.room_gib() or 0.0
         self._executor.meter.start()
+        self._came = self._met = self._executor._watch.mark()
         return self
+
+    def meet(self) -> Group:
+        """The bag of the cascade, when all its members have come. What is waited until then belongs to what they did
+        before, not to this cascade; on CUDA the stream waits and the host goes on."""
+        executor = self._executor
+        if len(self._task.bag) > 1:
+            self._clock("wait")  # also for the others to connect
+        group = executor._bag(self._task)
+        if group.size > 1:
+            group.barrier(executor.device)
+            self._met = executor._watch.mark()
+        return group
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
         """`encode` of all samples; of halves of them, one after the other, where memory does not allow that. Encoders
@@ -493,11 +520,17 @@ class _Measure:
                 executor._exceeded = self._exceeded(need_gib or 0.0)
                 raise OutOfMemory(executor._exceeded)
             return
+        worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
+        first_here = not self._shapes <= executor._seen
+        executor._seen |= self._shapes
+        ended = time.time()
+        if task.leave:
+            executor.leave_bag(task.bag)
         executor._spans.append(
             self._with_handoff(
                 Span(
@@ -506,7 +539,7 @@ class _Measure:
                     cascade=task.cascade,
                     step=task.step,
                     start=self._start,
-                    end=time.time(),
+                    end=ended,
                     batch=len(task.samples),
                     degree=len(task.bag),
                     pieces=task.pieces,
@@ -515,6 +548,10 @@ class _Measure:
                     phases=self._marks,
                     need_gib=need_gib,
                     exceeded_gib=self._exceeded_gib,
+                    bag=task.bag,
+                    work_s=executor._watch.seconds(self._met, worked),
+                    wait_s=executor._watch.seconds(self._came, self._met),
+                    first_here=first_here,
                 )
             )
         )
@@ -544,6 +581,12 @@ class _Measure:
             peak_gib=peak_gib,
             room_gib=self._room_gib,
         )
+
+
+def shapes_of(task: CascadeTask) -> set[Shape]:
+    """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
+    of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
+    return {(task.module, p.bucket, p.batch if task.module == "vae" else 0, len(task.bag)) for p in task.pieces}
 
 
 def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:

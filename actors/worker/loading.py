@@ -7,6 +7,7 @@ from torch import nn
 
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
+from actors.plan.places import state_place
 from actors.worker.executor import Modules
 from ops.attention.varlen import check_backend
 from ops.models.base.config import DiTConfig
@@ -61,8 +62,9 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     return modules
 
 
-def build_sync(dit: nn.Module, train: TrainConfig) -> Sync:
-    """The sync engine that the settings name."""
+def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, state_on_device_gib: float = 0.0) -> Sync:
+    """The sync engine that the settings name, for a device of `device_gib` (0: no limit). With optimizer state on it,
+    training needs `state_on_device_gib` of it."""
     if train.sync == "deepspeed":
         from ops.deepspeed_sync import DeepSpeedSync
 
@@ -71,7 +73,8 @@ def build_sync(dit: nn.Module, train: TrainConfig) -> Sync:
 
     weights = [parameter for _, parameter in trainable(dit)]
     gradients = train.gradients_of(sum(one.numel() for one in weights), weights[0].device.type)
-    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients)
+    state = state_place(train.memory.state, device_gib, state_on_device_gib)
+    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients, state=state)
 
 
 def device_of(workers: WorkersConfig) -> torch.device:

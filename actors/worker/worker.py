@@ -84,9 +84,6 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """Answers once the modules are loaded."""
-        memory = (
-            torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
-        )
         return WorkerInfo(
             worker=self.name,
             node=ray.get_runtime_context().get_node_id(),
@@ -94,7 +91,7 @@ class Worker:
             pid=os.getpid(),
             born=birth(os.getpid()),
             device=str(self.device),
-            gpu_memory_gib=memory,
+            gpu_memory_gib=self._gpu_gib(),
             room_gib=self.executor.meter.room_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
@@ -157,10 +154,16 @@ class Worker:
         self.heartbeat.idle()
         return Handover(worker=self.name, exports=tuple(self._exports))
 
-    def prepare(self, generation: int, bags: tuple[tuple[int, ...], ...]) -> None:
-        """Begin to connect these bags in the background; the cascades that need them come later in this queue."""
-        if generation == self.executor.generation and self.executor.groups is not None:
-            self.executor.groups.prepare(bags)
+    def prepare(
+        self, generation: int, bags: tuple[tuple[int, ...], ...], closed: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
+        """Leave the `closed` bags, and begin to connect others in the background: the cascades that need them come
+        later in this queue."""
+        if generation != self.executor.generation or self.executor.groups is None or self.executor.broken is not None:
+            return
+        for bag in closed:
+            self.executor.leave_bag(bag)
+        self.executor.groups.prepare(bags)
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +250,10 @@ class Worker:
 
     def _load(self) -> Executor:
         modules = build_modules(self.settings, self.device)
-        sync, cache = build_sync(modules.dit, self.settings.train), self.settings.cache
+        limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
+        device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
+        sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.state_on_device_gib)
+        cache = self.settings.cache
         on_encoded = ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody
         return Executor(
             modules,
@@ -260,6 +266,10 @@ class Worker:
             meter=meter_of(self.device, self.settings.workers.memory_gib),
             name=self.name,
         )
+
+    def _gpu_gib(self) -> float:
+        """Of this worker's GPU; 0 on a CPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
 
     def _host_copies(self) -> HostCopies | None:
         """On CUDA, published results are copied while the next cascades run."""

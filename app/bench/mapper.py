@@ -19,7 +19,7 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import assemble
 from actors.plan.schedule.problem import Mapper, PlanOptions, Problem
-from actors.plan.strategies.search.horizon import plan_horizon
+from actors.plan.strategies.cascade import plan_horizon
 from actors.plan.types import Cluster, Item
 from app.bench.planner import CONFIGS
 

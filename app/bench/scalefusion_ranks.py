@@ -123,12 +123,12 @@ class _AtBackward(Function):
     """The same tensor; calls when its gradient comes by."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:  # torch's ctx takes any attribute
         ctx.call = call
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # the same ctx
         ctx.call()
         return gradient, None
 

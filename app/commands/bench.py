@@ -10,7 +10,9 @@ app = typer.Typer(no_args_is_help=True)
 
 BENCHMARKS = {
     "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
+    "truth": ("app.bench.truth", "What a run learns of costs that it is not told, and what its plans make of it."),
     "mapper": ("app.bench.mapper", "What each rule for choosing workers is worth."),
+    "communicators": ("app.bench.communicators", "What the limit of open bags on a worker costs and saves."),
     "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
@@ -22,6 +24,10 @@ BENCHMARKS = {
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
     "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
+    "headroom": (
+        "app.bench.headroom",
+        "What published models leave free on a GPU: on tensors without data, and planned.",
+    ),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}

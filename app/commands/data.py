@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
 
 import typer
 
 from data.kinds import KINDS
 
+if TYPE_CHECKING:
+    from data.config import LimitsConfig, SourceConfig
+
+P = ParamSpec("P")
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-Paths = Annotated[list[str] | None, typer.Argument(metavar="PATH...", help="Shards, tables, folders; or --config.")]
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="Take all sources of this run instead.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 Kind = Annotated[str, typer.Option(help=f"{', '.join(KINDS)}; default: by the files.")]
 Media = Annotated[str, typer.Option(help="Folder of the videos a table names; default: beside the table.")]
@@ -23,26 +30,53 @@ Workers = Annotated[int, typer.Option(help="Processes that read shards.", min=1)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """Options of the commands that read sources: which ones, and how."""
+
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH...", help="Shards, tables, folders; or --config.")
+    ] = None
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Take all sources of this run instead.")] = None
+    overrides: Overrides = None
+    kind: Kind = ""
+    media: Media = ""
+    caption: Caption = ""
+    cache: Cache = None
+    workers: Workers = 1
+
+    def sources(self) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
+        """The sources, and the limits that apply to them."""
+        from app.data_tools.sources import sources_of
+
+        return sources_of(self.paths, self.config, self.overrides, self.kind, self.media, self.caption)
+
+
+def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Callable[..., None]:
+    """The command with the options of SourceOptions before its own: Typer reads them from its signature."""
+    shared = inspect.signature(SourceOptions, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def called(*args: P.args, **given: P.kwargs) -> None:
+        options = SourceOptions(**{name: given.pop(name) for name in shared})  # type: ignore[arg-type]  # by its fields
+        command(options, *args, **given)
+
+    called.__signature__ = inspect.Signature([*shared.values(), *own])  # type: ignore[attr-defined]  # as inspect reads it
+    return called
+
+
 @app.command()
-def index(
-    paths: Paths = None,
-    config: Config = None,
-    overrides: Overrides = None,
-    kind: Kind = "",
-    media: Media = "",
-    caption: Caption = "",
-    cache: Cache = None,
-    workers: Workers = 1,
-    as_json: AsJson = False,
-) -> None:
+@with_sources
+def index(options: SourceOptions, as_json: AsJson = False) -> None:
     """Read the headers of all samples; the next time only those of changed shards."""
     from app.data_tools.printing import count_shards, index_facts, print_ledger
-    from app.data_tools.sources import open_indexes, sources_of
+    from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
 
-    sources, limits = sources_of(paths, config, overrides, kind, media, caption)
+    sources, limits = options.sources()
     ledger = Ledger(limits)
-    indexes = open_indexes(sources, limits, cache, ledger, workers)
+    indexes = open_indexes(sources, limits, options.cache, ledger, options.workers)
     for index in indexes:
         ledger.add_planned(index.num_ok, index.ordinal)
     ledger.check()
@@ -58,15 +92,9 @@ def index(
 
 
 @app.command()
+@with_sources
 def lint(
-    paths: Paths = None,
-    config: Config = None,
-    overrides: Overrides = None,
-    kind: Kind = "",
-    media: Media = "",
-    caption: Caption = "",
-    cache: Cache = None,
-    workers: Workers = 1,
+    options: SourceOptions,
     headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not decode.")] = False,
     out: Annotated[Path, typer.Option("--out", help="List of all faults.")] = Path("bad.jsonl"),
     as_json: AsJson = False,
@@ -76,23 +104,25 @@ def lint(
     With --config the run's filters and buckets apply too: what they refuse is counted and not decoded.
     """
     from app.data_tools.printing import print_ledger
-    from app.data_tools.sources import ProgressBar, admitted_rows, count_cut_captions, open_indexes, sources_of
+    from app.data_tools.sources import ProgressBar, admitted_rows, count_cut_captions, open_indexes
     from data.errors import DataError
     from data.ledger import Ledger
     from data.tools.lint import lint as check
 
-    sources, limits = sources_of(paths, config, overrides, kind, media, caption)
+    sources, limits = options.sources()
     out.unlink(missing_ok=True)
     ledger = Ledger(limits, out)
-    indexes = open_indexes(sources, limits, cache, ledger, workers, allow_empty=True)
+    indexes = open_indexes(sources, limits, options.cache, ledger, options.workers, allow_empty=True)
     for fault in (fault for index in indexes for fault in index.missing_faults()):
         ledger.add_line(fault)
-    admitted = None if config is None else admitted_rows(config, overrides, indexes, ledger)
+    admitted = None if options.config is None else admitted_rows(options.config, options.overrides, indexes, ledger)
     with ProgressBar("decoding", quiet=as_json or headers_only) as progress:
         check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
     ledger.close()
     ledger.check()
-    cut = None if config is None or admitted is None else count_cut_captions(config, overrides, indexes, admitted)
+    cut = None
+    if options.config is not None and admitted is not None:
+        cut = count_cut_captions(options.config, options.overrides, indexes, admitted)
     if as_json:
         print(json.dumps(ledger.summary() | ({"long_captions": cut.count} if cut else {}), indent=1))
     else:
@@ -111,25 +141,18 @@ def lint(
 
 
 @app.command()
-def stats(
-    paths: Paths = None,
-    config: Config = None,
-    overrides: Overrides = None,
-    kind: Kind = "",
-    media: Media = "",
-    caption: Caption = "",
-    cache: Cache = None,
-    workers: Workers = 1,
-    as_json: AsJson = False,
-) -> None:
+@with_sources
+def stats(options: SourceOptions, as_json: AsJson = False) -> None:
     """Shapes, lengths, frame rates, captions and scores of a data set."""
     from app.data_tools.printing import print_statistics
-    from app.data_tools.sources import open_indexes, sources_of
+    from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
     from data.tools.stats import statistics
 
-    sources, limits = sources_of(paths, config, overrides, kind, media, caption)
-    found = [statistics(index) for index in open_indexes(sources, limits, cache, Ledger(limits), workers)]
+    sources, limits = options.sources()
+    found = [
+        statistics(index) for index in open_indexes(sources, limits, options.cache, Ledger(limits), options.workers)
+    ]
     if as_json:
         print(json.dumps(found, indent=1))
         return

@@ -19,7 +19,8 @@ def plan(
         bool, typer.Option("--from-data", help="Open the config's data: real items, and an account of every sample.")
     ] = False,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Measured latencies; with --config optional.")
+        Path | None,
+        typer.Option("--profile", help="Measured latencies (file, or folder of a run); with --config optional."),
     ] = None,
     cluster: Annotated[str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, e.g. 2x8, or YAML.")] = "",
     strategy: Annotated[

@@ -20,6 +20,7 @@ from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.types import Module
+from actors.planning.learned import setting_of
 from app.device.choice import device_name, memory_gib, pick_device
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
@@ -66,6 +67,7 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
         device=device_name(target),
     )
     shapes = list(shapes_of(config, geometry, profile))
+    profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     bench = Bench(config, model, geometry, target)
     print(f"{len(shapes)} shapes on {profile.device}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from actors.config import TrainConfig
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
+from actors.plan.places import state_place
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan, PlanError
 from actors.planning.memory import (
     CONTEXT_GIB,
@@ -39,6 +40,7 @@ class MemoryView:
     workers: int
     bags_gib: float
     cuda: bool
+    nodes: int = 1
 
     @property
     def room_gib(self) -> float | None:
@@ -69,12 +71,17 @@ def view_memory(
     degrees = config.planner.degrees or degrees
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     profile.needs = found.needs
+    if cuda and memory is not None:
+        tokens = min(config.data.batch.text_tokens, model.text.max_length)
+        least = found.least_gib(geometry, clips, tokens, degrees, config.workers.min, config.planner.bag_peers)
+        found = replace(found, state=state_place(config.train.memory.state, memory, least))
     view = MemoryView(
         found=found,
         memory_gib=memory,
         workers=cluster.num_workers,
-        bags_gib=communicators_gib(degrees, cluster.num_workers) if cuda else 0.0,
+        bags_gib=communicators_gib(degrees, cluster.num_workers, config.planner.bag_peers) if cuda else 0.0,
         cuda=cuda,
+        nodes=len(cluster.nodes),
     )
     if memory is not None:
         _check_workers(config, model, geometry, view, clips, degrees)
@@ -112,7 +119,7 @@ def _check_workers(
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
 
     def least(found: MemoryForecast, most: int) -> int | None:
-        return least_workers(found, geometry, clips, tokens, degrees, memory, most, view.cuda)
+        return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))
     if fewest is not None and fewest <= view.workers:
@@ -144,6 +151,8 @@ def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, Mode
         found.append(("train.optimizer.ema_decay: 0", model, bare))
     if model.vae.kind == "diffusers" and not model.vae.tiling:
         found.append(("model.vae.tiling: true", replace(model, vae=replace(model.vae, tiling=True)), train))
+    if train.memory.state != "host" and train.sync == "flat":
+        found.append(("train.memory.state: host", model, replace(train, memory=replace(train.memory, state="host"))))
     if not model.dit.lora_rank:
         found.append(("model.dit.lora_rank: 16", replace(model, dit=replace(model.dit, lora_rank=16)), train))
     return found
@@ -171,10 +180,17 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             item = items[cascade.step, cascade.parts[0].item]
             shape = f"{item.frames}f {item.height}x{item.width} b{cascade.batch}"
             lines.append(f"          worst {module} cascade {need:.2f} ({shape}, degree {cascade.degree})")
+    host = view.found.host_gib(view.workers, view.nodes)
+    if host:
+        parts = [
+            *(["optimizer state"] if view.found.state == "host" else []),
+            *(["gradients"] if view.found.node_gradient else []),
+        ]
+        lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.cuda:
         lines.append(
             f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "
-            f"set aside for those of bags {view.bags_gib:.2f}"
+            f"communicators of bags at most {view.bags_gib:.2f}"
         )
     if view.room_gib is not None:
         lines.append(

@@ -153,7 +153,9 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     assert request.config is not None
     config = from_here(RunConfig.load(request.config, request.overrides))
     model, geometry = resolve(config.model)
-    profile = load_profile(request.profile) if request.profile else profile_of(config, model, geometry)
+    if request.profile:
+        config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
+    profile = profile_of(config, model, geometry)
     cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)

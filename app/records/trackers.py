@@ -12,9 +12,12 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ops.typed import ConfigError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +40,12 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Event files in `events/` of the run's folder."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._folder = folder / "events"
         self._writer = self._open(None)
         self._writer.add_text("report", str(folder / "report.html"))
 
-    def _open(self, purge_step: int | None) -> Any:
+    def _open(self, purge_step: int | None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where metrics are written
 
         return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
@@ -66,13 +69,14 @@ class WandbTracker:
     Its own step only ever grows, so curves are drawn over "step"; steps that are computed again stand there twice.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         import wandb
 
         known = folder / WANDB_ID
         if not known.exists():
             known.write_text(uuid.uuid4().hex[:12])
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        by_key = "online" if wandb.api.api_key else "offline"
+        mode: Any = os.environ.get("WANDB_MODE") or by_key  # a Literal of wandb's, which refuses other words itself
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "heddle"),
             name=folder.name,
@@ -96,7 +100,7 @@ class WandbTracker:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
 }
@@ -117,7 +121,7 @@ def check_installed(names: Sequence[str]) -> None:
 class Trackers:
     """All trackers of a run as one that does not fail."""
 
-    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, object] | None = None) -> None:
         self._open: dict[str, Tracker] = {}
         for name in names:
             try:

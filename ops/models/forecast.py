@@ -24,7 +24,8 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.config import OptimizerConfig
 from ops.models.base.config import DiTConfig
-from ops.models.config import TextConfig, VAEConfig
+from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import LlamaClipText, pair_skeleton, recipe_of
@@ -51,12 +52,14 @@ class Precision:
 
 
 class _PretendGroup(Group):
-    """A bag whose other members are not there: its all-to-alls move nothing."""
+    """A group whose other members are not there: its collectives move nothing."""
 
     def __init__(self, degree: int) -> None:
         super().__init__(None, tuple(range(degree)), 0, 0.0)
 
     def all_to_all(self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
+
+    def broadcast(self, tensor: Tensor, source_rank: int) -> None: ...
 
 
 class _FlashShapes(torch.autograd.Function):
@@ -142,6 +145,17 @@ def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree:
     return (few + (config.num_layers - _SHORT[0]) * (more - few) / (_SHORT[1] - _SHORT[0])) / GIB
 
 
+def states_bytes(config: DiTConfig, optimizer: OptimizerConfig, workers: int, precision: Precision) -> tuple[int, int]:
+    """What the first of so many workers keeps between two cascades, as FlatSync makes it: (bytes of parameters,
+    gradient and its part of the optimizer's state, those of parameters and gradient alone)."""
+    with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
+        dit = _without_data(config, precision.parameters)
+        sync = FlatSync(dit, optimizer, 1)
+        sync.form(_PretendGroup(workers), None)
+        without_state = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
+        return count.live_bytes, without_state
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderNeed:
     """Of a frozen encoder: its weights, and the peak of one call beside them."""
@@ -191,6 +205,19 @@ def _text(config: TextConfig, tokens: int) -> T5Text | LlamaClipText:
     recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
     first, pooled = _Long(tokens + recipe.crop), _Long(recipe.pooled_tokens)
     return LlamaClipText(encoder, first, second, pooled, recipe, config, "cpu")
+
+
+def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:
+    """Of encoding so many pictures at once. Raises FileNotFoundError without the folder of `config.path`."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        encoder = clip_skeleton(config)
+        encoder.train(False)
+        size = image_size(encoder)
+        pixels = torch.empty(pictures, 3, size, size)
+        with StorageCount() as count, torch.no_grad():
+            rows = vision_rows(encoder, pixels.to("cpu", copy=True))
+        del rows
+        return EncoderNeed(weights_gib=storage_bytes(encoder.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
 
 
 class _Long:

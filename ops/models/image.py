@@ -13,7 +13,7 @@ from ops.models.config import ImageConfig
 from ops.models.folders import check_safetensors, component
 
 if TYPE_CHECKING:
-    from transformers import CLIPVisionModel
+    from transformers import CLIPVisionConfig, CLIPVisionModel
 
 
 class ImageEncoder(Protocol):
@@ -48,18 +48,48 @@ class CLIPImages:
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
         inputs = self.processor(images=list(pictures.cpu().numpy()), return_tensors="pt")["pixel_values"]
-        inputs = inputs.to(self.device, self.encoder.dtype)
-        states = self.encoder(pixel_values=inputs, output_hidden_states=True).hidden_states
-        rows: Tensor = states[-2].float()
-        return rows
+        return vision_rows(self.encoder, inputs.to(self.device, self.encoder.dtype))
+
+
+def vision_rows(encoder: CLIPVisionModel, pixels: Tensor) -> Tensor:
+    """The hidden states before the last layer, fp32 [B, tokens, dim], of prepared pictures [B, 3, size, size]."""
+    rows: Tensor = encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2].float()
+    return rows
 
 
 def random_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
     """A small vision tower with weights drawn from `config.seed`: the same on every worker."""
-    from transformers import CLIPVisionConfig, CLIPVisionModel  # heavy: seconds to import
+    from transformers import CLIPVisionModel  # heavy: seconds to import
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    shape = CLIPVisionConfig(
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = CLIPVisionModel(_random_shape(config))
+    side = {"height": config.size, "width": config.size}
+    processor = CLIPImageProcessorPil(size={"shortest_edge": config.size}, crop_size=side)
+    return CLIPImages(encoder, processor, config, device)
+
+
+def clip_skeleton(config: ImageConfig) -> CLIPVisionModel:
+    """The vision tower of a config as its class makes it: what a folder's config.json describes, or the random one."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    if not config.path:
+        return CLIPVisionModel(_random_shape(config))
+    folder = component(config.path, "image_encoder")
+    return CLIPVisionModel(CLIPVisionConfig.from_pretrained(folder, local_files_only=True))
+
+
+def image_size(encoder: CLIPVisionModel) -> int:
+    """Height and width that it sees, in pixels."""
+    size: int = encoder.config.image_size  # type: ignore[assignment]  # Transformers allows other forms, CLIP has none
+    return size
+
+
+def _random_shape(config: ImageConfig) -> CLIPVisionConfig:
+    from transformers import CLIPVisionConfig
+
+    return CLIPVisionConfig(
         hidden_size=config.d_model,
         intermediate_size=4 * config.d_model,
         num_hidden_layers=config.num_layers,
@@ -67,12 +97,6 @@ def random_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
         image_size=config.size,
         patch_size=config.patch,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        encoder = CLIPVisionModel(shape)
-    side = {"height": config.size, "width": config.size}
-    processor = CLIPImageProcessorPil(size={"shortest_edge": config.size}, crop_size=side)
-    return CLIPImages(encoder, processor, config, device)
 
 
 def folder_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:

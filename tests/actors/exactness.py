@@ -14,7 +14,9 @@ import torch
 
 from actors.config import TrainConfig
 from actors.messages import SumStart
+from actors.plan.places import state_place
 from actors.plan.types import Cascade, Item, Part
+from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
@@ -86,12 +88,13 @@ def make_hosts(
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. With `nodes`, the node of each of them,
-    they add their gradients in memory of the node."""
+    they add their gradients in memory of the node. Optimizer state lies where the settings say."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
     model, geometry = resolve(config)
     hosts = []
+    state = state_place(train.memory.state, 0.0, 0.0)
     for _ in range(world):
         dit = build_dit(model.dit, train.seed).to(dtype)
         # A DiT starts with zero gates; random ones let every parameter receive a gradient.
@@ -106,7 +109,7 @@ def make_hosts(
             text=build_text(model.text, "cpu"),
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, "own" if nodes is None else "node")
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, "own" if nodes is None else "node", state)
         hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 
@@ -169,11 +172,12 @@ def run_step(
     lost: frozenset[tuple[int, str]] = frozenset(),
     loss_weight: str = "sample",
     generation: int = 1,
+    account: Communicators | None = None,
 ) -> float:
     """Execute one planned step as the controller and the workers would. Returns the loss after `finish`.
 
     `bad` are clips (item, index) that did not decode; `lost` are calls (rank, cascade) that never reach their worker,
-    nor do those that wait for their results.
+    nor do those that wait for their results. `account` closes and opens bags as the controller does.
     """
     geometry = hosts[0].executor.modules.geometry
     samples = StepSamples.of(
@@ -182,7 +186,9 @@ def run_step(
         geometry,
         loss_weight,
     )
-    calls = calls_of(cascades, {step: samples}, generation, step, Holdings())
+    bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
+    on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)
+    calls = calls_of(cascades, {step: samples}, generation, step, Holdings(), bags.left)
     if not finish:  # the caller looks at partial gradients, or runs more cascades before the end
         calls = [replace(call, task=replace(call.task, start_sum=SumStart.NEVER)) for call in calls]
     published: dict[str, list] = {}

@@ -218,6 +218,8 @@ class StateHere:
 class SourceHere:
     """Stands for the data; `open` fails where an error is given."""
 
+    def save_learned(self) -> None: ...
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.closed = error, False
 

@@ -24,6 +24,7 @@ from actors.records.events import (
     WorkerReady,
     WorkerReplaced,
 )
+from actors.run.communicators import Communicators
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.soak import soak
 from tests.actors import chaos
@@ -302,3 +303,25 @@ def test_a_short_soak_ends_with_equal_parameters_and_the_undisturbed_losses(lab:
     assert result.loss_difference <= FP32 and result.equal_parameters
     assert sum(result.faults.values()) == 5
     assert result.rss_last_gib < 1.3 * result.rss_first_gib
+
+
+def test_bags_that_make_room_for_each_other_change_no_loss(lab: Lab, undisturbed: list[float]) -> None:
+    """With room for one peer, nearly every step closes bags, on all their members, and connects others."""
+    run = lab.start(
+        lab.config(
+            "bags",
+            model=MODEL,
+            train={"steps": 25},
+            workers={"min": 3, "max": 3},
+            planner={"degrees": [2], "bag_peers": 1},
+        )
+    )
+    assert run.join().code == 0
+    assert_same_training(run, undisturbed)
+    members: dict[tuple[float, str], set[str]] = {}
+    for span in sorted((s for s in run.spans if s.module == "dit"), key=lambda s: s.start):
+        members.setdefault((span.step, span.cascade), set()).add(span.worker)
+    bags = [tuple(sorted(workers)) for workers in members.values()]
+    account = Communicators(1)
+    assert sum(account.step([tuple(int(name[1:]) for name in bag)]).made for bag in bags) > 10, "bags were kept"
+    assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]

@@ -10,7 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors.config import TrainMemoryConfig
 from actors.messages import OutOfMemory, StaleGeneration
+from actors.plan.places import StatePlace
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from tests.actors.exactness import (
@@ -155,8 +157,11 @@ def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
 @pytest.mark.parametrize(
     ("world", "nodes"), [(1, None), (2, None), (3, None), (4, None), (1, (0,)), (3, (0, 0, 0)), (4, (0, 0, 0, 1))]
 )
-def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(world: int, nodes: Nodes) -> None:
-    hosts = make_hosts(world, torch.float32, train_config(), nodes=nodes)
+@pytest.mark.parametrize("state", ["device", "host"])
+def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(
+    world: int, nodes: Nodes, state: StatePlace
+) -> None:
+    hosts = make_hosts(world, torch.float32, train_config(memory=TrainMemoryConfig(state=state)), nodes=nodes)
     reference = make_hosts(1, torch.float32, train_config())
     rng = np.random.default_rng(0)
     for step in range(20):

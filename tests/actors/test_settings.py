@@ -12,6 +12,7 @@ from actors.config import (
     TrainMemoryConfig,
     WorkersConfig,
 )
+from actors.plan.places import StateSetting, state_place
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,24 @@ def test_gradients_are_shared_by_a_node_where_it_saves_something(
 ) -> None:
     config = TrainConfig(sync=sync, memory=TrainMemoryConfig(gradients=memory))  # type: ignore[arg-type]
     assert config.gradients_of(weights, device) == expected
+
+
+def test_deepspeed_does_not_take_state_in_host_memory() -> None:
+    with pytest.raises(ValueError, match=r"memory\.state is host\. Set it to auto or device, or train\.sync: flat"):
+        TrainConfig(sync="deepspeed", memory=TrainMemoryConfig(state="host"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device_gib", "least_gib", "expected"),
+    [
+        ("auto", 80.0, 79.9, "device"),
+        ("auto", 80.0, 80.1, "host"),
+        ("auto", 0.0, 80.1, "device"),  # a CPU: its memory is the host's
+        ("host", 80.0, 1.0, "host"),
+        ("device", 80.0, 100.0, "device"),
+    ],
+)
+def test_state_lies_in_host_memory_where_a_device_has_no_room_for_it(
+    wanted: StateSetting, device_gib: float, least_gib: float, expected: str
+) -> None:
+    assert state_place(wanted, device_gib, least_gib) == expected

@@ -44,7 +44,7 @@ def test_the_table_adds_up_to_the_device(tmp_path: Path, capsys: pytest.CaptureF
     assert float(room) == pytest.approx(0.96 * (8.0 - 2.0 - 0.44) - float(states), abs=0.02)
     worst = [float(need) for need in re.findall(r"worst \w+ cascade ([\d.]+) \(", shown)]
     assert len(worst) == 3 and float(free) == pytest.approx(float(room) - max(worst), abs=0.02)
-    assert "set aside for those of bags 0.44" in shown
+    assert "communicators of bags at most 0.44" in shown
 
 
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
@@ -57,6 +57,7 @@ def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_
 ) -> None:
     """The optimizer's state is shared by all workers: one of them alone cannot hold it."""
     wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
+    wide += ["train.memory.state=device"]
     plan(tmp_path, 64.0, *wide, "workers.min=2")
     shown = capsys.readouterr().out
     ((free,), (optimizer,)) = re.findall(r"free ([\d.]+) of", shown), re.findall(r"optimizer ([\d.]+)", shown)
@@ -64,3 +65,22 @@ def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.* Set workers.min to 2"):
         plan(tmp_path, short, *wide, "workers.min=1")
     plan(tmp_path, short, *wide, "workers.min=2")
+
+
+def test_a_device_without_room_for_the_state_has_it_in_host_memory_unless_told_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1", "workers.min=2"]
+    plan(tmp_path, 64.0, *wide)
+    shown = capsys.readouterr().out
+    (optimizer,) = re.findall(r"optimizer ([\d.]+)", shown)
+    assert float(optimizer) > 1.0 and "in memory of each node" not in shown
+    ((free,),) = (re.findall(r"free ([\d.]+) of", shown),)
+    short = 64.0 - (float(free) + 0.5 * float(optimizer)) / 0.96
+    plan(tmp_path, short, *wide)
+    shown = capsys.readouterr().out
+    assert "optimizer 0.00" in shown
+    ((host,),) = (re.findall(r"in memory of each node ([\d.]+) \(optimizer state\)", shown),)
+    assert float(host) == pytest.approx(2 * float(optimizer) * 4 / 3, rel=0.01), "both workers' parts, master included"
+    with pytest.raises(PlanError, match=r"fits with .*train\.memory\.state: host"):
+        plan(tmp_path, short, *wide, "train.memory.state=device")

@@ -151,6 +151,17 @@ def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole:
     assert any(span["name"].startswith("dit 17f 64x96 b") for span in spans)
 
 
+def test_a_finished_run_leaves_a_profile_that_plans(folder: Path, whole: list[dict]) -> None:
+    run = folder / "runs" / "one"
+    learned = json.loads((run / "profile.json").read_text())
+    assert learned["setting"]["device"] == "cpu" and learned["setting"]["model"].startswith("wan ")
+    assert {point["module"] for point in learned["latency"]} == {"text", "vae", "dit"}
+    assert all(point["count"] >= 1 and point["seconds"] < 60 for point in learned["latency"])
+    plan = [sys.executable, "-m", "app.cli", "plan", "--config", str(run / "config.yaml"), "--profile", str(run)]
+    done = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "cascade" in done.stdout, done.stdout + done.stderr
+
+
 def test_rays_timeline_has_a_bar_for_every_cascade(folder: Path, whole: list[dict], cluster: Any) -> None:
     spans = [json.loads(line) for line in (folder / "runs" / "one" / "timeline.jsonl").read_text().splitlines()]
     done = subprocess.run(

@@ -185,7 +185,7 @@ class Episode:
         detail = self._do(scene, fault)
         if not detail:
             return True
-        goal = min(step + _UNDER_WAY + 1, self._place.steps - 1)
+        goal = min(run.step() + _UNDER_WAY + 1, self._place.steps - 1)  # from now on: striking has taken some steps
         came = run.wait_for_step(goal, fault.patience_s, since=at)
         if fault.heal_first and run.alive:
             came = run.wait_for_step(min(run.step() + 12, self._place.steps - 1), fault.patience_s, since=at)

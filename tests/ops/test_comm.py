@@ -303,7 +303,7 @@ from ops.comm import CancelToken, Groups
 store, token = dist.HashStore(), CancelToken()
 both = [Groups(store, rank, (0, 1), "gloo", 0, 60.0, token, "127.0.0.1") for rank in (0, 1)]
 both[1].prepare([(0, 1)])
-pending = both[0].world_group().all_reduce_async(torch.ones(3))  # rank 1 never calls it
+pending = both[0].get((0, 1)).all_reduce_async(torch.ones(3))  # rank 1 never calls it
 lonely = Groups(store, 0, (0, 1), "gloo", 1, 60.0, token, "127.0.0.1")
 lonely.prepare([(0, 1)])  # rank 1 never comes
 lonely.close()
@@ -422,3 +422,56 @@ def test_survivors_of_dead_and_frozen_peers_fail_in_time_and_form_again() -> Non
         assert [(one["event"], one["generation"], one["total"]) for one in again] == [("running", 3, 3.0)] * 2
     finally:
         pool.close()
+
+
+def test_a_bag_that_was_left_is_connected_anew_and_the_others_stay() -> None:
+    """Members leave at the same place and ask again at their own pace, as often as they like."""
+
+    def work(rank: int, groups: Groups) -> list[float]:
+        sums = []
+        for turn in range(3):
+            for members in ((0, 1, 2), (0, 1)):
+                if rank not in members:
+                    continue
+                time.sleep(0.01 * ((rank + turn) % 3))
+                value = torch.tensor([10.0**rank])
+                groups.get(members).all_reduce(value)
+                sums.append(value.item())
+            old = groups.get((0, 1, 2))
+            groups.leave((0, 1, 2))
+            assert old.broken and groups.get((0, 1, 2)) is not old
+        value = torch.tensor([10.0**rank])
+        groups.world_group().all_reduce(value)  # a group of its own: leaving a bag of all workers does not touch it
+        groups.leave((0, 1, 2))
+        groups.world_group().all_reduce(value)
+        return [*sums, value.item()]
+
+    found = run_ranks(3, work)
+    assert found[0] == found[1] == [111.0, 11.0] * 3 + [333.0] and found[2] == [111.0] * 3 + [333.0]
+
+
+def test_who_leaves_a_bag_waits_for_its_members() -> None:
+    """Its memory is free only when nobody uses it any more; a member that never comes is named in time."""
+
+    def work(rank: int, groups: Groups) -> float:
+        groups.get((0, 1)).barrier()
+        if rank == 1:
+            time.sleep(0.4)
+        begin = time.monotonic()
+        groups.leave((0, 1))
+        return time.monotonic() - begin
+
+    waited = run_ranks(2, work)
+    assert waited[0] > 0.3 > waited[1]
+
+    def lonely(rank: int, groups: Groups) -> None:
+        groups.get((0, 1)).barrier()
+        if rank == 0:
+            groups.leave((0, 1))
+        else:
+            time.sleep(1.5)
+
+    with pytest.raises(TimeoutError, match=r"leaving bag \(0, 1\) of generation 0: not all members came within 0.5 s"):
+        run_ranks(2, lonely, timeout_s=0.5)
+    with pytest.raises(ValueError, match=r"bag \(0, 1\) cannot be left: it is not connected"):
+        Groups(dist.HashStore(), 0, (0, 1), "gloo", 0, 1.0, CancelToken(), "127.0.0.1").leave((0, 1))

@@ -8,10 +8,21 @@ import pytest
 import torch
 
 from ops.comm import Group
-from ops.models.config import TEXT_BATCH_TOKENS, TextConfig, VAEConfig
-from ops.models.forecast import GIB, Precision, dit_need_gib, pass_bytes, text_need, vae_need
+from ops.config import OptimizerConfig
+from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
+from ops.models.forecast import (
+    GIB,
+    Precision,
+    dit_need_gib,
+    image_need,
+    pass_bytes,
+    states_bytes,
+    text_need,
+    vae_need,
+)
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit, build_text, build_vae
+from ops.models.image import CLIPImages, vision_rows
+from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.noise import NoiseKey
 from ops.packing import Layout, Sequence
@@ -95,6 +106,27 @@ def test_the_states_are_counted_too() -> None:
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     _, held = pass_bytes(lora, CLIPS, 1, Precision(parameters=torch.bfloat16))
     assert held == 2 * sum(p.numel() for p in module.parameters()) + 4 * trained
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_states_of_one_of_many_workers_are_weights_gradient_and_its_shard(workers: int) -> None:
+    weights = sum(p.numel() for p in build_dit(WAN, 0).parameters())
+    for dtype, each, shared in ((torch.bfloat16, 6, 16), (torch.float32, 8, 12)):
+        found, without_state = states_bytes(WAN, OptimizerConfig(), workers, Precision(parameters=dtype))
+        assert without_state == weights * each
+        assert found == pytest.approx(weights * (each + shared / workers), rel=0.01)
+
+
+def test_an_image_encoder_needs_what_it_takes_on_tensors_with_data() -> None:
+    config = ImageConfig(size=64, patch=8, d_model=48, num_layers=3)
+    images = build_image(config)
+    assert isinstance(images, CLIPImages)
+    pixels = torch.zeros(2, 3, 64, 64)
+    with StorageCount() as count, torch.no_grad():
+        vision_rows(images.encoder, pixels.to("cpu", copy=True))
+    need = image_need(config, 2)
+    assert need.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.02)
+    assert need.weights_gib * GIB == sum(4 * p.numel() for p in images.encoder.parameters())
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 32, 48), (1, 1, 64, 64)])

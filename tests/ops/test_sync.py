@@ -32,7 +32,7 @@ from ops.config import OptimizerConfig
 from ops.gradients import GradientMemory
 from ops.optimizer import lr_at
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, StepIncomplete, Sync, initial_shard, trainable
+from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -229,13 +229,16 @@ MEMORIES: dict[str, tuple[GradientMemory, tuple[int, ...]]] = {
     "one node": ("node", (0, 0, 0, 0)),
     "two nodes": ("node", (0, 0, 0, 1)),
     "three nodes": ("node", (0, 1, 1, 2)),
+    "own, state in host memory": ("own", (0, 0, 0, 0)),
+    "one node, state in host memory": ("node", (0, 0, 0, 0)),
 }
 
 
 def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
     gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS, gradients) for model in models]
+    state: StatePlace = "host" if "host" in memory else "device"
+    syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS, gradients, state) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
     for number, size in enumerate(case.sizes):
@@ -403,6 +406,37 @@ def test_shards_of_any_cut_continue_bit_equal_at_the_same_size() -> None:
     case = Case((2, 2), FULL, steps=3)
     whole = run_flat(Case((2,), FULL, steps=6))
     np.testing.assert_array_equal(run_flat(case).weights[0], whole.weights[0])
+
+
+def test_state_in_host_memory_gives_the_same_bits_and_continues_from_either_place() -> None:
+    """On a CPU both places compute alike, so whatever is lost or taken twice would show."""
+    case = Case((3, 2), FULL, steps=3)
+    device, host = run_flat(case), run_flat(case, memory="own, state in host memory")
+    for one, other in zip(device.weights, host.weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert device.state.arrays.keys() == host.state.arrays.keys()
+    for name, array in device.state.arrays.items():
+        np.testing.assert_array_equal(array, host.state.arrays[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_moves_between_host_memory_and_device_in_the_middle_of_a_run(dtype: torch.dtype) -> None:
+    def run(*places: StatePlace) -> ShardState:
+        shards: list[ShardState] | None = None
+        for number, place in enumerate(places):
+            model = copy.deepcopy(START).to(dtype)
+            sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS, state=place)
+            _, shard = run_generation(sync, model, Case((1,), FULL, steps=2), Group.solo(), shards, 2 * number)
+            shards = [shard]
+            np.testing.assert_array_equal(
+                flat_weights(model), torch.from_numpy(shard.arrays["master"]).to(dtype).double().numpy()
+            )
+        assert shards is not None
+        return shards[0]
+
+    whole, moved = run("device", "device", "device"), run("host", "device", "host")
+    for name, array in whole.arrays.items():
+        np.testing.assert_array_equal(array, moved.arrays[name])
 
 
 def test_export_is_a_copy() -> None:

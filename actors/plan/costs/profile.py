@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
+from actors.plan.costs.drift import Drift
 from actors.plan.costs.fit import Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
-from actors.plan.costs.topology import CrossNode
+from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -33,8 +36,12 @@ MODEL_HEADS = {
     "cogvideox-2b": 30,
     "cogvideox-5b": 48,
 }
-OBSERVE_WEIGHT = 0.3  # weight of a new measurement in the running mean of its point
+_NEWEST = 9  # measurements of a point that count
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
+_DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
+_SURE = 0.1  # share of its doubt that a point keeps however often it was measured
+_ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
+_KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 # A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
@@ -73,13 +80,56 @@ class Handoff:
         refuse_below(0, self, "latency_s", "gib_per_s")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledSetting:
+    """What a profile was measured with, as far as it changes costs; empty where that is not known."""
+
+    model: str = ""  # family, blocks and width
+    device: str = ""  # cpu, or a GPU's name
+    attention: str = ""  # backend, as the config names it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LivePoint:
+    """What a run has measured of one point: the median of the newest, so that one worker of many that is slower than
+    is known yet, or a moment on a busy host, does not move it."""
+
+    newest: tuple[float, ...]  # seconds, at most _NEWEST of them
+    count: int  # cascades in all
+    text_tokens: int = 0  # mean of a sample
+    refused: int = 0  # absurd ones since the last that was believed
+
+    @classmethod
+    def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
+        """A point of so many equal measurements."""
+        return cls(newest=(seconds,) * min(count, _NEWEST), count=count, text_tokens=text_tokens)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.newest)
+
+    def after(self, seconds: float, text_tokens: int) -> LivePoint:
+        """The point with one measurement more."""
+        newest = (*self.newest, seconds)[-_NEWEST:]
+        return LivePoint(newest=newest, count=self.count + 1, text_tokens=text_tokens or self.text_tokens)
+
+    def over(self, factor: float) -> LivePoint:
+        """The same where everything is quicker by this factor."""
+        return replace(self, newest=tuple(seconds / factor for seconds in self.newest))
+
+
 @dataclass(kw_only=True, slots=True)
 class Profile:
-    """Latency and memory of one model on one device. Only `observe` and `observe_handoff` change it."""
+    """Latency and memory of one model on one device. Only `observe...` and `exceed` change it.
+
+    What a run measures of a point (`live`) counts instead of what a file says of it (`measured`); points of the file
+    that did not run, and what the cost model says, are corrected by what was found at the points that did (`Drift`).
+    """
 
     model: str = "unknown"
     device: str = "unknown"
     source: str = ""
+    setting: ProfiledSetting | None = None  # None: it does not say
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
     peak_gib: dict[PointKey, float] = field(default_factory=dict)
@@ -95,7 +145,10 @@ class Profile:
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
-    live: dict[PointKey, tuple[float, int, int]] = field(default_factory=dict)  # observed seconds, count, text tokens
+    live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
+    spanning: dict[tuple[PointKey, float], LivePoint] = field(default_factory=dict)  # over nodes, by overlap of rails
+    runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
+    _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
@@ -186,23 +239,21 @@ class Profile:
     ) -> float | None:
         """Seconds on one node at normal speed, or None where the profile cannot say."""
         key = (module, batch, frames, height, width, degree)
-        seconds = self.measured.get(key)
-        if seconds is not None:
-            return seconds
-        if module == "text":
-            seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
-            if seconds is not None:
-                return seconds
-        seen = self.live.get(key)
+        seen = self.live.get(key) or self._on_one_node(key)
         if seen is not None:
-            return seen[0]
+            return seen.seconds
+        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        seconds = self.measured.get(key)
+        if seconds is None and module == "text":
+            seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
+        if seconds is not None:
+            return seconds * self._file_drift(module).factor(load)
         if not self.extrapolate:
             return None
         model = self.model_of(module)
         if model is None:
             return None
-        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
-        return max(model.predict(load), 1e-9)
+        return max(model.predict(load) * self._model_drift(module, model).factor(load), 1e-9)
 
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
@@ -333,24 +384,80 @@ class Profile:
         degree: int,
         seconds: float,
         text_tokens: int = 0,
+        *,
+        overlap: float | None = None,
     ) -> None:
         """Learn from an executed cascade (closed loop): its point follows the measurements, its model is refitted.
 
-        Raises ValueError for a duration that is not a positive number.
+        `seconds` at normal speed of its workers; `overlap` of the NIC rails of a bag that spanned nodes (see
+        `Topology.overlap`), None on one node. Raises ValueError, and learns nothing, for a duration that is not a
+        positive number or that cannot be true: 20 times what the point has taken so far, unless it comes three times in
+        a row.
         """
+        what = f"{module} of {batch} x {frames}f {height}x{width} at degree {degree}"
         if not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"observed {module} seconds {seconds} must be positive and finite.")
+            raise ValueError(f"{what} took {seconds} s; a duration must be positive and finite. It is left out.")
         key = (module, batch, frames, height, width, degree)
-        before = self.measured.get(key)
-        if before is not None:  # a point of a file moves slowly towards what is measured
-            self.measured[key] = before + OBSERVE_WEIGHT * (seconds - before)
-        else:
-            mean, count, _ = self.live.get(key, (seconds, 0, text_tokens))
-            # The first run of a shape pays for warm-up; later ones count more than it.
-            weight = max(OBSERVE_WEIGHT, 1.0 / (count + 1)) if count != 1 else 0.8
-            self.live[key] = (mean + weight * (seconds - mean), count + 1, text_tokens)
-        self._fits.pop(module, None)
-        self._cache.clear()
+        before = self._before(key, overlap)
+        if before is not None and before.count >= _KNOWN and not 1 / _ABSURD < seconds / before.seconds < _ABSURD:
+            if before.refused + 1 < _KNOWN:
+                self._set(key, overlap, replace(before, refused=before.refused + 1))
+                raise ValueError(
+                    f"{what} took {seconds:.4g} s and {before.seconds:.4g} s before; a cascade does not change by a "
+                    f"factor of {_ABSURD:g}. It is left out, and believed when it comes {_KNOWN} times in a row."
+                )
+            before = None
+        first = LivePoint.of(seconds, 1, text_tokens)
+        self._set(key, overlap, first if before is None else before.after(seconds, text_tokens))
+        self._forget(module)
+        if overlap is not None:
+            self._learn_cross_node()
+
+    def observe_packed(
+        self,
+        module: Module,
+        parts: Sequence[tuple[int, int, int, int, int]],
+        degree: int,
+        seconds: float,
+        *,
+        overlap: float | None = None,
+    ) -> None:
+        """Learn from a cascade of several shapes, which is priced as the sum of them: each (batch, frames, height,
+        width, text tokens) takes a part of the difference, the larger the less often it was measured. Raises as
+        `observe`, and PlanError where a part has no price."""
+        if len(parts) == 1:
+            batch, frames, height, width, text = parts[0]
+            self.observe(module, batch, frames, height, width, degree, seconds, text, overlap=overlap)
+            return
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"a packed {module} cascade took {seconds} s; a duration must be positive and finite.")
+        factor = 1.0 if overlap is None else self.cross_node.factor(overlap)
+        prices = [factor * self.seconds(module, *part[:4], degree, part[4]) for part in parts]
+        doubts = []
+        for part, price in zip(parts, prices, strict=True):
+            known = self._before((module, *part[:4], degree), overlap)
+            doubts.append(price * max(_SURE, 1.0 / (1 + (known.count if known else 0))))
+        error = seconds - sum(prices)
+        for (batch, frames, height, width, text), price, doubt in zip(parts, prices, doubts, strict=True):
+            # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
+            own = max(price + error * doubt / sum(doubts), 0.2 * price * seconds / sum(prices))
+            self.observe(module, batch, frames, height, width, degree, own, text, overlap=overlap)
+
+    def take_up(self, learned: Profile) -> None:
+        """Go on with what another profile has learned of the same costs."""
+        for key, (count, text) in learned.runs.items():
+            self.live[key] = LivePoint.of(learned.measured[key], count, text)
+        self.cross_node, self.handoff = learned.cross_node, learned.handoff
+        for module in MODULES:
+            self._forget(module)
+
+    def ran(self) -> dict[PointKey, LivePoint]:
+        """Every point that ran, as on one node."""
+        return self.live | {key: point for module in MODULES for key, point in self._spanning_only(module).items()}
+
+    def held(self, key: PointKey) -> float:
+        """Seconds of a measured point, as far as what ran since lets it stand."""
+        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(self._load(key, 0))
 
     def observe_need(self, found: Footprint, peak_gib: float) -> None:
         """Learn what a cascade needed beside the states."""
@@ -366,7 +473,7 @@ class Profile:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
         self._handoffs.add(num_bytes, seconds)
         cascades = sorted(
-            [mean for key, (mean, _, _) in self.live.items() if key[0] == "dit"]
+            [point.seconds for key, point in self.live.items() if key[0] == "dit"]
             or [s for key, s in self.measured.items() if key[0] == "dit"]
         )
         cost = self._handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
@@ -380,15 +487,88 @@ class Profile:
         return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
 
     def points(self, module: Module) -> tuple[list[Load], list[float]]:
-        """Measured and observed points of a module, as cost models take them."""
-        rows = [(key, seconds, 0) for key, seconds in self.measured.items()]
-        rows += [(key, mean, text) for key, (mean, _, text) in self.live.items()]
+        """Measured and observed points of a module, as cost models take them: those of a file as far as they still
+        hold."""
+        rows = [(key, point.seconds, point.text_tokens) for key, point in self.ran().items() if key[0] == module]
+        known = {key for key, _, _ in rows}
+        for key in self.measured:
+            if key[0] == module and key not in known:
+                rows.append((key, self.held(key), 0))
         loads, seconds_list = [], []
-        for (name, batch, frames, height, width, degree), seconds, text in rows:
-            if name == module and (module == "text" or frames > 0):
+        for (_, batch, frames, height, width, degree), seconds, text in rows:
+            if module == "text" or frames > 0:
                 loads.append(self.load_of(module, batch, frames, height, width, degree, text))
                 seconds_list.append(seconds)
         return loads, seconds_list
+
+    def _load(self, key: PointKey, text_tokens: int) -> Load:
+        module, batch, frames, height, width, degree = key
+        return self.load_of(cast(Module, module), batch, frames, height, width, degree, text_tokens)
+
+    def _before(self, key: PointKey, overlap: float | None) -> LivePoint | None:
+        """What is known of a point before a measurement; a file counts as one."""
+        if overlap is not None:
+            return self.spanning.get((key, round(overlap, 2)))
+        seen = self.live.get(key)
+        if seen is None and key in self.measured:
+            return LivePoint.of(self.measured[key])
+        return seen
+
+    def _set(self, key: PointKey, overlap: float | None, point: LivePoint) -> None:
+        if overlap is None:
+            self.live[key] = point
+        else:
+            self.spanning[key, round(overlap, 2)] = point
+
+    def _forget(self, module: Module) -> None:
+        """Drop what was derived from the module's points."""
+        self._fits.pop(module, None)
+        self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
+        self._cache.clear()
+
+    def _on_one_node(self, key: PointKey) -> LivePoint | None:
+        """What a point that ran over nodes only would take on one."""
+        found = [(overlap, point) for (other, overlap), point in self.spanning.items() if other == key]
+        if not found:
+            return None
+        overlap, point = max(found, key=lambda one: one[1].count)
+        return point.over(self.cross_node.factor(overlap))
+
+    def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
+        keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
+        return {key: point for key in keys if (point := self._on_one_node(key)) is not None}
+
+    def _file_drift(self, module: Module) -> Drift:
+        """Of the file's points, by those of them that ran."""
+        if (module, "file") not in self._drifts:
+            both = [key for key in self.live if key[0] == module and key in self.measured]
+            loads = [self._load(key, self.live[key].text_tokens) for key in both]
+            ratios = [self.live[key].seconds / self.measured[key] for key in both]
+            self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
+        return self._drifts[module, "file"]
+
+    def _model_drift(self, module: Module, model: Fit) -> Drift:
+        """Of the cost model, by all points that ran."""
+        if (module, "model") not in self._drifts:
+            seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
+            loads = [self._load(key, point.text_tokens) for key, point in seen.items()]
+            ratios = [point.seconds / max(model.predict(load), 1e-9) for load, point in zip(loads, seen.values())]
+            self._drifts[module, "model"] = Drift(loads, ratios, doubt=_DOUBT)
+        return self._drifts[module, "model"]
+
+    def _learn_cross_node(self) -> None:
+        """From bags that ran over nodes, beside the same cascade on one node; where none did, beside its model."""
+        pairs = [(o, p, self.live[key].seconds) for (key, o), p in self.spanning.items() if key in self.live]
+        if not pairs:
+            for (key, overlap), point in self.spanning.items():
+                model = self.model_of(cast(Module, key[0]))
+                if model is not None and self.live:
+                    load = self._load(key, point.text_tokens)
+                    pairs.append((overlap, point, model.predict(load)))
+        found = [(overlap, point.seconds / alone, point.count) for overlap, point, alone in pairs if alone > 0]
+        if found:
+            self.cross_node = cross_of(found, self.cross_node)
+            self._cache.clear()
 
     def _fit(self, module: Module) -> Fit | None:
         prior = self.models.get(module)

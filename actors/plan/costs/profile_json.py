@@ -9,11 +9,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, Profile, refuse_degrees
+from actors.plan.costs.profile import (
+    MODEL_HEADS,
+    Handoff,
+    MaxFrames,
+    PointKey,
+    Profile,
+    ProfiledSetting,
+    refuse_degrees,
+)
 from actors.plan.costs.topology import CrossNode
 from actors.plan.types import MODULES, Module, PlanError, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
 from ops.typed import ConfigError, Names, as_plain, build, node_of, read_json
+
+LEARNED = "profile.json"  # in the folder of a run: what it has learned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +38,11 @@ class LatencyPoint:
     degree: int
     seconds: float
     peak_gib: float | None = None
+    count: int = 0  # cascades of a run that it is the mean of; 0: measured by a benchmark
+    text_tokens: int = 0  # mean of a sample, where a run knows it
 
     def __post_init__(self) -> None:
+        refuse_below(0, self, "count", "text_tokens")
         refuse_below(1, self, "batch", "degree", *(() if self.module == "text" else ("frames", "height", "width")))
         refuse_unless_positive(self, "seconds", "peak_gib")
 
@@ -64,6 +77,7 @@ class ProfileFile:
     model: str = "unknown"
     device: str = "unknown"
     source: str = ""
+    setting: ProfiledSetting | None = None  # for which a run or a measurement made it; other runs refuse it
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_heads: int | None = None  # of the model's name unless given
     latency: tuple[LatencyPoint, ...] = ()
@@ -99,7 +113,11 @@ _SAME = [f.name for f in fields(ProfileFile) if f.name not in ("degrees", "laten
 
 
 def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
-    """The profile of a file or of an object that is parsed already. Raises PlanError."""
+    """The profile of a file, of a run's folder, or of an object that is parsed already. Raises PlanError."""
+    if not isinstance(source, Mapping) and (Path(source) / "config.yaml").is_file():
+        source = Path(source) / LEARNED
+        if not source.is_file():
+            raise PlanError(f"{source} does not exist: the run has learned nothing yet; it is saved with checkpoints.")
     name = "profile" if isinstance(source, Mapping) else f"profile {source}"
     try:
         data = source if isinstance(source, Mapping) else read_json(source, "profile")
@@ -117,6 +135,7 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
         degrees={module: tuple(sorted(set(degrees))) for module, degrees in file.degrees.items()},
         num_heads=file.heads,
         measured={point.key: point.seconds for point in file.latency},
+        runs={point.key: (point.count, point.text_tokens) for point in file.latency if point.count},
         peak_gib={point.key: point.peak_gib for point in file.latency if point.peak_gib is not None},
         gpu_memory_gib=file.limits.gpu_memory_gib,
         max_frames=file.limits.max_frames,
@@ -130,14 +149,21 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 def profile_json(profile: Profile) -> dict[str, Any]:
     """What `read_profile` reads back; live points become latency entries."""
-    points = {key: seconds for key, (seconds, _, _) in profile.live.items()} | profile.measured
+    ran = profile.ran()
+    points = {key: profile.held(key) for key in profile.measured} | {key: point.seconds for key, point in ran.items()}
+    runs = profile.runs | {key: (point.count, point.text_tokens) for key, point in ran.items()}
     names = ("module", "batch", "frames", "height", "width", "degree")
     held = {
         **{key: getattr(profile, key) for key in _SAME},
         "degrees": profile.degrees,
         "num_heads": profile.num_heads,
         "latency": [
-            {**dict(zip(names, key)), "seconds": seconds, "peak_gib": profile.peak_gib.get(key)}
+            {
+                **dict(zip(names, key)),
+                "seconds": seconds,
+                "peak_gib": profile.peak_gib.get(key),
+                **({"count": runs[key][0], "text_tokens": runs[key][1]} if key in runs else {}),
+            }
             for key, seconds in sorted(points.items())
         ],
         "limits": ProfileLimits(gpu_memory_gib=profile.gpu_memory_gib, max_frames=profile.max_frames),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.plan.types import Cluster, refuse_below
+
+_APART = 0.3  # overlaps of rails that say how the penalty falls with them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +24,30 @@ class CrossNode:
 
     def factor(self, overlap: float) -> float:
         return 1.0 + self.penalty * math.exp(-self.decay * overlap)
+
+
+def cross_of(found: Sequence[tuple[float, float, int]], known: CrossNode) -> CrossNode:
+    """The law behind measured bags over nodes: (overlap of their rails, seconds over those on one node, how many).
+
+    Overlaps that are not far apart tell no decay; the known one stays then.
+    """
+    excess = {o: max(_middle([(r, n) for at, r, n in found if at == o]) - 1.0, 0.0) for o in {o for o, _, _ in found}}
+    low, high = min(excess), max(excess)
+    decay = known.decay
+    if high - low >= _APART and excess[low] > excess[high] > 0:
+        decay = math.log(excess[low] / excess[high]) / (high - low)
+    penalties = [(more * math.exp(decay * o), sum(n for at, _, n in found if at == o)) for o, more in excess.items()]
+    return replace(known, penalty=_middle(penalties), decay=decay)
+
+
+def _middle(weighted: Sequence[tuple[float, int]]) -> float:
+    """Median of (value, weight)."""
+    half, so_far = sum(weight for _, weight in weighted) / 2, 0
+    for value, weight in sorted(weighted):
+        so_far += weight
+        if so_far >= half:
+            return value
+    raise AssertionError("no values")
 
 
 class Topology:

@@ -49,6 +49,9 @@ class PlanOptions:
     update_waits: bool = False  # all workers join an update that ends each step: encodes in gaps end before it
     replans: bool = False  # only the first step will be executed: the budget is spent on it alone
     least_gain: float = 0.0  # share of a step that cut batches or packed bags must save before they are chosen
+    bag_peers: int = (
+        0  # a bag with more has a communicator too many: planned where no smaller one is legal; 0: no limit
+    )
     counted: bool = False  # a search ends with its counted work, however long that takes: the same plan on any machine
     mapper: Mapper = Mapper()
 
@@ -159,7 +162,7 @@ class Problem:
         known = self._modes.get(key)
         if known is None:
             found = self.profile.modes(*key, self.room_gib)
-            known = tuple((k, s) for k, s in found if self._allows(module, k))
+            known = self._connectable([(k, s) for k, s in found if self._allows(module, k)])
             if not known and count == 1:
                 known = self._last_try(module, item)
             self._modes[key] = known
@@ -168,6 +171,12 @@ class Problem:
     def _allows(self, module: Module, degree: int) -> bool:
         allowed = self.options.degrees if module == "dit" else ()
         return degree <= self.cluster.num_workers and (not allowed or degree in allowed)
+
+    def _connectable(self, modes: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+        """Those whose bag keeps to the limit of peers; where there is none, the smallest."""
+        most = self.options.bag_peers
+        small = [(k, s) for k, s in modes if not most or k <= most + 1]
+        return tuple(small or modes[:1])
 
     def _last_try(self, module: Module, item: Item) -> tuple[tuple[int, float], ...]:
         """One sample at the highest degree, where only out-of-memory errors that may not come again speak against."""

@@ -1,17 +1,30 @@
 """The default strategy: every cascade gets its own degree, place and time; encodes of the next steps fill the gaps.
 
+Consecutive steps are planned in order: each is told which encodes have run already and how long workers are busy. A
+long horizon is planned by beam search: the best few plans of the steps so far are kept, and each is continued with
+different values of running ahead. What the rest of the horizon needs at least decides between them. The trials of a
+step share its budget.
+
 Where packed bags end earlier, the plan of knapsack, which costs milliseconds, is taken instead.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.figures import end_with_credit
-from actors.plan.schedule.problem import Problem
+from actors.plan.schedule.problem import EncodeKey, Placement, PlannedJob, Problem, StepContext
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.strategies.knapsack import knapsack_step
 from actors.plan.strategies.search import native
-from actors.plan.strategies.search.horizon import plan_horizon
+from actors.plan.strategies.search.step import PlannedStep, plan_step, rough_step
+from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
+
+WORTHS = ((1.05, 0.8), (1.4, 1.1))  # see StepsAhead.worths; a short horizon is planned with the first pair only
+BEAM = 2  # pasts that are kept over a long horizon
+LONG_HORIZON = 4  # steps
 
 
 class CascadeSearch:
@@ -35,6 +48,80 @@ class CascadeSearch:
         gain = max(options.least_gain, 1e-9)
         earlier = end_with_credit(problem, packed, last) * (1 + gain) < end_with_credit(problem, found, last)
         return packed if earlier else found
+
+
+def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
+    """Cascades of all steps, timed. `budget_s` is that of one step."""
+    numbers = problem.numbers
+    long = len(numbers) >= LONG_HORIZON and budget_s > 0
+    width, worths = (BEAM, WORTHS) if long else (1, WORTHS[:1])
+    beam = [EarlierSteps(StepContext.idle(problem.topology.num_workers), [], [])]
+    for step in numbers:
+        ahead = tuple(s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers)
+        rough = problem.options.replans and step != numbers[0]
+        share = budget_s / (len(beam) * len(worths))
+        trials = []
+        for past in beam:
+            for number, worth in enumerate(worths):
+                if not rough:
+                    later = StepsAhead(ahead, worth)
+                    planned = plan_step(problem, past.context, step, later, seed + number, share)
+                else:
+                    planned = rough_step(problem, past.context, step)
+                trials.append(past.after(planned))
+        beam = _best(problem, trials, width)
+    return min(beam, key=lambda past: past.context.barrier_s).cascades(problem)
+
+
+def _best(problem: Problem, trials: list[EarlierSteps], width: int) -> list[EarlierSteps]:
+    """At most `width` pasts, the most promising first, no two of the same promise."""
+    ranked = sorted(trials, key=lambda past: past.least_end(problem))
+    ends = [past.least_end(problem) for past in ranked]
+    return [past for number, past in enumerate(ranked) if all(ends[number] > other + 1e-9 for other in ends[:number])][
+        :width
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierSteps:
+    """Steps decided so far, and what they leave."""
+
+    context: StepContext
+    jobs: list[PlannedJob]
+    placed: list[Placement]
+
+    def after(self, planned: PlannedStep) -> EarlierSteps:
+        """These steps and one more."""
+        schedule = planned.schedule
+        ran: dict[EncodeKey, tuple[float, tuple[int, ...]]] = dict(self.context.ran)
+        barrier = self.context.barrier_s
+        for decision in schedule.placed:
+            job, end = schedule.jobs[decision.job], schedule.end[decision.job]
+            if job.module == "dit":
+                barrier = max(barrier, end)
+            else:
+                ran[job.item, job.module, job.first, job.count] = (end, decision.workers)
+        placed = self.placed + [Placement(len(self.jobs) + p.job, p.workers) for p in schedule.placed]
+        return EarlierSteps(StepContext(planned.free_s, barrier, ran), [*self.jobs, *schedule.jobs], placed)
+
+    def least_end(self, problem: Problem) -> float:
+        """When all steps of the horizon can be over at the earliest, up to a constant.
+
+        An encode that ran ahead is worth its share of all workers' time. A worker that is busy after the step costs
+        its share.
+        """
+        context = self.context
+        total = sum(problem.topology.speed)
+        over = sum(max(time_s - context.barrier_s, 0.0) for time_s in context.free_s)
+        ran = {(item, module) for item, module, _, _ in context.ran}
+        return context.barrier_s + (over - sum(problem.cheapest(*key)[0] for key in ran)) / total
+
+    def cascades(self, problem: Problem) -> list[Cascade]:
+        """All that was placed, timed."""
+        keep = sorted({decision.job for decision in self.placed})
+        index = {old: new for new, old in enumerate(keep)}
+        placed = [replace(decision, job=index[decision.job]) for decision in self.placed]
+        return to_cascades(problem, [self.jobs[i] for i in keep], placed)
 
 
 STRATEGY: type[Strategy] = CascadeSearch

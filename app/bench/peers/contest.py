@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,7 +94,7 @@ def run(
         raise typer.Exit(1)
 
 
-def _chosen(option: str, given: list[str] | None, known: dict[str, Any]) -> list[str]:
+def _chosen(option: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:
     if unknown := [name for name in given or [] if name not in known]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}.", param_hint=option)
     return [name for name in known if not given or name in given]
@@ -175,7 +175,7 @@ def _pids(peer: Peer, folder: Path) -> tuple[int, ...]:
     return tuple(_objects(folder / "lines.jsonl")[0]["pids"])
 
 
-def _objects(path: Path) -> list[dict[str, Any]]:
+def _objects(path: Path) -> list[dict[str, Any]]:  # lines of JSON, each peer with its own keys
     """Whole lines of a file that may be written at this moment, or not be there yet."""
     if not path.exists():
         return []

@@ -10,9 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data.types import DecodeJob
 
 LEAST_CPUS = 2  # beside the workers: decoding, and Ray's own tasks
 
@@ -54,14 +58,15 @@ def main(config: Path, steps: int, lines: Path, workers: int) -> None:
     ray.shutdown()
 
 
-def decode(jobs: list[Any], row: dict[str, Any]) -> dict[str, Any]:
+def decode(jobs: Sequence[DecodeJob], row: Mapping[str, int]) -> dict[str, object]:
+    """Row of Ray Data "id" -> the frames and captions of that job."""
     from data.decode import decode_job
 
     batch = decode_job(jobs[row["id"]])
     return {"video": batch.video, "captions": batch.captions}
 
 
-def loop(settings: dict[str, Any]) -> None:
+def loop(settings: dict[str, Any]) -> None:  # as Ray Train hands it over: the values of `train_loop_config`
     """Runs in each of Ray Train's workers."""
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -89,7 +94,7 @@ def loop(settings: dict[str, Any]) -> None:
         },
     )
     average = Average(recipe)
-    pids: list[Any] = [0] * world
+    pids = [0] * world
     dist.all_gather_object(pids, os.getpid())
     write = line_writer(Path(settings["lines"]), pids) if rank == 0 else None
     batches = iter(train.get_dataset_shard(f"rank{rank}").iter_rows())

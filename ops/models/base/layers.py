@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ops.fused import qk_norm_rope
-from ops.packing import Layout
 
 Activation = Callable[[Tensor], Tensor]
-R = TypeVar("R")
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -124,28 +120,17 @@ def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype) -> Ten
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def check_inputs(tokens: Tensor, features: int, timesteps: Tensor, text: Tensor, layout: Layout) -> None:
-    """Raises ValueError where the tensors of a forward do not fit its layout."""
-    wanted = {
-        "tokens": (tokens, (layout.local_tokens, features)),
-        "timesteps": (timesteps, (len(layout),)),
-        "text": (text, (sum(layout.text_lengths), text.shape[-1])),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} do not fit the layout of {len(layout)} sequences on rank "
-                f"{layout.rank} of {layout.degree}: expected {shape}."
-            )
+def time_and_modulation(timesteps: Tensor, embedder: TwoLayerMLP, projection: nn.Linear) -> tuple[Tensor, Tensor]:
+    """timesteps [R] -> time [R, D] and the modulation of all blocks [R, 6, D].
 
-
-def maybe_checkpoint(enabled: bool, block: Callable[..., R], *inputs: object) -> R:
-    """Runs the block; when enabled, its activations are recomputed in the backward instead of kept. The recompute runs
-    the block's collectives again, in the same order on every rank of the bag."""
-    if enabled and torch.is_grad_enabled():
-        outputs: R = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
-        return outputs
-    return block(*inputs)
+    In the weights' precision also under autocast, at least fp32: modulation multiplies every activation.
+    """
+    with torch.autocast(timesteps.device.type, enabled=False):
+        dtype = projection.weight.dtype
+        time = embedder(sinusoidal_embedding(timesteps, embedder.linear_1.in_features, dtype))
+        modulation = projection(F.silu(time)).unflatten(1, (6, -1))
+    at_least_fp32 = torch.promote_types(dtype, torch.float32)
+    return time.to(at_least_fp32), modulation.to(at_least_fp32)
 
 
 def init_linear(model: nn.Module, head: nn.Linear) -> None:

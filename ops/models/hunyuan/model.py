@@ -17,21 +17,19 @@ from torch import Tensor, nn
 
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.conditions import NOTHING, Conditions
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
 from ops.models.base.layers import (
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
-    check_inputs,
     gelu_tanh,
     init_linear,
-    maybe_checkpoint,
     sinusoidal_embedding,
 )
+from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.packing import Layout
-from ops.sequence_parallel import check_degree, sequence_parallel_attention
+from ops.sequence_parallel import sequence_parallel_attention
 
 _TIME_DIM = 256  # HunyuanVideo's sinusoidal width, not a setting there
 _EPS = 1e-6
@@ -48,14 +46,11 @@ class HunyuanBlockInputs(NamedTuple):
     group: Group
 
 
-class HunyuanDiT(nn.Module):
-    """`timesteps` are sigma * num_train_timesteps, one per sequence, as for WanDiT."""
+class HunyuanDiT(PackedTransformer):
+    config: HunyuanConfig
 
     def __init__(self, config: HunyuanConfig) -> None:
-        super().__init__()
-        self.config = config
-        patch_size = config.patch[0] * config.patch[1] * config.patch[2]
-        self.in_features = config.in_channels * patch_size
+        super().__init__(config)
         self.x_embedder = _PatchEmbed(config)
         self.context_embedder = TokenRefiner(config)
         self.time_text_embed = ConditionEmbedding(
@@ -66,26 +61,17 @@ class HunyuanDiT(nn.Module):
             SingleStreamBlock(config) for _ in range(config.num_single_layers)
         )
         self.norm_out = Modulation(config.dim, 2)
-        self.proj_out = nn.Linear(config.dim, config.out_channels * patch_size)
+        self.proj_out = nn.Linear(config.dim, config.out_channels * self.patch_size)
         init_linear(self, head=self.proj_out)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        timesteps: Tensor,
-        text: Tensor,
-        layout: Layout,
-        group: Group,
-        conditions: Conditions = NOTHING,
-    ) -> Tensor:
-        """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        """[n, C_out * patch].
 
         `conditions.pooled` is the second text encoder's vector; without one it is the mean of the text where the widths
         agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 by default.
-        Collective over the group like WanDiT. Raises ValueError for shapes that do not fit the layout.
+        Raises ValueError for clips with clean frames.
         """
-        check_inputs(tokens, self.in_features, timesteps, text, layout)
-        check_degree(layout.degree, self.config.num_heads)
+        timesteps, text, layout, conditions = given.timesteps, given.text, given.layout, given.conditions
         if layout.has_clean_frames:
             raise ValueError("a clip with clean frames: HunyuanVideo's blocks take one time for all of a clip.")
         mean = layout.text_mean(text.dtype) @ text
@@ -93,16 +79,15 @@ class HunyuanDiT(nn.Module):
         if pooled is None:
             wanted = self.config.pooled_dim or self.config.text_dim
             pooled = mean if wanted == self.config.text_dim else text.new_zeros(len(layout), wanted)
-        x = self.x_embedder(tokens)
+        x = self.x_embedder(given.tokens)
         context = self.context_embedder(text, mean, timesteps, layout).index_select(0, layout.text_rows)
         condition = F.silu(self.time_text_embed(timesteps, pooled, conditions.guidance))
-        shared = HunyuanBlockInputs(condition, *self._rope(layout, condition.dtype), layout, group)
-        keep = self.config.gradient_checkpointing
+        shared = HunyuanBlockInputs(condition, *self._rope(layout, condition.dtype), layout, given.group)
         for block in self.transformer_blocks:
-            x, context = maybe_checkpoint(keep, block, x, context, shared)
+            x, context = self.run(block, x, context, shared)
         x = torch.cat([x, context])
         for block in self.single_transformer_blocks:
-            x = maybe_checkpoint(keep, block, x, shared)
+            x = self.run(block, x, shared)
         scale, shift = self.norm_out(condition)
         return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=_EPS))
 

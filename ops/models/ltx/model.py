@@ -7,29 +7,25 @@ weights, a cross-attention that reads the stream as it is, and positions in seco
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.comm import Group
-from ops.conditions import NOTHING, Conditions
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.models.base.layers import (
     Attention,
     FeedForward,
     TwoLayerMLP,
-    check_inputs,
     gelu_tanh,
     init_linear,
-    maybe_checkpoint,
-    sinusoidal_embedding,
+    time_and_modulation,
 )
+from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
 from ops.models.ltx.config import LTXConfig
 from ops.packing import Layout
-from ops.sequence_parallel import check_degree, sequence_parallel_attention
+from ops.sequence_parallel import sequence_parallel_attention
 
 _TIME_DIM = 256  # LTX-Video's sinusoidal width, not a setting there
 _QK_EPS = 1e-5
@@ -37,23 +33,11 @@ _OUT_EPS = 1e-6
 _LONGEST = (20.0, 2048.0, 2048.0)  # seconds and pixels at which a position is 1
 
 
-class LTXBlockInputs(NamedTuple):
-    """What all blocks of one forward share."""
-
-    text: Tensor  # [T, D]
-    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
-    cos: Tensor  # [n, D / 2]
-    sin: Tensor
-    layout: Layout
-    group: Group
-
-
-class LTXDiT(nn.Module):
-    """`timesteps` are sigma * num_train_timesteps, one per sequence, as for WanDiT."""
+class LTXDiT(PackedTransformer):
+    config: LTXConfig
 
     def __init__(self, config: LTXConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.proj_in = nn.Linear(config.in_channels, config.dim)
         self.time_embed = TimeModulation(config.dim)
         self.caption_projection = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
@@ -62,27 +46,14 @@ class LTXDiT(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(2, config.dim) / config.dim**0.5)
         init_linear(self, head=self.proj_out)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        timesteps: Tensor,
-        text: Tensor,
-        layout: Layout,
-        group: Group,
-        conditions: Conditions = NOTHING,
-    ) -> Tensor:
-        """tokens [n, C], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out].
-
-        Collective over the group like WanDiT. Raises ValueError for shapes that do not fit the layout.
-        """
-        check_inputs(tokens, self.config.in_channels, timesteps, text, layout)
-        check_degree(layout.degree, self.config.num_heads)
-        x = self.proj_in(tokens.to(self.proj_in.weight.dtype))
-        time, modulation = self.time_embed(layout.times(timesteps))
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        layout = given.layout
+        x = self.proj_in(given.tokens.to(self.proj_in.weight.dtype))
+        time, modulation = self.time_embed(layout.times(given.timesteps))
         cos, sin = rotation(layout, self.config, time.dtype)
-        shared = LTXBlockInputs(self.caption_projection(text), modulation, cos, sin, layout, group)
+        shared = TextBlockInputs(self.caption_projection(given.text), modulation, cos, sin, layout, given.group)
         for block in self.transformer_blocks:
-            x = maybe_checkpoint(self.config.gradient_checkpointing, block, x, shared)
+            x = self.run(block, x, shared)
         shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
         return self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=_OUT_EPS))
 
@@ -110,12 +81,8 @@ class TimeModulation(nn.Module):
         self.linear = nn.Linear(dim, 6 * dim)
 
     def forward(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """[R] -> time [R, D], modulation [R, 6, D], in the weights' precision."""
-        with torch.autocast(timesteps.device.type, enabled=False):
-            time = self.emb.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, self.linear.weight.dtype))
-            modulation = self.linear(F.silu(time)).unflatten(1, (6, -1))
-        at_least_fp32 = torch.promote_types(self.linear.weight.dtype, torch.float32)
-        return time.to(at_least_fp32), modulation.to(at_least_fp32)
+        """[R] -> time [R, D], modulation [R, 6, D]."""
+        return time_and_modulation(timesteps, self.emb.timestep_embedder, self.linear)
 
 
 class _TimestepEmbedding(nn.Module):
@@ -135,7 +102,7 @@ class LTXBlock(nn.Module):
         self.ff = FeedForward(config.dim, config.ffn_dim)
         self.scale_shift_table = nn.Parameter(torch.randn(6, config.dim) / config.dim**0.5)
 
-    def forward(self, x: Tensor, shared: LTXBlockInputs) -> Tensor:
+    def forward(self, x: Tensor, shared: TextBlockInputs) -> Tensor:
         """x [n, D] -> [n, D]."""
         layout, segments = shared.layout, shared.layout.segments
         table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation

@@ -13,86 +13,53 @@ text) reaches the loss through that rank's own rows only, so the sum over the ba
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.comm import Group
-from ops.conditions import NOTHING, Conditions
+from ops.conditions import Conditions
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.models.base.layers import (
     Attention,
     FeedForward,
     PatchEmbedding,
     TwoLayerMLP,
-    check_inputs,
     gelu_tanh,
     init_linear,
-    maybe_checkpoint,
-    sinusoidal_embedding,
+    time_and_modulation,
 )
+from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
 from ops.models.wan.config import WanConfig
 from ops.packing import Layout
-from ops.sequence_parallel import check_degree, sequence_parallel_attention
+from ops.sequence_parallel import sequence_parallel_attention
 
 
-class WanBlockInputs(NamedTuple):
-    """What all blocks of one forward share."""
+class WanDiT(PackedTransformer):
+    """See the module docstring for a call."""
 
-    text: Tensor  # [T, D]
-    image: Tensor | None  # [I, D]
-    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
-    cos: Tensor  # [n, d / 2]
-    sin: Tensor
-    layout: Layout
-    group: Group
-
-
-class WanDiT(nn.Module):
-    """See the module docstring for a call. `timesteps` are sigma * num_train_timesteps, one per sequence."""
+    config: WanConfig
 
     def __init__(self, config: WanConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         dim = config.dim
-        patch_size = config.patch[0] * config.patch[1] * config.patch[2]
-        self.in_features, self.patch_size = config.in_channels * patch_size, patch_size
         self.patch_embedding = PatchEmbedding(config.in_channels, dim, config.patch)
         self.condition_embedder = ConditionEmbedder(config)
         self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_layers))
-        self.proj_out = nn.Linear(dim, config.out_channels * patch_size)
+        self.proj_out = nn.Linear(dim, config.out_channels * self.patch_size)
         self.scale_shift_table = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
         init_linear(self, head=self.proj_out)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        timesteps: Tensor,
-        text: Tensor,
-        layout: Layout,
-        group: Group,
-        conditions: Conditions = NOTHING,
-    ) -> Tensor:
-        """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
-
-        Of the C channels the first C_out are noisy; image-to-video weights take a mask and the condition behind them
-        (`WanConfig.first_frame`), and with an `image_dim` the rows of `conditions.image`.
-
-        Features are channel first on both sides, as `patchify` makes them. Collective over the group: every rank of
-        the bag calls it (and its backward) for the same layouts in the same order, also with n = 0.
-        Raises ValueError for shapes that do not fit the layout and for degrees that do not divide the heads.
-        """
-        check_inputs(tokens, self.in_features, timesteps, text, layout)
-        check_degree(layout.degree, self.config.num_heads)
-        x = self.patch_embedding(tokens)
-        time, modulation, text = self.condition_embedder(layout.times(timesteps), text)
-        image = self.condition_embedder.image(conditions, layout)
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        """[n, C_out * patch]. Of the C channels the first C_out are noisy; image-to-video weights take a mask and the
+        condition after them (`WanConfig.first_frame`), and with an `image_dim` the rows of `conditions.image`."""
+        layout = given.layout
+        x = self.patch_embedding(given.tokens)
+        time, modulation, text = self.condition_embedder(layout.times(given.timesteps), given.text)
+        image = self.condition_embedder.image(given.conditions, layout)
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
-        shared = WanBlockInputs(text, image, modulation, cos, sin, layout, group)
+        shared = TextBlockInputs(text, modulation, cos, sin, layout, given.group, image)
         for block in self.blocks:
-            x = maybe_checkpoint(self.config.gradient_checkpointing, block, x, shared)
+            x = self.run(block, x, shared)
         shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
         out = self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=self.config.eps))
         return out.unflatten(-1, (self.patch_size, -1)).transpose(-1, -2).flatten(-2)  # Wan's head is channel last
@@ -103,7 +70,6 @@ class ConditionEmbedder(nn.Module):
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
-        self.freq_dim = config.freq_dim
         self.time_embedder = TwoLayerMLP(config.freq_dim, config.dim, nn.functional.silu)
         self.time_proj = nn.Linear(config.dim, 6 * config.dim)
         self.text_embedder = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
@@ -112,13 +78,7 @@ class ConditionEmbedder(nn.Module):
 
     def forward(self, timesteps: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """timesteps [S], text [T, text_dim] -> time [S, D], modulation [S, 6, D], text [T, D]."""
-        # modulation multiplies every activation, so it stays in the weights' precision under autocast
-        with torch.autocast(timesteps.device.type, enabled=False):
-            weight = self.time_proj.weight
-            time = self.time_embedder(sinusoidal_embedding(timesteps, self.freq_dim, weight.dtype))
-            modulation = self.time_proj(nn.functional.silu(time)).unflatten(1, (6, -1))
-        at_least_fp32 = torch.promote_types(weight.dtype, torch.float32)
-        return time.to(at_least_fp32), modulation.to(at_least_fp32), self.text_embedder(text)
+        return *time_and_modulation(timesteps, self.time_embedder, self.time_proj), self.text_embedder(text)
 
     def image(self, conditions: Conditions, layout: Layout) -> Tensor | None:
         """[I, D] of the first frames, where the weights listen to them. Raises ValueError for rows that do not fit."""
@@ -158,7 +118,7 @@ class ContextAttention(Attention):
             self.add_k_proj, self.add_v_proj = nn.Linear(config.dim, config.dim), nn.Linear(config.dim, config.dim)
             self.norm_added_k = nn.RMSNorm(config.dim, config.eps)
 
-    def forward(self, x: Tensor, shared: WanBlockInputs) -> Tensor:
+    def forward(self, x: Tensor, shared: TextBlockInputs) -> Tensor:
         """[n, D] -> [n, D]"""
         layout = shared.layout
         q, k, v = self.project(x, shared.text)
@@ -182,7 +142,7 @@ class WanBlock(nn.Module):
         self.ffn = FeedForward(config.dim, config.ffn_dim)
         self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
 
-    def forward(self, x: Tensor, shared: WanBlockInputs) -> Tensor:
+    def forward(self, x: Tensor, shared: TextBlockInputs) -> Tensor:
         """x [n, D] -> [n, D]."""
         layout, segments = shared.layout, shared.layout.segments
         table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation

@@ -10,7 +10,7 @@ import pytest
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions, Problem
-from actors.plan.strategies.search.horizon import plan_horizon
+from actors.plan.strategies.cascade import plan_horizon
 from actors.plan.types import Cascade, Cluster
 from actors.planning.make_plan import make_plan
 from app.inputs.workload import read_workload

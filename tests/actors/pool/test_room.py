@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from actors.pool.room import Need, node_with_room, where
+from actors.refs import RayNode
 
 GPU_WORKER = Need(cpus=2, gpus=1)
 
 
-def node(name: str, gpus: int, cpus: int = 64, alive: bool = True) -> dict[str, Any]:
-    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": cpus, "GPU": gpus, "memory": 1e9}}
+def node(name: str, gpus: int, cpus: int = 64, alive: bool = True) -> RayNode:
+    resources = {"CPU": cpus, "GPU": gpus, "memory": 1e9}
+    return RayNode(NodeID=name, Alive=alive, Resources=resources, NodeManagerAddress="10.0.0.1", NodeManagerPort=1)
 
 
-def requested(nodes: list[dict[str, Any]], count: int, need: Need = GPU_WORKER) -> list[str | None]:
+def requested(nodes: list[RayNode], count: int, need: Need = GPU_WORKER) -> list[str | None]:
     taken: list[str] = []
     asked = []
     for _ in range(count):

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.config import PlannerConfig
 from actors.messages import Piece, Span, StepReport
 from actors.plan.types import Item, Part, StepPlan
-from actors.planning.actor import Planner
 from actors.run.step_metrics import StepFacts, loss_by_bucket, step_metrics, timeline_records
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
@@ -77,26 +75,6 @@ def test_an_executor_tells_the_loss_of_every_item_it_packed() -> None:
     (dit,) = [s for s in packed[0].done.spans if s.module == "dit"]
     assert [(p.item, p.bucket, p.batch) for p in dit.pieces] == [("s0.0", (1, 32, 32), 2), ("s0.1", (5, 32, 32), 2)]
     assert dit.bucket is None and dit.batch == 4
-
-
-class Learning:
-    """A profile that remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.learned: list[tuple[str, dict[str, float]]] = []
-
-    def observe(self, module: str, **measured: float) -> None:
-        self.learned.append((module, measured))
-
-
-def test_the_planner_learns_nothing_of_a_bucket_from_a_cascade_of_several() -> None:
-    profile = Learning()
-    image, other = Piece(item="a", bucket=IMAGE, batch=1), Piece(item="b", bucket=IMAGE, batch=3)
-    Planner(profile, PlannerConfig()).observe(
-        [span(image, Piece(item="c", bucket=CLIP, batch=1), end=9.0), span(image, other, end=2.0)], {"a": 10, "b": 30}
-    )
-    shape = {"batch": 4, "frames": 1, "height": 64, "width": 96}
-    assert profile.learned == [("dit", {**shape, "degree": 1, "seconds": 2.0, "text_tokens": 25})]
 
 
 def test_the_report_s_table_of_buckets_divides_a_packed_cascade() -> None:

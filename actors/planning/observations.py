@@ -1,0 +1,100 @@
+"""What a run learns of a cascade: one duration, of work alone, whatever number of workers ran it. Pure.
+
+Example: a bag of three whose last worker comes 10 s late and that then works for 20 s. Two workers report a wait of
+10 s, all three work of 20 s; the observation is 20 s at the speed of its slowest worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from actors.messages import Piece, Span
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.types import Module
+
+Part = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
+_CLOCKS = 1.05  # work may be so much longer than the span around it: two clocks measured them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """One executed cascade."""
+
+    module: Module
+    parts: tuple[Part, ...]  # of different shapes; several in a packed cascade
+    degree: int
+    seconds: float  # at normal speed of its workers
+    overlap: float | None  # of the NIC rails of its nodes; None on one node
+
+
+def observations(
+    spans: Sequence[Span], text_tokens: Mapping[str, int], topology: Topology
+) -> tuple[list[Observation], list[str]]:
+    """(one observation per cascade, one sentence for each whose timing cannot be true).
+
+    The last of the bag to end decides: the others wait for it at the next collective. A cascade is left out when a
+    worker ran its shape for the first time, had to repeat a part of it, or when not all of its bag are there.
+    """
+    of_cascade: dict[tuple[int, str], list[Span]] = {}
+    for span in spans:
+        if span.module != "finish" and span.pieces:
+            of_cascade.setdefault((span.step, span.cascade), []).append(span)
+    found, refused = [], []
+    for ranks in of_cascade.values():
+        span = ranks[0]
+        if len(ranks) != span.degree or any(s.first_here or s.exceeded_gib is not None for s in ranks):
+            continue
+        if why := next((why for s in ranks if (why := cannot_be(s))), ""):
+            refused.append(why)
+            continue
+        bag = [worker for worker in span.bag if worker < topology.num_workers]
+        spans_nodes = len(bag) > 1 and topology.spans(bag)
+        found.append(
+            Observation(
+                module=cast(Module, span.module),
+                parts=parts_of(span.pieces, text_tokens),
+                degree=span.degree,
+                seconds=max(work_of(s) for s in ranks) * min((topology.speed[w] for w in bag), default=1.0),
+                overlap=topology.overlap(bag) if spans_nodes else None,
+            )
+        )
+    return found, refused
+
+
+def work_of(span: Span) -> float:
+    """Seconds of a worker's span apart from waiting for its bag; all of it where nobody measured that."""
+    return span.end - span.start if span.work_s is None else span.work_s
+
+
+def cannot_be(span: Span) -> str:
+    """Why the timing of a span is refused, or "": NaN, negative, or more work than there was time."""
+    work, around = work_of(span), span.end - span.start
+    if 0 < work <= _CLOCKS * around + 1e-3:
+        return ""
+    return (
+        f"{span.name} reports {work:g} s of work within {around:g} s; it must be above 0 and not longer. It is left "
+        f"out of what the plan learns."
+    )
+
+
+def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[Part, ...]:
+    """The samples by shape, as plans price them."""
+    shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
+    for piece in pieces:
+        count, text = shapes.get(piece.bucket, (0, 0.0))
+        shapes[piece.bucket] = (count + piece.batch, text + piece.batch * text_tokens.get(piece.item, 0))
+    return tuple((count, *bucket, round(text / count)) for bucket, (count, text) in shapes.items())
+
+
+def learn(profile: Profile, found: Iterable[Observation]) -> list[str]:
+    """Tell the profile; one sentence for each that it refuses."""
+    refused = []
+    for one in found:
+        try:
+            profile.observe_packed(one.module, one.parts, one.degree, one.seconds, overlap=one.overlap)
+        except ValueError as error:  # also PlanError: a part that has no price cannot be divided
+            refused.append(str(error))
+    return refused

@@ -1,0 +1,245 @@
+"""`heddle bench headroom`: the memory of GPUs that train the published models, without one: what does it leave free?
+
+    heddle bench headroom --models wan2.1-14b,hunyuan-13b --workers 8,64
+
+For every model of `configs/models/`, trained in full and by LoRA, on some numbers of workers, with one clip of each
+size per cascade: states, the DiT cascade, the VAE cascade, what communicators take, and what stays free. *Measured* is
+the project's own code at full size and depth on tensors without data (`ops.models.forecast`), storage by storage.
+*Planned* is what the planner takes from the config: sums of weights, and lines through two short models. The last
+column compares the two. A clip runs at the smallest degree at which it fits with state in host memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.config import PlannerConfig, TrainConfig
+from actors.plan.costs.needs import Samples, footprint
+from actors.plan.places import StatePlace
+from actors.plan.types import USABLE
+from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communicators_gib, forecast
+from app.settings.config import RunConfig
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.models.folders import resolve
+
+MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
+CLIPS: dict[str, Shape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
+PLACES: tuple[StatePlace, ...] = ("device", "host")
+_RANK = 16  # of LoRA
+_MOST = 8  # degrees stay within a node
+_T5 = {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "feed_forward_proj": "gated-gelu"}  # XXL
+_WORDS = {"umt5": 256384, "t5": 32128}  # pieces of their vocabularies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """GiB of one GPU."""
+
+    states: float  # frozen encoders included
+    host: float  # the same with optimizer state in host memory
+    dit: float
+    vae: float
+    text: float
+    communicators: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.dit, self.vae, self.text)
+
+    def free(self, memory_gib: float, place: StatePlace = "device") -> float:
+        """Beside everything, and beside what is left for fragments, with optimizer state at `place`."""
+        states = self.states if place == "device" else self.host
+        return USABLE * (memory_gib - self.communicators) - states - self.worst
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headroom:
+    """One row: a model and mode on some workers, with clips of one size."""
+
+    model: str
+    lora: bool
+    workers: int
+    clip: str
+    degree: int
+    measured: Figures
+    planned: Figures
+
+    @property
+    def over(self) -> float:
+        """How far what is planned lies above what is measured, as a share of it; the part of it that is furthest."""
+        return max(self._shares())
+
+    @property
+    def under(self) -> float:
+        """The part that is least above: negative where the planner promises too much."""
+        return min(self._shares())
+
+    def _shares(self) -> list[float]:
+        pairs = [
+            (self.planned.states, self.measured.states),
+            (self.planned.host, self.measured.host),
+            (self.planned.dit, self.measured.dit),
+            (self.planned.vae, self.measured.vae),
+            (self.planned.text, self.measured.text),
+        ]
+        return [planned / measured - 1 for planned, measured in pairs]
+
+
+def published(name: str, folder: Path, lora: bool) -> tuple[ModelConfig, Geometry, TrainConfig]:
+    """A model of `configs/models/` with encoders as published: their numbers alone are written to `folder`."""
+    family = "hunyuan" if name.startswith("hunyuan") else "wan"
+    _write_numbers(folder / family, family)
+    rank = [f"model.dit.lora_rank={_RANK}", "train.optimizer.ema_decay=0"] if lora else []
+    paths = [f"model.{part}.path={folder / family}" for part in ("vae", "text")]
+    config = RunConfig.load(MODELS / f"{name}.yaml", [*paths, "run.name=headroom", "workers.device=cuda", *rank])
+    return *resolve(config.model), config.train
+
+
+def _write_numbers(folder: Path, family: str) -> None:
+    import diffusers
+
+    kind = {"wan": diffusers.AutoencoderKLWan, "hunyuan": diffusers.AutoencoderKLHunyuanVideo}[family]
+    numbers = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    encoder = "umt5" if family == "wan" else "t5"
+    text = {"model_type": encoder, "vocab_size": _WORDS[encoder], **_T5}
+    for part, fields in (("vae", {**numbers, "_class_name": kind.__name__}), ("text_encoder", text)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part / "config.json").write_text(json.dumps(fields))
+
+
+class Measured:
+    """One model's figures on tensors without data; each is computed once."""
+
+    def __init__(self, model: ModelConfig, geometry: Geometry, train: TrainConfig) -> None:
+        import torch
+
+        from ops.models.forecast import Precision
+
+        self._model, self._geometry, self._train = model, geometry, train
+        self._text_tokens = max(model.text.max_length, model.text.pad_to)
+        self._precision = Precision(
+            parameters=getattr(torch, train.parameter_dtype), autocast=train.autocast == "bfloat16", cuda=True
+        )
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def figures(self, shape: Shape, workers: int, degree: int) -> Figures:
+        """With one clip of this shape per cascade."""
+        import torch
+
+        from ops.models.forecast import GIB, pass_bytes, states_bytes, text_need, vae_need
+        from ops.models.text import text_dtype
+        from ops.packing import Sequence as PackedSequence
+
+        model = self._model
+        dtype = getattr(torch, text_dtype(model.text, "cuda"))
+        text = text_need(model.text, 1, self._text_tokens, dtype)
+        sequence = PackedSequence(self._geometry.token_grid(*shape), self._text_tokens)
+        if ("dit", shape, degree) not in self._known:
+            peak, _ = pass_bytes(model.dit, [sequence], degree, self._precision)
+            self._known["dit", shape, degree] = peak / GIB
+        if ("vae", shape) not in self._known:
+            vae = vae_need(model.vae, 1, *shape)
+            self._known["vae", shape], self._known["vae",] = vae.peak_gib, vae.weights_gib
+        if ("states", workers) not in self._known:
+            found = states_bytes(model.dit, self._train.optimizer, workers, self._precision)
+            self._known["states", workers], self._known["host", workers] = (one / GIB for one in found)
+        encoders = self._known["vae",] + text.weights_gib
+        return Figures(
+            states=self._known["states", workers] + encoders,
+            host=self._known["host", workers] + encoders,
+            dit=self._known["dit", shape, degree],
+            vae=self._known["vae", shape],
+            text=text.peak_gib,
+            communicators=0.0,
+        )
+
+
+def _planned(
+    found: MemoryForecast, geometry: Geometry, shape: Shape, text_tokens: int, workers: int, degree: int, other: float
+) -> Figures:
+    frames, height, width = shape
+    one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
+    dit, vae, text = (
+        found.needs.gib(footprint(module, one, degree if module == "dit" else 1, geometry.tokens)) or 0.0
+        for module in ("dit", "vae", "text")
+    )
+    states, host = (replace(found, state=place).states(workers).total for place in PLACES)
+    return Figures(states=states, host=host, dit=dit, vae=vae, text=text, communicators=other)
+
+
+def rows(name: str, lora: bool, counts: Sequence[int], clips: Sequence[str], memory_gib: float) -> list[Headroom]:
+    """All rows of one model in one mode. Takes about ten seconds of one core for each size of clip and degree."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, geometry, train = published(name, Path(folder), lora)
+        degrees = [degree for degree in range(1, _MOST + 1) if model.dit.num_heads % degree == 0]
+        found = forecast(model, geometry, train, [CLIPS[clip] for clip in clips], degrees, cuda=True)
+        text_tokens = max(model.text.max_length, model.text.pad_to)
+        measured, made = Measured(model, geometry, train), []
+        for workers in counts:
+            legal = [degree for degree in degrees if degree <= workers]
+            other = CONTEXT_GIB + communicators_gib(degrees, workers, PlannerConfig().bag_peers)
+            for clip in clips:
+                ways = {d: _planned(found, geometry, CLIPS[clip], text_tokens, workers, d, other) for d in legal}
+                degree = next((d for d in legal if ways[d].free(memory_gib, "host") >= 0), legal[-1])
+                real = replace(measured.figures(CLIPS[clip], workers, degree), communicators=other)
+                made.append(
+                    Headroom(
+                        model=name,
+                        lora=lora,
+                        workers=workers,
+                        clip=clip,
+                        degree=degree,
+                        measured=real,
+                        planned=ways[degree],
+                    )
+                )
+        return made
+
+
+def table(found: Sequence[Headroom], memory_gib: float) -> str:
+    """Markdown, in GiB: what was measured / what is planned."""
+    lines = [
+        "| model | trained | GPUs | clip, degree | states | with state in host memory | DiT | VAE | communicators "
+        "| free | free with state in host memory | planned above measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        real, plan = row.measured, row.planned
+        lines.append(
+            f"| {row.model} | {'LoRA' if row.lora else 'full'} | {row.workers} | {row.clip}, {row.degree} | "
+            f"{real.states:.2f} / {plan.states:.2f} | {real.host:.2f} / {plan.host:.2f} | "
+            f"{real.dit:.2f} / {plan.dit:.2f} | {real.vae:.2f} / {plan.vae:.2f} | {plan.communicators:.2f} | "
+            f"{real.free(memory_gib):.1f} / {plan.free(memory_gib):.1f} | "
+            f"{real.free(memory_gib, 'host'):.1f} / {plan.free(memory_gib, 'host'):.1f} | "
+            f"{100 * row.under:.1f} to {100 * row.over:.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def run(
+    models: Annotated[str, typer.Option(help="Of configs/models.")] = "wan2.1-1.3b,wan2.1-14b,hunyuan-13b",
+    workers: Annotated[str, typer.Option(help="GPUs.")] = "1,8,16,64",
+    clips: Annotated[str, typer.Option(help="Sizes of the one clip of a cascade.")] = ",".join(CLIPS),
+    memory_gib: Annotated[float, typer.Option(help="GiB of a GPU.")] = 79.2,
+    out: Annotated[Path | None, typer.Option(help="A Markdown file for the table, besides the terminal.")] = None,
+) -> None:
+    """Prints the table; exit code 1 if the planner says less than is needed, or more than a tenth more."""
+    found: list[Headroom] = []
+    for name in models.split(","):
+        for lora in (False, True):
+            found += rows(name, lora, [int(count) for count in workers.split(",")], clips.split(","), memory_gib)
+    shown = table(found, memory_gib)
+    print(shown)
+    if out is not None:
+        out.write_text(shown + "\n")
+    if any(row.under < -1e-6 or row.over > 0.1 for row in found):
+        raise typer.Exit(1)

@@ -1,0 +1,105 @@
+"""How every family's transformer is called:
+
+    velocity = dit(tokens, timesteps, text, layout, group, conditions)
+
+`PackedTransformer.forward` checks the inputs and hands them to `velocity`, which a family defines.
+S sequences, n rows of this rank, D width, d head size, T rows of the (replicated) text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
+from ops.models.base.config import DiTConfig
+from ops.packing import Layout
+from ops.sequence_parallel import check_degree
+
+R = TypeVar("R")
+
+
+class ForwardInputs(NamedTuple):
+    """What one forward is given; see `PackedTransformer.forward`."""
+
+    tokens: Tensor
+    timesteps: Tensor
+    text: Tensor
+    layout: Layout
+    group: Group
+    conditions: Conditions
+
+
+class TextBlockInputs(NamedTuple):
+    """What all blocks of one forward share, of families whose blocks have a cross-attention to the text."""
+
+    text: Tensor  # [T, D]
+    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
+    cos: Tensor  # [n, d / 2]; [n, D / 2] where heads are turned apart
+    sin: Tensor
+    layout: Layout
+    group: Group
+    image: Tensor | None = None  # [I, D]
+
+
+class PackedTransformer(nn.Module):
+    """A diffusion transformer over packed sequences, which share one sequence-parallel group."""
+
+    config: DiTConfig
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_size = math.prod(config.patch)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        layout: Layout,
+        group: Group,
+        conditions: Conditions = NOTHING,
+    ) -> Tensor:
+        """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
+
+        `timesteps` are sigma * num_train_timesteps, one per sequence. Features are channel first on both sides, as
+        `patchify` makes them. Collective over the group: every rank of the bag calls it (and its backward) for the same
+        layouts in the same order, also with n = 0.
+        Raises ValueError for shapes that do not fit the layout and for degrees that do not divide the heads.
+        """
+        self._check(tokens, timesteps, text, layout)
+        check_degree(layout.degree, self.config.num_heads)
+        return self.velocity(ForwardInputs(tokens, timesteps, text, layout, group, conditions))
+
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        """The family's forward pass, of inputs that fit: [n, C_out * patch]."""
+        raise NotImplementedError
+
+    def run(self, block: Callable[..., R], *inputs: object) -> R:
+        """Runs a block. With gradient checkpointing its activations are computed again in the backward instead of
+        kept, its collectives too, in the same order on every rank of the bag."""
+        if self.config.gradient_checkpointing and torch.is_grad_enabled():
+            # there is no dropout
+            outputs: R = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return outputs
+        return block(*inputs)
+
+    def _check(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout) -> None:
+        wanted = {
+            "tokens": (tokens, (layout.local_tokens, self.config.in_channels * self.patch_size)),
+            "timesteps": (timesteps, (len(layout),)),
+            "text": (text, (sum(layout.text_lengths), text.shape[-1])),
+        }
+        for name, (tensor, shape) in wanted.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"{name} {tuple(tensor.shape)} do not fit the layout of {len(layout)} sequences on rank "
+                    f"{layout.rank} of {layout.degree}: expected {shape}."
+                )

@@ -1,0 +1,131 @@
+"""What a run learns of a cascade: one duration of work, whatever waited, packed or not, on one node or over several."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from actors.config import PlannerConfig
+from actors.messages import Piece, Span
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import CrossNode, Topology, cross_of
+from actors.plan.types import Cluster
+from actors.planning.actor import Planner
+from actors.planning.observations import Observation, learn, observations
+from ops.models.wan.config import WanConfig
+
+IMAGE, CLIP = (1, 64, 96), (17, 64, 96)
+TEXTS = {"a": 10, "b": 30}
+TWO_NODES = Topology(Cluster(nodes=(2, 2)), CrossNode())
+
+
+def span(rank: int, work_s: float, *, bag: tuple[int, ...] = (0, 1), wait_s: float = 0.0, **changes: object) -> Span:
+    pieces = (Piece(item="a", bucket=CLIP, batch=2),)
+    given: dict[str, object] = {
+        "name": "dit", "module": "dit", "cascade": "c", "step": 0, "start": 0.0, "end": wait_s + work_s, "batch": 2,
+        "degree": len(bag), "pieces": pieces, "bag": bag, "work_s": work_s, "wait_s": wait_s,
+    }  # fmt: skip
+    return Span(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def only(*spans: Span, topology: Topology = TWO_NODES) -> Observation:
+    (found,), refused = observations(spans, TEXTS, topology)
+    assert not refused
+    return found
+
+
+def test_a_bag_whose_last_worker_comes_late_is_one_observation_of_its_work() -> None:
+    found = only(span(0, 20.0, wait_s=10.0), span(1, 20.0))
+    assert (found.seconds, found.degree, found.parts, found.overlap) == (20.0, 2, ((2, *CLIP, 10),), None)
+
+
+def test_waiting_that_is_learnt_as_work_is_gone() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner = Planner(profile, PlannerConfig())
+    for _ in range(20):
+        planner.observe([span(0, 20.0, wait_s=10.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)))
+    assert profile.seconds("dit", 2, *CLIP, 2) == pytest.approx(20.0)
+
+
+def test_first_runs_and_half_bags_are_left_out() -> None:
+    assert observations([span(0, 9.0), span(1, 50.0, first_here=True)], TEXTS, TWO_NODES) == ([], [])
+    assert observations([span(0, 9.0, exceeded_gib=1.0), span(1, 9.0)], TEXTS, TWO_NODES) == ([], [])
+    assert observations([span(0, 9.0)], TEXTS, TWO_NODES) == ([], [])
+
+
+@pytest.mark.parametrize("work_s", [math.nan, -1.0, 0.0, math.inf, 99.0])
+def test_timings_that_cannot_be_are_refused_with_one_sentence(work_s: float, caplog: pytest.LogCaptureFixture) -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    with caplog.at_level(logging.WARNING):
+        Planner(profile, PlannerConfig()).observe([span(0, work_s, end=10.0, bag=(0,))], TEXTS, Cluster(nodes=(1,)))
+    assert not profile.live
+    (record,) = caplog.records
+    assert record.message.startswith(f"dit reports {work_s:g} s of work within 10 s")
+
+
+def test_seconds_are_those_of_a_worker_of_normal_speed() -> None:
+    slow = Topology(Cluster(nodes=(2,), speed=(1.0, 0.5)), CrossNode())
+    assert only(span(0, 20.0), span(1, 20.0), topology=slow).seconds == 10.0
+    assert only(span(1, 20.0, bag=(1,)), topology=slow).seconds == 10.0
+
+
+def test_a_bag_over_nodes_teaches_what_spanning_costs() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner, cluster = Planner(profile, PlannerConfig()), Cluster(nodes=(2, 2))
+    for _ in range(5):
+        planner.observe([span(0, 10.0), span(1, 10.0)], TEXTS, cluster)
+        planner.observe([span(0, 14.0, bag=(0, 2)), span(2, 14.0, bag=(0, 2))], TEXTS, cluster)
+    assert profile.seconds("dit", 2, *CLIP, 2) == pytest.approx(10.0), "a point is that of one node"
+    assert profile.cross_node.factor(1.0) == pytest.approx(1.4)
+
+
+def test_bags_on_common_and_on_other_rails_teach_how_the_penalty_falls() -> None:
+    truth = CrossNode(penalty=0.5, decay=1.2)
+    found = cross_of([(o, truth.factor(o), 3) for o in (0.0, 0.5, 1.0)], CrossNode())
+    assert [found.factor(o) for o in (0.0, 0.5, 1.0)] == pytest.approx([truth.factor(o) for o in (0.0, 0.5, 1.0)])
+
+
+def test_a_packed_cascade_counts_as_the_sum_of_its_parts() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    truth = {IMAGE: 1.0, CLIP: 8.0}
+    for _ in range(40):
+        for images, clips in ((3, 1), (1, 2), (2, 2)):
+            parts = ((images, *IMAGE, 10), (clips, *CLIP, 30))
+            seconds = images * truth[IMAGE] + clips * truth[CLIP]
+            assert not learn(profile, [Observation(module="dit", parts=parts, degree=1, seconds=seconds, overlap=None)])
+    for images, clips in ((3, 1), (1, 2), (2, 2)):
+        priced = profile.seconds("dit", images, *IMAGE, 1) + profile.seconds("dit", clips, *CLIP, 1)
+        assert priced == pytest.approx(images * truth[IMAGE] + clips * truth[CLIP], rel=0.02)
+
+
+def test_a_part_that_is_known_leaves_the_difference_to_the_one_that_is_not() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    for _ in range(20):
+        profile.observe("dit", 1, *IMAGE, 1, 1.0)
+    for _ in range(20):
+        profile.observe_packed("dit", ((1, *IMAGE, 0), (1, *CLIP, 0)), 1, 9.0)
+    assert profile.seconds("dit", 1, *IMAGE, 1) == pytest.approx(1.0, rel=0.15)
+    assert profile.seconds("dit", 1, *CLIP, 1) == pytest.approx(8.0, rel=0.05)
+
+
+def test_a_jump_is_believed_only_when_it_stays() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    for _ in range(5):
+        profile.observe("dit", 1, *CLIP, 1, 1.0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"took 500 s and 1 s before; .* It is left out"):
+            profile.observe("dit", 1, *CLIP, 1, 500.0)
+    assert profile.seconds("dit", 1, *CLIP, 1) == 1.0
+    profile.observe("dit", 1, *CLIP, 1, 500.0)
+    assert profile.seconds("dit", 1, *CLIP, 1) == 500.0
+
+
+def test_points_of_a_file_that_did_not_run_follow_those_that_did() -> None:
+    profile = Profile(degrees={"dit": (1, 2)})
+    profile.measured = {("dit", 1, 17, 64, 96, 1): 2.0, ("dit", 1, 33, 64, 96, 1): 5.0}
+    for _ in range(30):
+        profile.observe("dit", 1, 17, 64, 96, 1, 6.0)
+    assert profile.seconds("dit", 1, 17, 64, 96, 1) == pytest.approx(6.0, rel=1e-3)
+    assert profile.seconds("dit", 1, 33, 64, 96, 1) == pytest.approx(15.0, rel=1e-3)

@@ -1,0 +1,67 @@
+"""A cascade's work is apart from what its worker waits for the others of its bag."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.messages import CascadeTask, Span
+from actors.plan.types import Item
+from actors.worker.executor import Executor
+from tests.actors.exactness import Host, make_hosts, on_all, one_worker, run_step, train_config
+
+ITEM = Item(id="s0.0", batch=2, frames=5, height=32, width=32, text_tokens=12)
+LATE_S = 0.6
+
+
+@pytest.fixture
+def hosts() -> list[Host]:
+    return make_hosts(2, torch.float32, train_config())
+
+
+def spans_after(hosts: list[Host], monkeypatch: pytest.MonkeyPatch, late: Host | None) -> list[Span]:
+    """The DiT's span on each worker, of one cascade of both; the `late` one comes after the other."""
+    started = Executor._bag
+
+    def bag(self: Executor, task: CascadeTask) -> object:
+        if late is not None and self is late.executor and task.module == "dit":
+            time.sleep(LATE_S)
+        return started(self, task)
+
+    monkeypatch.setattr(Executor, "_bag", bag)
+    plan = [replace(c, workers=(0, 1), degree=2) if c.module == "dit" else c for c in one_worker([ITEM])]
+    run_step(hosts, [ITEM], plan)
+    return [next(s for s in host.done.spans if s.module == "dit") for host in hosts]
+
+
+def test_who_comes_early_waits_and_that_is_not_work(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    early, late = spans_after(hosts, monkeypatch, late=hosts[1])
+    assert early.wait_s >= 0.9 * LATE_S and early.phases["wait"] >= 0.9 * LATE_S
+    assert early.work_s is not None and late.work_s is not None
+    assert early.work_s <= early.end - early.start - 0.9 * LATE_S
+    assert early.bag == late.bag == (0, 1)
+
+
+def test_only_the_first_run_of_a_shape_is_marked(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [s.first_here for s in spans_after(hosts, monkeypatch, None)] == [True, True]
+    assert [s.first_here for s in spans_after(hosts, monkeypatch, None)] == [False, False]
+
+
+def test_the_gradient_sum_is_not_work_of_the_cascade_that_starts_it(
+    hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for host in hosts:
+        monkeypatch.setattr(host.executor.sync, "start_sum", lambda: time.sleep(LATE_S))
+    for span in spans_after(hosts, monkeypatch, None):
+        assert span.work_s is not None and span.work_s <= span.end - span.start - 0.9 * LATE_S
+
+
+def test_a_worker_alone_waits_for_nobody(hosts: list[Host]) -> None:
+    on_all(hosts, lambda rank: None)
+    run_step(hosts, [ITEM], one_worker([ITEM]))
+    for span in hosts[0].done.spans:
+        if span.module != "finish":
+            assert span.wait_s == 0 and "wait" not in span.phases
