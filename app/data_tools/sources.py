@@ -93,7 +93,7 @@ def count_cut_captions(
 ) -> CutCaptions:
     """Captions that the run's text encoder cuts."""
     from data.tools.lint import count_long_captions
-    from ops.models.text import token_counter
+    from ops.models.load import token_counter
 
     text = from_here(RunConfig.load(config, overrides or [])).model.text
     long, captions = count_long_captions(indexes, admitted, token_counter(text), text.max_length)

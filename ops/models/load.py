@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.models.image import ImageEncoder
-    from ops.models.text import TextEncoder
+    from ops.models.text import TextEncoder, Tokenizer
     from ops.models.vae import VAE
 
 
@@ -116,6 +116,24 @@ def build_text(config: TextConfig, device: torch.device | str = "cpu") -> TextEn
     from ops.models.text import folder_t5, random_t5
 
     return folder_t5(config, device) if config.path else random_t5(config, device)
+
+
+def token_counter(config: TextConfig) -> Callable[[str], int]:
+    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    from ops.models.folders import component, tokenizer_of
+    from ops.models.text import clean
+    from ops.models.text_pair import recipe_of
+
+    tokenizer: Tokenizer = ByT5Tokenizer()
+    if config.path:
+        folder = tokenizer_of(component(config.path, "text_encoder"))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if config.kind == "hunyuan":
+        recipe = recipe_of(config)
+        return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
+    return lambda caption: len(tokenizer(clean(caption), verbose=False).input_ids)
 
 
 def build_image(config: ImageConfig | None, device: torch.device | str = "cpu") -> ImageEncoder | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -149,22 +149,6 @@ def t5_skeleton(config: TextConfig) -> torch.nn.Module:
         return T5EncoderModel(_random_shape(config))
     shape = AutoConfig.from_pretrained(component(config.path, "text_encoder"), local_files_only=True)
     return UMT5EncoderModel(shape) if shape.model_type == "umt5" else T5EncoderModel(shape)
-
-
-def token_counter(config: TextConfig) -> Callable[[str], int]:
-    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them."""
-    from transformers import AutoTokenizer, ByT5Tokenizer
-
-    tokenizer: Tokenizer = ByT5Tokenizer()
-    if config.path:
-        folder = tokenizer_of(component(config.path, "text_encoder"))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if config.kind == "hunyuan":
-        from ops.models.text_pair import recipe_of
-
-        recipe = recipe_of(config)
-        return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
-    return lambda caption: len(tokenizer(clean(caption), verbose=False).input_ids)
 
 
 def _look_at_neighbours(encoder: T5EncoderModel) -> None:

@@ -145,12 +145,13 @@ def save_random_pair(config: TextConfig, folder: Path) -> None:
     pair = random_pair(config, "cpu")
     shape, _ = _random_shapes(config)
     shape.num_hidden_layers += _PIPELINE_SKIPS
-    whole = LlamaModel(shape)
+    with torch.random.fork_rng(devices=[]):
+        whole = LlamaModel(shape)
     whole.load_state_dict(pair.encoder.state_dict(), strict=False)
     whole.save_pretrained(folder / "text_encoder")
-    pair.second.save_pretrained(folder / "text_encoder_2")
+    pair.second.save_pretrained(folder / "text_encoder_2")  # type: ignore[operator]  # a model of Transformers
     for name in ("tokenizer", "tokenizer_2"):
-        pair.tokenizer.save_pretrained(folder / name)
+        pair.tokenizer.save_pretrained(folder / name)  # type: ignore[attr-defined]  # every one of Transformers has it
 
 
 def pair_skeleton(config: TextConfig) -> tuple[nn.Module, nn.Module]:
@@ -213,7 +214,7 @@ def _shapes(config: TextConfig) -> tuple[Any, Any]:
 
 
 def _without_norm(llama: LlamaModel) -> LlamaModel:
-    llama.norm = nn.Identity()
+    llama.norm = nn.Identity()  # type: ignore[assignment]  # its states go on as they are
     return llama
 
 
@@ -225,10 +226,10 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> LlamaClipText
     """
     from transformers import AutoTokenizer, CLIPTextModel, LlamaModel
 
-    class Shortened(LlamaModel):
+    class Shortened(LlamaModel):  # type: ignore[no-untyped-call]  # Transformers' own hook for subclasses
         """Llama that is silent about weights of the layers that it lacks."""
 
-        _keys_to_ignore_on_load_unexpected = (r"layers\.\d+\.", r"lm_head", r"rotary_emb")
+        _keys_to_ignore_on_load_unexpected = [r"layers\.\d+\.", r"lm_head", r"rotary_emb"]  # noqa: RUF012
 
     assert config.path is not None
     first, second = text_folder(config), second_text_folder(config.path)

@@ -23,8 +23,7 @@ from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.forecast import text_need
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit, build_text
-from ops.models.text import token_counter
+from ops.models.load import build_dit, build_text, token_counter
 from ops.models.text_pair import split
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 
