@@ -36,8 +36,30 @@ CLIPS: dict[str, Shape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), 
 PLACES: tuple[StatePlace, ...] = ("device", "host")
 _RANK = 16  # of LoRA
 _MOST = 8  # degrees stay within a node
-_T5 = {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "feed_forward_proj": "gated-gelu"}  # XXL
-_WORDS = {"umt5": 256384, "t5": 32128}  # pieces of their vocabularies
+_UMT5 = {"model_type": "umt5", "vocab_size": 256384, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128320,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+_CLIP = {
+    "model_type": "clip_text_model",
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 77,
+}
+_TEXT: dict[str, dict[str, dict[str, object]]] = {
+    "wan": {"text_encoder": {**_UMT5, "feed_forward_proj": "gated-gelu"}},
+    "hunyuan": {"text_encoder": {**_LLAMA}, "text_encoder_2": {**_CLIP}},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +131,7 @@ def _write_numbers(folder: Path, family: str) -> None:
 
     kind = {"wan": diffusers.AutoencoderKLWan, "hunyuan": diffusers.AutoencoderKLHunyuanVideo}[family]
     numbers = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
-    encoder = "umt5" if family == "wan" else "t5"
-    text = {"model_type": encoder, "vocab_size": _WORDS[encoder], **_T5}
-    for part, fields in (("vae", {**numbers, "_class_name": kind.__name__}), ("text_encoder", text)):
+    for part, fields in {"vae": {**numbers, "_class_name": kind.__name__}, **_TEXT[family]}.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps(fields))
 
