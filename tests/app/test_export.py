@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.models.lora import lora_scale, merged
+from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
@@ -259,6 +261,49 @@ def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> Non
     exported = export.export(write_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert any("two text encoders" in note for note in exported.notes)
     assert 0 < exported.largest_difference < parity.TOLERANCE
+
+
+def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path) -> None:
+    """Loaded by its class without a part missing, and called as the note says, it makes the latents of our sampler."""
+    dit = HunyuanConfig(
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        head_dim=32,
+        ffn_dim=4 * 64,
+        rope_theta=256.0,
+        guidance_embeds=True,
+        **{name: getattr(DIT, name) for name in ("num_heads", "text_dim", "in_channels", "out_channels")},
+    )
+    text = TextConfig(kind="hunyuan", d_model=16, num_heads=2, num_layers=1, pooled_dim=8, max_length=16)
+    config = haar_run()
+    config = replace(config, model=replace(config.model, dit=dit, text=text))
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    assert not any("two text encoders" in note for note in exported.notes)
+    (note,) = [note for note in exported.notes if "prompt_template=" in note]
+    template, crop = re.search(r'"template": "(.*)", "crop_start": (\d+)}', note).groups()  # type: ignore[union-attr]
+    model = load_model(run)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
+    settings = replace(ClipSettings.of(model.config).sampler, steps=4, guidance_scale=6.0)
+    encoded, vectors = split(model.text.encode(["a red disc"]), resolve(config.model)[0].text)
+    assert vectors is not None
+    request = SampleRequest(text=encoded[0], pooled=vectors[0], frames=5, height=32, width=48, seed=3)
+    (ours,) = sample_latents(model.dit, [request], encoded[0], model.geometry, settings)
+    theirs = pipeline(
+        prompt="a red disc",
+        prompt_template={"template": template, "crop_start": int(crop)},
+        max_sequence_length=text.max_length,
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=6.0,
+        num_inference_steps=4,
+        output_type="latent",
+        latents=initial_noise(3, (4, 2, 4, 6))[None],
+        return_dict=False,
+    )[0][0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
 def test_failed_comparison_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
