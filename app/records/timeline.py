@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from actors.records.events import RunEvent
 from actors.records.span_record import SpanRecord
@@ -42,9 +43,9 @@ COLOURS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WindowTimes:
-    """When an execution of a step began and ended, in unix seconds."""
+class WindowTimes(NamedTuple):
+    """When an execution of a step began and ended, in unix seconds. A tuple: old files tell no beginning, and a tuple
+    with the NaN that stands for it equals itself."""
 
     start: float
     end: float

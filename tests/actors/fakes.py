@@ -146,7 +146,7 @@ class NoPositions:
         raise DataLost("no feeder")
 
 
-def config_of(run_dir: Path = Path("runs/demo"), **sections: Any) -> RuntimeConfig:
+def config_of(run_dir: Path = Path("runs/fake"), **sections: Any) -> RuntimeConfig:
     """The settings of a small run."""
     defaults: dict[str, Any] = {
         "model": ModelConfig(),
@@ -161,7 +161,7 @@ def config_of(run_dir: Path = Path("runs/demo"), **sections: Any) -> RuntimeConf
 
 
 def state_of(
-    run_dir: Path = Path("runs/demo"),
+    run_dir: Path = Path("runs/fake"),
     *,
     keepers: Any = None,
     writer: Any = None,

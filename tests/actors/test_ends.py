@@ -151,7 +151,7 @@ def test_what_no_disk_has_taken_stays_in_memory_and_is_named() -> None:
     with pytest.raises(ZeroDivisionError):
         made.train()
     assert monitor.stopped.asked == [()]
-    assert made.left == only_in_memory(5, 3, Path("runs/demo"))
+    assert made.left == only_in_memory(5, 3, Path("runs/fake"))
     assert "6 steps are committed" in made.left and "checkpoint after 4 steps" in made.left and "--resume" in made.left
 
 
