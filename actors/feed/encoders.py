@@ -32,6 +32,7 @@ class Encoders:
     latent_tail: int = 0  # rows behind those of the tokens
     text_width: int = 0
     most_text: int = 0  # token rows of a text result
+    least_text: int = 0  # rows of the shortest caption: what it is padded to
 
     @staticmethod
     def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
@@ -64,6 +65,7 @@ class Encoders:
             latent_tail=frame.tail,
             text_width=model.text.d_model,
             most_text=model.text.most_tokens + model.text.tail,
+            least_text=model.text.pad_to,
         )
 
 
@@ -93,8 +95,9 @@ def plan_item(item: DataItem, encoders: Encoders, cached: Collection[Module]) ->
 
 
 def _text_tokens(item: DataItem, encoders: Encoders) -> int:
-    """Mean per sample, from the captions' lengths in the index."""
+    """Mean per sample, from the captions' lengths in the index; rows that they are padded with count."""
     lengths = [min(encoders.max_length, int(s.caption_chars / encoders.chars_per_token) + 1) for s in item.samples]
+    lengths = [max(length, encoders.least_text) for length in lengths]
     return sum(lengths) // max(len(lengths), 1)
 
 

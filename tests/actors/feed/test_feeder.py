@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.feed.encoders import Encoders
+from actors.feed.encoders import Encoders, plan_item
 from actors.feed.feeder import Feeder
 from actors.feed.step_source import StepSource
 from actors.step import StepBatches
@@ -28,6 +28,7 @@ from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, Eng
 from data.dataset.dataset import Dataset
 from data.ledger import Fault, Reason
 from data.tools.synthetic import SynthConfig, synthesize
+from data.types import Bucket, DataItem, SampleRef
 from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
@@ -175,6 +176,18 @@ def test_the_names_of_encoders_cover_every_file_of_their_folders(tmp_path: Path,
     (tmp_path / file).write_text("x")
     after = encoders(tmp_path)
     assert (before.vae != after.vae, before.text != after.text) == (changes == "vae", changes == "text")
+
+
+@pytest.mark.parametrize(("pad_to", "rows"), [(0, 34), (32, 48), (64, 64)])
+def test_plans_count_the_rows_that_captions_are_padded_with(pad_to: int, rows: int) -> None:
+    """Captions of 3 and 200 characters, cut at 64 tokens."""
+    encoders = Encoders.of(replace(MODEL, text=TextConfig(max_length=64, pad_to=pad_to)))
+    samples = tuple(
+        SampleRef(source=0, epoch=0, row=row, start_frame=0, key=str(row), caption_chars=chars, content="")
+        for row, chars in enumerate([3, 200])
+    )
+    item = plan_item(DataItem(id="s0.0", bucket=Bucket(17, 64, 96), samples=samples), encoders, ())
+    assert item.text_tokens == rows
 
 
 def test_latents_of_image_to_video_have_names_of_their_own() -> None:
