@@ -1,6 +1,7 @@
 # make demo   install, make a data set, train on a local Ray cluster, sample, report
 # make test   install, run the tests
 # make faults the tests that kill workers, nodes and helpers one after the other
+# make long   the tests of whole runs that take minutes each
 # make kernels compile every shipped kernel for sm_90
 # make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)
 # make lint   ruff and mypy
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install demo test faults kernels resolve lint bench clean
+.PHONY: install demo test faults long kernels resolve lint bench clean
 
 install: $(STAMP)
 
@@ -45,6 +46,9 @@ test: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest -q -m faults
+
+long: $(STAMP)
+	$(BIN)/python -m pytest -q -m long
 
 kernels: $(STAMP)
 	$(BIN)/python -m pytest -q -m kernels
