@@ -1,4 +1,4 @@
-"""Words of waiting: cancel tokens, errors of collectives, collectives in flight."""
+"""Waiting for other workers: cancel tokens, errors of collectives, collectives in flight."""
 
 from __future__ import annotations
 
@@ -109,3 +109,8 @@ class CollectiveProgress:
     sequence: int
     name: str | None
     since: float  # time.monotonic() of the wait's begin, 0 when nothing is waited for
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, without its stack of C++ calls."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -34,10 +34,11 @@ from actors.messages import (
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.meter import Meter, Unmetered, ran_out, release
 from actors.worker.stopwatch import stopwatch_of
-from ops.comm import Group, Groups
+from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.flow import draw_sigma, is_first_frame_given, sequence_losses
 from ops.geometry import Geometry
+from ops.groups import Groups
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split

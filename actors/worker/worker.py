@@ -49,7 +49,7 @@ from actors.worker.meter import meter_of, release
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
-from ops.comm import Groups
+from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.shards import ShardState
 from ops.sync import trainable

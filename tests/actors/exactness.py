@@ -20,8 +20,8 @@ from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
-from ops.comm import CancelToken, Groups
 from ops.config import FlowConfig, OptimizerConfig
+from ops.groups import Groups
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
@@ -29,6 +29,7 @@ from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
+from ops.waiting import CancelToken
 
 MODEL = ModelConfig(
     dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
