@@ -40,12 +40,13 @@ from actors.process import birth
 from actors.ray_calls import bar, get, node_address, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
-from actors.worker.executor import Executor, FinishedStep, nobody, peak_rss_gib
+from actors.worker.executor import Executor, nobody
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
 from actors.worker.meeting import meet, own_shards
-from actors.worker.meter import meter_of, release
+from actors.worker.meter import meter_of, peak_rss_gib, release
+from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch

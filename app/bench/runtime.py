@@ -31,8 +31,9 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
 from actors.ray_calls import put
 from actors.step import Position, StepBatches, StepItems
-from actors.worker.executor import Executor, Modules, _Measure
+from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
+from actors.worker.loading import Modules
 from actors.worker.worker import Worker
 from app.bench import memory
 from app.bench.lab import Lab
@@ -61,10 +62,10 @@ class TimedExecutor(Executor):
         self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
     ) -> None:
         self._wait(task)
-        self._weights[task.step] = 1.0
+        self.work.add_weights(task.step, 1.0, 0.0)
 
     def _wait(self, task: CascadeTask) -> list[EncodeResult]:
-        with _Measure(self, task) as measure:
+        with CascadeMeasure(self, task) as measure:
             measure.meet()
             time.sleep(task.planned_end_s - task.planned_start_s)
             return self._deliver(task, [EncodeResult(id=s.id, rows=torch.zeros(1, 1)) for s in task.samples])

@@ -19,7 +19,9 @@ from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
-from actors.worker.executor import Executor, FinishedStep, Modules
+from actors.worker.executor import Executor
+from actors.worker.loading import Modules
+from actors.worker.work_done import FinishedStep
 from ops.config import FlowConfig, OptimizerConfig
 from ops.groups import Groups
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
