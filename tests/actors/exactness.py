@@ -88,6 +88,7 @@ def make_hosts(
     generation: int = 1,
     config: ModelConfig = MODEL,
     nodes: Sequence[int] | None = None,
+    executor: type[Executor] = Executor,
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. With `nodes`, the node of each of them,
@@ -113,7 +114,7 @@ def make_hosts(
             image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, "own" if nodes is None else "node", state)
-        hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
+        hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:
