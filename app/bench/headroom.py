@@ -246,10 +246,10 @@ def table(found: Sequence[Headroom], memory_gib: float) -> str:
 
 
 def run(
-    models: Annotated[str, typer.Option(help="Of configs/models.")] = "wan2.1-1.3b,wan2.1-14b,hunyuan-13b",
-    workers: Annotated[str, typer.Option(help="GPUs.")] = "1,8,16,64",
-    clips: Annotated[str, typer.Option(help="Sizes of the one clip of a cascade.")] = ",".join(CLIPS),
-    memory_gib: Annotated[float, typer.Option(help="GiB of a GPU.")] = 79.2,
+    models: Annotated[str, typer.Option(help="Names in configs/models.")] = "wan2.1-1.3b,wan2.1-14b,hunyuan-13b",
+    workers: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,8,16,64",
+    clips: Annotated[str, typer.Option(help="Sizes of clip, one per cascade.")] = ",".join(CLIPS),
+    memory_gib: Annotated[float, typer.Option(help="Memory of a GPU in GiB.")] = 79.2,
     out: Annotated[Path | None, typer.Option(help="A Markdown file for the table, besides the terminal.")] = None,
 ) -> None:
     """Prints the table; exit code 1 if the planner says less than is needed, or more than a tenth more."""
