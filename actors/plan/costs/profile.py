@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -355,12 +355,16 @@ class Profile:
         peak = self.memory_gib(module, batch, frames, height, width, degree, text_tokens)
         return peak is None or peak <= self.gpu_memory_gib * HEAVY_FRACTION
 
-    def handoff_seconds(self, batch: int, frames: int, height: int, width: int) -> float:
+    def wait_for_inputs(self, item: Item, count: int, bag: Set[int], producers: Iterable[int]) -> float:
+        """Seconds that encode results of `count` samples take to a bag: none if it holds one of their workers."""
+        return self.handoff_seconds(item, count) if bag.isdisjoint(producers) else 0.0
+
+    def handoff_seconds(self, item: Item, count: int) -> float:
         """Delay of a consumer that holds none of the producer's workers. Latents: 16 channels of 4 bytes per token."""
         if self.handoff.gib_per_s <= 0:
             return self.handoff.latency_s
         stride_t, stride_h, stride_w = self.geometry.vae_stride
-        gib = batch * frames * height * width / (stride_t * stride_h * stride_w) * 64 / 2**30
+        gib = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w) * 64 / 2**30
         return self.handoff.latency_s + gib / self.handoff.gib_per_s
 
     def model_of(self, module: Module) -> Fit | None:

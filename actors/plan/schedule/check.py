@@ -8,7 +8,7 @@ from itertools import pairwise
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.schedule.evaluator import cascade_seconds, handoff_seconds
+from actors.plan.schedule.evaluator import cascade_seconds
 from actors.plan.schedule.problem import ItemKey, done_results, index_items
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
@@ -175,7 +175,7 @@ def _check_predecessors(
             key = (cascade.step, part.item)
             for sample in range(part.first, part.first + part.count):
                 for end, workers, name in produced.get((key, sample), ()):
-                    end += handoff_seconds(bag, workers, items[key], part.count, profile)
+                    end += profile.wait_for_inputs(items[key], part.count, bag, workers)
                     if cascade.start_s < end - TOLERANCE_S:
                         raise PlanError(
                             f"{cascade.id} starts at {cascade.start_s:.3f} s, before {name} has "

@@ -61,7 +61,7 @@ def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
                 key = (cascade.step, part.item)
                 for sample in range(part.first, part.first + part.count):
                     for end, workers in encoded.get((key, sample), ()):
-                        start = max(start, end + handoff_seconds(bag, workers, items[key], part.count, profile))
+                        start = max(start, end + profile.wait_for_inputs(items[key], part.count, bag, workers))
         end = start + cascade_seconds(cascade, items, profile, topology)
         for worker in cascade.workers:
             free[worker] = end
@@ -73,13 +73,6 @@ def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
                     encoded.setdefault(((cascade.step, part.item), sample), []).append((end, cascade.workers))
         timed.append(replace(cascade, start_s=start, end_s=end))
     return timed
-
-
-def handoff_seconds(bag: set[int], producers: Sequence[int], item: Item, count: int, profile: Profile) -> float:
-    """Zero in place, that is when the bag holds a worker of the producer; else the profile's transfer time."""
-    if not bag.isdisjoint(producers):
-        return 0.0
-    return profile.handoff_seconds(count, item.frames, item.height, item.width)
 
 
 def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> float:

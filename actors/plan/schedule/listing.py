@@ -140,8 +140,7 @@ class ListSchedule:
     def _handoff_ready(self, job: PlannedJob, workers: tuple[int, ...]) -> float:
         if job.module != "dit" or not self.handoff:
             return 0.0
-        item = self.problem.items[job.item]
-        delay = self.problem.profile.handoff_seconds(job.count, item.frames, item.height, item.width)
+        delay = self.problem.profile.handoff_seconds(self.problem.items[job.item], job.count)
         bag = set(workers)
         ready = 0.0
         for pred in job.preds:
