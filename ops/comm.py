@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending, Work
+from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending, WaitClock, Work
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class Group:
         self.nodes = (0,) * self.size  # of the members: equal numbers share a node's memory; given by Groups
         self.broken = ""  # why the group can no longer be used
         self.abandoned = False  # a collective may still write into its tensors: do not reuse them
+        self.clock = WaitClock()  # of its generation; given by Groups
         self._process_group = process_group
         self._timeout_seconds = timeout_s
         self._cancel = cancel or CancelToken()
@@ -286,7 +287,7 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self._wait_sliced(pending, begin + self._timeout_seconds)
+            self.clock.waited(lambda: self._wait_sliced(pending, begin + self._timeout_seconds), pending.stream_ordered)
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")
@@ -443,6 +444,7 @@ class Groups:
         self.rank = rank
         self.world = world
         self.generation = generation
+        self.clock = WaitClock()  # of all its groups
         self._store = store
         self._backend = backend
         self._timeout_seconds = timeout_s
@@ -572,6 +574,7 @@ class Groups:
         group = Group(creation.process_group, members, rank, self._timeout_seconds, self._cancel)
         group._store = dist.PrefixStore(name, self._store)
         group.nodes = tuple(self._node_of[member] for member in members)
+        group.clock = self.clock
         return group
 
     def _name(self, members: tuple[int, ...]) -> str:
