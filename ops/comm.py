@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, Pending, Work, first_line
+from ops.waiting import CancelToken, CollectiveProgress, GroupError, Pending, WaitClock, Work, first_line
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -49,15 +49,17 @@ class Group:
         cancel: CancelToken | None = None,
         nodes: tuple[int, ...] = (),
         store: dist.Store | None = None,
+        clock: WaitClock | None = None,
     ) -> None:
         """`nodes` of the members: equal numbers share a node's memory; by default all are on one. `store` is that of
-        the members alone, for `install_default`."""
+        the members alone, for `install_default`; `clock` that of the generation."""
         self.members = members
         self.rank = rank
         self.size = len(members)
         self.nodes = nodes or (0,) * self.size
         self.broken = ""  # why the group can no longer be used
         self.abandoned = False  # a collective may still write into its tensors: do not reuse them
+        self.clock = clock or WaitClock()
         self._process_group = process_group
         self._timeout_seconds = timeout_s
         self._cancel = cancel or CancelToken()
@@ -275,7 +277,7 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self._wait_sliced(pending, begin + self._timeout_seconds)
+            self.clock.waited(lambda: self._wait_sliced(pending, begin + self._timeout_seconds), pending.stream_ordered)
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")

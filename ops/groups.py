@@ -23,7 +23,7 @@ from typing import cast
 import torch.distributed as dist
 
 from ops.comm import Group
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, first_line
+from ops.waiting import CancelToken, CollectiveProgress, GroupError, WaitClock, first_line
 
 _LOOK_S = 0.05  # a cancel is seen within this
 _GRACE_SECONDS = 5.0  # the backend times out this long after us, so that our error names members and collective
@@ -66,6 +66,7 @@ class Groups:
         self.rank = rank
         self.world = world
         self.generation = generation
+        self.clock = WaitClock()  # of all its groups
         self._store = store
         self._backend = backend
         self._timeout_seconds = timeout_s
@@ -199,6 +200,7 @@ class Groups:
             self._cancel,
             nodes=tuple(self._node_of[member] for member in members),
             store=dist.PrefixStore(name, self._store),
+            clock=self.clock,
         )
 
     def _name(self, members: tuple[int, ...]) -> str:

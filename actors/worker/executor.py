@@ -225,6 +225,7 @@ class Executor:
             self.broken = f"finish of step {task.step}: {error!r}"
             raise
         phase_of("done")
+        exposed_s = self.groups.clock.take() if self.groups is not None else 0.0
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
         self.work.spans.append(
@@ -237,6 +238,7 @@ class Executor:
                 end=time.time(),
                 degree=len(self.world),
                 phases=marks,
+                exposed_s=exposed_s,
             )
         )
         return self.work.finished(result)
@@ -335,6 +337,8 @@ class CascadeMeasure:
         if group.size > 1:
             group.barrier(executor.device)
             self._met = executor._watch.mark()
+            if executor.device.type != "cuda":
+                group.clock.take()  # what was waited until here is `wait_s`
         return group
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
@@ -379,6 +383,10 @@ class CascadeMeasure:
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
+        wait_s = executor._watch.seconds(self._came, self._met)
+        exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
+        if executor.device.type == "cuda":
+            exposed_s = max(0.0, exposed_s - wait_s)
         first_here = not self._shapes <= executor._seen
         executor._seen |= self._shapes
         ended = time.time()
@@ -403,7 +411,8 @@ class CascadeMeasure:
                     exceeded_gib=self._exceeded_gib,
                     bag=task.bag,
                     work_s=executor._watch.seconds(self._met, worked),
-                    wait_s=executor._watch.seconds(self._came, self._met),
+                    wait_s=wait_s,
+                    exposed_s=exposed_s,
                     first_here=first_here,
                 )
             )

@@ -43,7 +43,7 @@ from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, nobody
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
+from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
 from actors.worker.meeting import meet, own_shards
 from actors.worker.meter import meter_of, peak_rss_gib, release
 from actors.worker.work_done import FinishedStep
@@ -79,6 +79,7 @@ class Worker:
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
+        self._peak_tflops = peak_tflops(self.device, settings.train)
         self.heartbeat.idle()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -317,6 +318,7 @@ class Worker:
             bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
             item_losses=done.item_losses,
+            peak_tflops=self._peak_tflops,
         )
 
     def _done(self, task: CascadeTask, published: list[EncodeResult]) -> list[PublishedResult]:
