@@ -450,6 +450,8 @@ class Groups:
         self._creations: dict[str, _Creation] = {}  # by name
         self._groups: dict[tuple[int, ...], Group] = {}
         self._lives: dict[tuple[int, ...], int] = {}  # how often a bag has been left: no name is used twice
+        self._left: dict[tuple[int, ...], int] = {}  # collectives of bags before they were left
+        self._counting = threading.Lock()  # a bag that is being left counts once
         self._world: Group | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -490,7 +492,9 @@ class Groups:
         if not self._meet(store, "left", group.rank, group.size):
             self._cancel.check(what)
             raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        del self._groups[members]
+        with self._counting:
+            del self._groups[members]
+            self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
         group.close()
 
@@ -503,9 +507,11 @@ class Groups:
 
     @property
     def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
-        """Per bag, what the watchdog wants to know."""
-        found: dict[tuple[int, ...], CollectiveProgress] = {}
-        for group in self._all():  # the world and a bag of all workers count as one
+        """Per bag, what the watchdog wants to know. Bags that were left stay in it: no count falls in a generation."""
+        with self._counting:
+            found = {members: CollectiveProgress(count, None, 0.0) for members, count in self._left.items()}
+            groups = self._all()
+        for group in groups:  # the world and a bag of all workers count as one
             one, other = group.progress, found.get(group.members)
             if other is not None:
                 waits = one if one.name else other

@@ -450,6 +450,24 @@ def test_a_bag_that_was_left_is_connected_anew_and_the_others_stay() -> None:
     assert found[0] == found[1] == [111.0, 11.0] * 3 + [333.0] and found[2] == [111.0] * 3 + [333.0]
 
 
+def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:
+    """Of waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
+
+    def work(rank: int, groups: Groups) -> list[int]:
+        counts = []
+        for members in ((0, 1, 2), (0, 1, 2), (0, 1) if rank < 2 else (2,)):
+            for _ in range(3):
+                groups.get(members).barrier()
+                counts.append(sum(bag.sequence for bag in groups.progress.values()))
+            groups.leave(members)
+            counts.append(sum(bag.sequence for bag in groups.progress.values()))
+        return counts
+
+    first, second, third = run_ranks(3, work)
+    assert first == second == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9]
+    assert third == [*first[:8], 6, 6, 6, 6]
+
+
 def test_who_leaves_a_bag_waits_for_its_members() -> None:
     """Its memory is free only when nobody uses it any more; a member that never comes is named in time."""
 
