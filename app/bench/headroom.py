@@ -189,8 +189,8 @@ def _planned(
     frames, height, width = shape
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
     dit, vae, text = (
-        found.needs.gib(footprint(module, one, degree if module == "dit" else 1, geometry.tokens)) or 0.0
-        for module in ("dit", "vae", "text")
+        found.needs.gib(footprint(module, one, at, geometry.tokens, found.needs.text_rows)) or 0.0
+        for module, at in (("dit", degree), ("vae", 1), ("text", 1))
     )
     states, host = (replace(found, state=place).states(workers).total for place in PLACES)
     return Figures(states=states, host=host, dit=dit, vae=vae, text=text, communicators=other)
