@@ -33,16 +33,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending, Work
+from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Patience, Pending, Work
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CancelToken", "Cancelled", "CollectiveProgress", "Group", "GroupError", "Groups", "Pending"]
+__all__ = ["CancelToken", "Cancelled", "CollectiveProgress", "Group", "GroupError", "Groups", "Patience", "Pending"]
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
-_GRACE_SECONDS = 5.0  # the backend times out this long after us, so that our error names members and collective
+_GRACE_SECONDS = 5.0  # the backend gives up connecting this long after us, so that our error names the members
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes
 
@@ -69,8 +69,8 @@ class Group:
         self.nodes = (0,) * self.size  # of the members: equal numbers share a node's memory; given by Groups
         self.broken = ""  # why the group can no longer be used
         self.abandoned = False  # a collective may still write into its tensors: do not reuse them
+        self.patience = Patience(limit_s=timeout_s)  # of the waits that begin from now on
         self._process_group = process_group
-        self._timeout_seconds = timeout_s
         self._cancel = cancel or CancelToken()
         self._outstanding: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._progress = CollectiveProgress(0, None, 0.0)
@@ -248,7 +248,7 @@ class Group:
             dist.destroy_process_group()
         backend = "gloo" if self._process_group is None else self._process_group.name()
         store = dist.HashStore() if self._store is None else dist.PrefixStore("default", self._store)
-        timeout = timedelta(seconds=self._timeout_seconds or 60.0)
+        timeout = timedelta(seconds=self.patience.limit_s or 60.0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._is_default = True
 
@@ -286,7 +286,7 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self._wait_sliced(pending, begin + self._timeout_seconds)
+            self._wait_sliced(pending, begin, self.patience)
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")
@@ -300,7 +300,7 @@ class Group:
             self._outstanding.discard(pending)
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
-    def _wait_sliced(self, pending: Pending, deadline: float) -> None:
+    def _wait_sliced(self, pending: Pending, begin: float, patience: Patience) -> None:
         where = f"{pending.name} in group {self.members} (rank {self.rank})"
         while True:
             work = pending.work
@@ -320,10 +320,9 @@ class Group:
                     raise GroupError(f"{where} failed: {_first_line(error)}") from None
             del work
             self._cancel.check(where)
-            if time.monotonic() > deadline:
+            if time.monotonic() > begin + patience.limit_s:
                 raise TimeoutError(
-                    f"{where}: not all members arrived within {self._timeout_seconds:g} s. One of {self.members} is "
-                    f"stuck or dead; raise workers.collective_timeout_s only if a cascade may take this long."
+                    f"{where}: not all members arrived within {patience}. One of {self.members} is stuck or dead."
                 )
 
     def _release(self, why: str) -> None:
@@ -445,7 +444,7 @@ class Groups:
         self.generation = generation
         self._store = store
         self._backend = backend
-        self._timeout_seconds = timeout_s
+        self._patience = Patience(limit_s=timeout_s)
         self._cancel = cancel
         self._creations: dict[str, _Creation] = {}  # by name
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -459,6 +458,12 @@ class Groups:
         self._device = _gloo_device(address) if backend == "gloo" else None
         if backend == "nccl":
             cancel.on_set(self.abort)  # NCCL waits on the device: only aborting the communicator ends them
+
+    def allow(self, patience: Patience) -> None:
+        """How long waits may take that begin from now on, in all bags of this worker."""
+        self._patience = patience
+        for group in self._all():
+            group.patience = patience
 
     def prepare(self, bags: Iterable[tuple[int, ...]]) -> None:
         """Begin to connect these bags in the background, in any order, so that `get` finds them ready."""
@@ -491,7 +496,7 @@ class Groups:
         store = dist.PrefixStore(self._name(members), self._store)
         if not self._meet(store, "left", group.rank, group.size):
             self._cancel.check(what)
-            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
+            raise TimeoutError(f"{what}: not all members came within {self._patience}.")
         with self._counting:
             del self._groups[members]
             self._left[members] = self._left.get(members, 0) + group.progress.sequence
@@ -562,20 +567,21 @@ class Groups:
             return Group.solo(members[0])
         creation = self._create(members, name)
         what = f"connecting bag {members} of generation {self.generation}"
-        deadline = time.monotonic() + self._timeout_seconds
+        patience, begin = self._patience, time.monotonic()
         while not creation.done.wait(_SLICE.total_seconds()):
             self._cancel.check(what)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
+            if time.monotonic() > begin + patience.limit_s:
+                raise TimeoutError(f"{what}: not all members came within {patience}.")
         self._creations.pop(name, None)
         if creation.error is not None:
             self._cancel.check(what)
             raise GroupError(f"{what} failed: {_first_line(creation.error)}")
         if creation.process_group is None:
             self._cancel.check(what)
-            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
+            raise TimeoutError(f"{what}: not all members came within {patience}.")
         rank = members.index(self.rank)
-        group = Group(creation.process_group, members, rank, self._timeout_seconds, self._cancel)
+        group = Group(creation.process_group, members, rank, 0.0, self._cancel)
+        group.patience = self._patience
         group._store = dist.PrefixStore(name, self._store)
         group.nodes = tuple(self._node_of[member] for member in members)
         return group
@@ -600,14 +606,14 @@ class Groups:
     def _make_backend(self, members: tuple[int, ...], name: str, creation: _Creation) -> None:
         # A TCPStore client serves one blocking wait at a time: with its own clone, a bag whose peer is missing does
         # not hold up the others, nor the next generation.
-        timeout = timedelta(seconds=self._timeout_seconds + _GRACE_SECONDS)
+        timeout = timedelta(seconds=self._patience.limit_s + _GRACE_SECONDS)  # to connect, not for collectives
         rank = members.index(self.rank)
         try:
             store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
             if not self._meet(store, "here", rank, len(members)):
                 return
             if self._backend == "nccl":
-                creation.process_group = _make_nccl(store, rank, len(members), timeout)
+                creation.process_group = _make_nccl(store, rank, len(members))
             else:
                 assert self._device is not None
                 creation.process_group = _make_gloo(store, rank, len(members), timeout, self._device)
@@ -624,7 +630,7 @@ class Groups:
         store.set(f"{where}/{rank}", "1")
         here = [f"{where}/{member}" for member in range(size)]
         pause = 0.001
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._patience.limit_s
         while not store.check(here):
             if self._closed or self._cancel.is_set() or time.monotonic() > deadline:
                 return False
@@ -645,12 +651,14 @@ def _make_gloo(
     options._timeout = timeout
     options._devices = [device]
     options._threads = 2
-    return _as_group(dist.ProcessGroupGloo(store, rank, size, options))
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend._set_default_timeout(_PATIENT)  # our own waits end sooner, and their limits follow the plan
+    return _as_group(backend)
 
 
-def _make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _make_nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = _PATIENT  # its watchdog has no limit of its own: the heartbeat's thread keeps that of the plan
     return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
 
 

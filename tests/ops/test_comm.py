@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups
+from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups, Patience
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -282,6 +282,25 @@ def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
     text = run_ranks(2, work, timeout_s=0.6)[0]
     assert "broadcast in group (0, 1) (rank 0)" in text and "within 0.6 s" in text
     assert seen[0].name == "broadcast" and seen[0].sequence == 2 and seen[0].since > 0
+
+
+def test_a_limit_that_follows_the_plan_holds_for_the_next_wait_and_is_named() -> None:
+    def work(rank: int, groups: Groups) -> str:
+        groups.world_group().barrier()
+        if rank == 1:
+            time.sleep(1.0)
+            groups.world_group().barrier()
+            time.sleep(1.5)
+            return ""
+        groups.allow(Patience(limit_s=30.0, why="5 x 6 s of step 7"))
+        groups.world_group().barrier()  # longer than the limit at the beginning
+        groups.allow(Patience(limit_s=0.4, why="5 x 0.08 s of step 8"))
+        with pytest.raises(TimeoutError) as error:
+            groups.world_group().barrier()
+        return str(error.value)
+
+    text = run_ranks(2, work, timeout_s=0.5)[0]
+    assert "within 0.4 s (5 x 0.08 s of step 8). One of (0, 1) is stuck or dead" in text
 
 
 def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
