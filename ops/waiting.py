@@ -91,6 +91,17 @@ class WaitClock:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long one may wait for others before they count as hung. A death is noticed otherwise, and at once."""
+
+    limit_s: float
+    why: str = ""  # where the limit comes from, as a sentence without its full stop
+
+    def __str__(self) -> str:
+        return f"{self.limit_s:g} s ({self.why})" if self.why else f"{self.limit_s:g} s"
+
+
 class Work(Protocol):
     """What a process group of PyTorch returns for a collective."""
 

@@ -24,10 +24,12 @@ from actors.messages import (
     MemoryExceeded,
     OutOfMemory,
     SampleId,
+    Shape,
     Span,
     StaleGeneration,
     StepSample,
     SumStart,
+    shapes_of,
 )
 from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
     from actors.config import TrainConfig
 
 Phase = Callable[[str], None]
-Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
@@ -128,6 +129,10 @@ class Executor:
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
+
+    def _wait_as(self, task: CascadeTask | FinishTask) -> None:
+        if self.groups is not None and task.patience is not None:
+            self.groups.allow(task.patience)
 
     def leave_bag(self, bag: tuple[int, ...]) -> None:
         """Close a bag whose collectives have all ended here; its other members do the same."""
@@ -212,6 +217,7 @@ class Executor:
         Raises StepIncomplete, before the sum, when a cascade that the task names has not run here.
         """
         self.admit(task.generation)
+        self._wait_as(task)
         started = time.time()
         marks: dict[str, float] = {}
         phase_of = _PhaseClock(marks, self.on_phase)
@@ -318,6 +324,7 @@ class CascadeMeasure:
 
     def __enter__(self) -> CascadeMeasure:
         self._executor.admit(self._task.generation)
+        self._executor._wait_as(self._task)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
@@ -442,9 +449,3 @@ class CascadeMeasure:
             peak_gib=peak_gib,
             room_gib=self._room_gib,
         )
-
-
-def shapes_of(task: CascadeTask) -> set[Shape]:
-    """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
-    of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
-    return {(task.module, p.bucket, p.batch if task.module == "vae" else 0, len(task.bag)) for p in task.pieces}
