@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, Pending, Work, first_line
+from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -49,17 +49,19 @@ class Group:
         cancel: CancelToken | None = None,
         nodes: tuple[int, ...] = (),
         store: dist.Store | None = None,
+        clock: WaitClock | None = None,
     ) -> None:
         """`nodes` of the members: equal numbers share a node's memory; by default all are on one. `store` is that of
-        the members alone, for `install_default`."""
+        the members alone, for `install_default`; `clock` that of the generation."""
         self.members = members
         self.rank = rank
         self.size = len(members)
         self.nodes = nodes or (0,) * self.size
         self.broken = ""  # why the group can no longer be used
         self.abandoned = False  # a collective may still write into its tensors: do not reuse them
+        self.clock = clock or WaitClock()
+        self.patience = Patience(limit_s=timeout_s)  # of the waits that begin from now on
         self._process_group = process_group
-        self._timeout_seconds = timeout_s
         self._cancel = cancel or CancelToken()
         self._outstanding: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._progress = CollectiveProgress(0, None, 0.0)
@@ -237,7 +239,7 @@ class Group:
             dist.destroy_process_group()
         backend = "gloo" if self._process_group is None else self._process_group.name()
         store = dist.HashStore() if self._store is None else dist.PrefixStore("default", self._store)
-        timeout = timedelta(seconds=self._timeout_seconds or 60.0)
+        timeout = timedelta(seconds=self.patience.limit_s or 60.0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._is_default = True
 
@@ -275,7 +277,7 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self._wait_sliced(pending, begin + self._timeout_seconds)
+            self.clock.waited(lambda: self._wait_sliced(pending, begin, self.patience), pending.stream_ordered)
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")
@@ -289,7 +291,7 @@ class Group:
             self._outstanding.discard(pending)
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
-    def _wait_sliced(self, pending: Pending, deadline: float) -> None:
+    def _wait_sliced(self, pending: Pending, begin: float, patience: Patience) -> None:
         where = f"{pending.name} in group {self.members} (rank {self.rank})"
         while True:
             work = pending.work
@@ -309,10 +311,9 @@ class Group:
                     raise GroupError(f"{where} failed: {first_line(error)}") from None
             del work
             self._cancel.check(where)
-            if time.monotonic() > deadline:
+            if time.monotonic() > begin + patience.limit_s:
                 raise TimeoutError(
-                    f"{where}: not all members arrived within {self._timeout_seconds:g} s. One of {self.members} is "
-                    f"stuck or dead; raise workers.collective_timeout_s only if a cascade may take this long."
+                    f"{where}: not all members arrived within {patience}. One of {self.members} is stuck or dead."
                 )
 
     def _release(self, why: str) -> None:

@@ -23,10 +23,11 @@ from typing import cast
 import torch.distributed as dist
 
 from ops.comm import Group
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, first_line
+from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, first_line
 
 _LOOK_S = 0.05  # a cancel is seen within this
-_GRACE_SECONDS = 5.0  # the backend times out this long after us, so that our error names members and collective
+_GRACE_SECONDS = 5.0  # the backend gives up connecting this long after us, so that our error names the members
+_PATIENT = timedelta(hours=6)
 
 
 @dataclass
@@ -66,13 +67,16 @@ class Groups:
         self.rank = rank
         self.world = world
         self.generation = generation
+        self.clock = WaitClock()  # of all its groups
         self._store = store
         self._backend = backend
-        self._timeout_seconds = timeout_s
+        self._patience = Patience(limit_s=timeout_s)
         self._cancel = cancel
         self._creations: dict[str, _Creation] = {}  # by name
         self._groups: dict[tuple[int, ...], Group] = {}
         self._lives: dict[tuple[int, ...], int] = {}  # how often a bag has been left: no name is used twice
+        self._left: dict[tuple[int, ...], int] = {}  # collectives of bags before they were left
+        self._counting = threading.Lock()  # a bag that is being left counts once
         self._world: Group | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -80,6 +84,12 @@ class Groups:
         self._device = _gloo_device(address) if backend == "gloo" else None
         if backend == "nccl":
             cancel.on_set(self.abort)  # NCCL waits on the device: only aborting the communicator ends them
+
+    def allow(self, patience: Patience) -> None:
+        """How long waits may take that begin from now on, in all bags of this worker."""
+        self._patience = patience
+        for group in self._all():
+            group.patience = patience
 
     def prepare(self, bags: Iterable[tuple[int, ...]]) -> None:
         """Begin to connect these bags in the background, in any order, so that `get` finds them ready."""
@@ -112,8 +122,10 @@ class Groups:
         store = dist.PrefixStore(self._name(members), self._store)
         if not self._meet(store, "left", group.rank, group.size):
             self._cancel.check(what)
-            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        del self._groups[members]
+            raise TimeoutError(f"{what}: not all members came within {self._patience}.")
+        with self._counting:
+            del self._groups[members]
+            self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
         group.close()
 
@@ -126,9 +138,11 @@ class Groups:
 
     @property
     def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
-        """Per bag, what the watchdog wants to know."""
-        found: dict[tuple[int, ...], CollectiveProgress] = {}
-        for group in self._all():  # the world and a bag of all workers count as one
+        """Per bag, what the watchdog wants to know. Bags that were left stay in it: no count falls in a generation."""
+        with self._counting:
+            found = {members: CollectiveProgress(count, None, 0.0) for members, count in self._left.items()}
+            groups = self._all()
+        for group in groups:  # the world and a bag of all workers count as one
             one, other = group.progress, found.get(group.members)
             if other is not None:
                 waits = one if one.name else other
@@ -179,27 +193,30 @@ class Groups:
             return Group.solo(members[0])
         creation = self._create(members, name)
         what = f"connecting bag {members} of generation {self.generation}"
-        deadline = time.monotonic() + self._timeout_seconds
+        patience, begin = self._patience, time.monotonic()
         while not creation.done.wait(_LOOK_S):
             self._cancel.check(what)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
+            if time.monotonic() > begin + patience.limit_s:
+                raise TimeoutError(f"{what}: not all members came within {patience}.")
         self._creations.pop(name, None)
         if creation.error is not None:
             self._cancel.check(what)
             raise GroupError(f"{what} failed: {first_line(creation.error)}")
         if creation.process_group is None:
             self._cancel.check(what)
-            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        return Group(
+            raise TimeoutError(f"{what}: not all members came within {patience}.")
+        group = Group(
             creation.process_group,
             members,
             members.index(self.rank),
-            self._timeout_seconds,
+            0.0,
             self._cancel,
             nodes=tuple(self._node_of[member] for member in members),
             store=dist.PrefixStore(name, self._store),
+            clock=self.clock,
         )
+        group.patience = self._patience
+        return group
 
     def _name(self, members: tuple[int, ...]) -> str:
         life = self._lives.get(members, 0)
@@ -221,14 +238,14 @@ class Groups:
     def _make_backend(self, members: tuple[int, ...], name: str, creation: _Creation) -> None:
         # A TCPStore client serves one blocking wait at a time: with its own clone, a bag whose peer is missing does
         # not hold up the others, nor the next generation.
-        timeout = timedelta(seconds=self._timeout_seconds + _GRACE_SECONDS)
+        timeout = timedelta(seconds=self._patience.limit_s + _GRACE_SECONDS)  # to connect, not for collectives
         rank = members.index(self.rank)
         try:
             store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
             if not self._meet(store, "here", rank, len(members)):
                 return
             if self._backend == "nccl":
-                creation.process_group = _make_nccl(store, rank, len(members), timeout)
+                creation.process_group = _make_nccl(store, rank, len(members))
             else:
                 assert self._device is not None
                 creation.process_group = _make_gloo(store, rank, len(members), timeout, self._device)
@@ -245,7 +262,7 @@ class Groups:
         store.set(f"{where}/{rank}", "1")
         here = [f"{where}/{member}" for member in range(size)]
         pause = 0.001
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._patience.limit_s
         while not store.check(here):
             if self._closed or self._cancel.is_set() or time.monotonic() > deadline:
                 return False
@@ -266,12 +283,14 @@ def _make_gloo(
     options._timeout = timeout
     options._devices = [device]
     options._threads = 2
-    return _as_group(dist.ProcessGroupGloo(store, rank, size, options))
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend._set_default_timeout(_PATIENT)  # our own waits end sooner, and their limits follow the plan
+    return _as_group(backend)
 
 
-def _make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _make_nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = _PATIENT  # its watchdog has no limit of its own: the heartbeat's thread keeps that of the plan
     return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
 
 

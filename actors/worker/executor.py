@@ -24,10 +24,12 @@ from actors.messages import (
     MemoryExceeded,
     OutOfMemory,
     SampleId,
+    Shape,
     Span,
     StaleGeneration,
     StepSample,
     SumStart,
+    shapes_of,
 )
 from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
     from actors.config import TrainConfig
 
 Phase = Callable[[str], None]
-Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
@@ -128,6 +129,10 @@ class Executor:
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
+
+    def _wait_as(self, task: CascadeTask | FinishTask) -> None:
+        if self.groups is not None and task.patience is not None:
+            self.groups.allow(task.patience)
 
     def leave_bag(self, bag: tuple[int, ...]) -> None:
         """Close a bag whose collectives have all ended here; its other members do the same."""
@@ -212,6 +217,7 @@ class Executor:
         Raises StepIncomplete, before the sum, when a cascade that the task names has not run here.
         """
         self.admit(task.generation)
+        self._wait_as(task)
         started = time.time()
         marks: dict[str, float] = {}
         phase_of = _PhaseClock(marks, self.on_phase)
@@ -225,6 +231,7 @@ class Executor:
             self.broken = f"finish of step {task.step}: {error!r}"
             raise
         phase_of("done")
+        exposed_s = self.groups.clock.take() if self.groups is not None else 0.0
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
         self.work.spans.append(
@@ -237,6 +244,7 @@ class Executor:
                 end=time.time(),
                 degree=len(self.world),
                 phases=marks,
+                exposed_s=exposed_s,
             )
         )
         return self.work.finished(result)
@@ -316,6 +324,7 @@ class CascadeMeasure:
 
     def __enter__(self) -> CascadeMeasure:
         self._executor.admit(self._task.generation)
+        self._executor._wait_as(self._task)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
@@ -335,6 +344,8 @@ class CascadeMeasure:
         if group.size > 1:
             group.barrier(executor.device)
             self._met = executor._watch.mark()
+            if executor.device.type != "cuda":
+                group.clock.take()  # what was waited until here is `wait_s`
         return group
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
@@ -379,6 +390,10 @@ class CascadeMeasure:
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
+        wait_s = executor._watch.seconds(self._came, self._met)
+        exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
+        if executor.device.type == "cuda":
+            exposed_s = max(0.0, exposed_s - wait_s)
         first_here = not self._shapes <= executor._seen
         executor._seen |= self._shapes
         ended = time.time()
@@ -403,7 +418,8 @@ class CascadeMeasure:
                     exceeded_gib=self._exceeded_gib,
                     bag=task.bag,
                     work_s=executor._watch.seconds(self._met, worked),
-                    wait_s=executor._watch.seconds(self._came, self._met),
+                    wait_s=wait_s,
+                    exposed_s=exposed_s,
                     first_here=first_here,
                 )
             )
@@ -433,9 +449,3 @@ class CascadeMeasure:
             peak_gib=peak_gib,
             room_gib=self._room_gib,
         )
-
-
-def shapes_of(task: CascadeTask) -> set[Shape]:
-    """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
-    of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
-    return {(task.module, p.bucket, p.batch if task.module == "vae" else 0, len(task.bag)) for p in task.pieces}

@@ -10,9 +10,11 @@ from torch import nn
 
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
+from actors.plan.devices import device_speed
 from actors.plan.places import state_place
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
+from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.folders import resolve
@@ -55,6 +57,14 @@ class FirstWeights:
         if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
             return initial_shard(named, lo, hi)
         return initial_shard(named, lo, hi, first_values(config, self._seed))
+
+
+def peak_tflops(device: torch.device, train: TrainConfig) -> float:
+    """Of a worker's device in the precision in which the DiT multiplies: from the table of devices, else measured."""
+    precision = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
+    if device.type == "cuda" and (known := device_speed(torch.cuda.get_device_name(device))) is not None:
+        return known.peak_tflops(precision)
+    return matmul_tflops(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)
 
 
 def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:

@@ -24,7 +24,7 @@ import typer
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
 from actors.plan.places import StatePlace
-from actors.plan.types import USABLE
+from actors.plan.types import USABLE, Module
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communicators_gib, forecast
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
@@ -188,9 +188,10 @@ def _planned(
 ) -> Figures:
     frames, height, width = shape
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
+    at: tuple[tuple[Module, int], ...] = (("dit", degree), ("vae", 1), ("text", 1))
     dit, vae, text = (
-        found.needs.gib(footprint(module, one, degree if module == "dit" else 1, geometry.tokens)) or 0.0
-        for module in ("dit", "vae", "text")
+        found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs.text_rows)) or 0.0
+        for module, bag in at
     )
     states, host = (replace(found, state=place).states(workers).total for place in PLACES)
     return Figures(states=states, host=host, dit=dit, vae=vae, text=text, communicators=other)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ops.comm import Group
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -286,6 +286,25 @@ def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
     assert seen[0].name == "broadcast" and seen[0].sequence == 2 and seen[0].since > 0
 
 
+def test_a_limit_that_follows_the_plan_holds_for_the_next_wait_and_is_named() -> None:
+    def work(rank: int, groups: Groups) -> str:
+        groups.world_group().barrier()
+        if rank == 1:
+            time.sleep(1.0)
+            groups.world_group().barrier()
+            time.sleep(1.5)
+            return ""
+        groups.allow(Patience(limit_s=30.0, why="5 x 6 s of step 7"))
+        groups.world_group().barrier()  # longer than the limit at the beginning
+        groups.allow(Patience(limit_s=0.4, why="5 x 0.08 s of step 8"))
+        with pytest.raises(TimeoutError) as error:
+            groups.world_group().barrier()
+        return str(error.value)
+
+    text = run_ranks(2, work, timeout_s=0.5)[0]
+    assert "within 0.4 s (5 x 0.08 s of step 8). One of (0, 1) is stuck or dead" in text
+
+
 def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
     token = CancelToken()
     groups = Groups(dist.HashStore(), 0, (0, 1), "gloo", 3, 0.3, token, "127.0.0.1")
@@ -452,6 +471,24 @@ def test_a_bag_that_was_left_is_connected_anew_and_the_others_stay() -> None:
 
     found = run_ranks(3, work)
     assert found[0] == found[1] == [111.0, 11.0] * 3 + [333.0] and found[2] == [111.0] * 3 + [333.0]
+
+
+def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:
+    """Of waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
+
+    def work(rank: int, groups: Groups) -> list[int]:
+        counts = []
+        for members in ((0, 1, 2), (0, 1, 2), (0, 1) if rank < 2 else (2,)):
+            for _ in range(3):
+                groups.get(members).barrier()
+                counts.append(sum(bag.sequence for bag in groups.progress.values()))
+            groups.leave(members)
+            counts.append(sum(bag.sequence for bag in groups.progress.values()))
+        return counts
+
+    first, second, third = run_ranks(3, work)
+    assert first == second == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9]
+    assert third == [*first[:8], 6, 6, 6, 6]
 
 
 def test_who_leaves_a_bag_waits_for_its_members() -> None:

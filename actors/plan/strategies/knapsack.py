@@ -117,17 +117,21 @@ def _units(problem: Problem, step: int) -> list[Unit]:
 def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
     kinds = sorted(set(sizes))
     costs = np.full((len(units), len(kinds)), np.inf)
-    tokens = np.zeros(len(units))
     for row, unit in enumerate(units):
-        item = problem.items[unit.key]
-        tokens[row] = unit.count * (item.text_tokens + problem.profile.tokens(item.frames, item.height, item.width))
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
             if seconds is not None:
                 costs[row, column] = seconds
-    memory, limit = problem.profile.memory, problem.profile.gpu_memory_gib
+    profile, needs = problem.profile, problem.profile.needs
+    share = needs.text_share(max(sizes))
+    tokens = np.zeros(len(units))
+    for row, unit in enumerate(units):
+        item = problem.items[unit.key]
+        visual = profile.tokens(item.frames, item.height, item.width)
+        tokens[row] = unit.count * (share * item.text_tokens + visual)
+    memory, limit = profile.memory, profile.gpu_memory_gib
     caps = [(limit - memory[0]) / memory[1]] if memory is not None and limit is not None else []
-    rows = problem.profile.needs.most_rows(problem.room_gib)
+    rows = needs.most_rows(problem.room_gib)
     caps += [rows] if rows < np.inf else []
     return rule(costs, sizes, tokens, min(caps, default=None))
 
