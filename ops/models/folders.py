@@ -69,7 +69,7 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
     folder = text_folder(text)
     if text.recipe is None:
         return {"text_encoder": folder, "tokenizer": tokenizer_of(folder)}
-    found = {}
+    found: dict[str, Path] = {}
     for parts, encoder in ((text.recipe.states_parts, folder), (text.recipe.pooled_parts, pooled_text_folder(text))):
         found |= {parts[0]: encoder, parts[1]: tokenizer_of(encoder, parts[1])}
     return found

@@ -166,7 +166,7 @@ _ENDINGS = {A: A, B: B, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": 
 
 def _by_our_names(stored: Mapping[str, Tensor], layers: Sequence[str], config: DiTConfig) -> dict[str, Tensor]:
     """What a file holds, under our names; layers that this model does not have keep theirs."""
-    ours = {}
+    ours: dict[str, str] = {}
     for layer, original in _originals(layers, config).items():
         ours |= {f"diffusion_model.{original}": layer, f"lora_unet_{original.replace('.', '_')}": layer}
     found = {}

@@ -137,7 +137,9 @@ class DiffusersVAE:
         """`run` on [B, C, T, H, W], for a class of pictures on each frame by itself."""
         if not self._of_pictures:
             return run(clips)
-        return run(clips.transpose(1, 2).flatten(0, 1)).unflatten(0, (len(clips), -1)).transpose(1, 2)
+        frames = run(clips.transpose(1, 2).flatten(0, 1))
+        found: Tensor = frames.unflatten(0, (len(clips), -1)).transpose(1, 2)
+        return found
 
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
         frames, height, width = shape
