@@ -12,6 +12,7 @@ import typer
 
 from app.commands.bench import app as bench_app
 from app.commands.compare import compare
+from app.commands.convert import convert
 from app.commands.data import app as data_app
 from app.commands.export import export
 from app.commands.families import families
@@ -31,7 +32,7 @@ app = typer.Typer(
     help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
     epilog="Add --debug to any command to see the traceback of an error.",
 )
-for _command in (train, plan, profile, sample, export, report, compare, families):
+for _command in (train, plan, profile, sample, export, convert, report, compare, families):
     app.command()(_command)
 app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
 app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")

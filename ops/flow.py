@@ -71,11 +71,6 @@ def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0) -> list[fl
     return [shift(first * (1 - index / steps), flow_shift) for index in range(steps + 1)]
 
 
-def interpolate(latent: Tensor, noise: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-    """The noisy latent and the target of the prediction, both shaped like `latent` [C, t, h, w] or its tokens."""
-    return torch.lerp(latent, noise, sigma), noise - latent
-
-
 def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
     """This rank's part of sum_s weights[s] * mean squared error of sequence s.
 

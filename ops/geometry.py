@@ -36,6 +36,14 @@ class Geometry:
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Token (t, h, w) of a clip: the latent grid divided by the patch."""
         grid = self.latent_grid(frames, height, width)
+        if grid[0] % self.patch[0]:
+            unit = self.vae_stride[0] * self.patch[0]
+            first = (self.patch[0] - 1) * self.vae_stride[0] + 1 if self.causal else unit
+            fewer = first + max(frames - first, 0) // unit * unit
+            raise ValueError(
+                f"{frames} frames are {grid[0]} latent frames, which do not divide into patches of {self.patch[0]}. "
+                f"Use {fewer} or {fewer + unit}."
+            )
         if any(size % patch for size, patch in zip(grid, self.patch, strict=True)):
             raise ValueError(
                 f"latent grid {grid} of {frames}x{height}x{width} is not a multiple of patch "

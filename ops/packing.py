@@ -178,6 +178,12 @@ class Layout:
         return Segments.packed(lengths, [*range(len(self))] * 2, device=self.device)
 
     @cached_property
+    def stream_segments(self) -> Segments:
+        """The same where video and text have modulation rows of their own, those of the text behind the others."""
+        lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
+        return Segments.packed(lengths, device=self.device)
+
+    @cached_property
     def local_lengths(self) -> Lengths:
         """Lengths of this rank's chunks: the queries of cross-attention."""
         return Lengths.of(self._chunks[self.rank].tolist(), self.device)

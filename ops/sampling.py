@@ -1,4 +1,4 @@
-"""Euler sampling of the flow with classifier-free guidance, on packed sequences and any bag of workers.
+"""Sampling with classifier-free guidance, on packed sequences and any bag of workers: Euler steps of the flow, or DDIM.
 
     requests = [Request(text=text.encode(["a red disc"])[0], frames=17, height=64, width=96, seed=0)]
     latents = sample_latents(dit, requests, text.encode([""])[0], geometry, SamplerConfig(), group)
@@ -9,6 +9,7 @@ A request's result depends on its own seed alone, not on its neighbours in the b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ops.comm import Group
 from ops.conditions import Conditions
 from ops.config import TokenShift
 from ops.geometry import Geometry
+from ops.objective import ddim_steps
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
 
@@ -115,13 +117,12 @@ def sample_latents(
         plain = _Prompts.of(grids, requests, negatives, vectors, None, group, device)
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
-    sigmas = torch.tensor([_schedule(config, length) for length in prompt.layout.lengths], dtype=torch.float64)
+    schedules = [_steps(config, length, dit.config.diffusion) for length in prompt.layout.lengths]  # type: ignore[union-attr, arg-type]
     cast = torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext()
     with _evaluating(dit), _evaluating(low.dit if low else dit), cast:
-        for index, (sigma, following) in enumerate(pairwise(sigmas.T)):
-            timesteps = sigma * config.num_train_timesteps
-            timesteps = (timesteps.floor() if config.wan_steps else timesteps).to(device, torch.float32)
-            change = (following - sigma).to(device, torch.float32)[prompt.layout.seq_index, None]
+        for index, steps in enumerate(zip(*schedules, strict=True)):
+            timesteps, keep, change = torch.tensor(steps, dtype=torch.float64).to(device, torch.float32).T
+            keep, change = keep[prompt.layout.seq_index, None], change[prompt.layout.seq_index, None]
             if prompt.layout.has_clean_frames:
                 change = change * prompt.layout.noisy_rows[:, None]
             chosen = _expert(dit, low, timesteps, config)
@@ -129,7 +130,7 @@ def sample_latents(
             if plain is not None:
                 base = _velocity(chosen, x, timesteps, plain, group)
                 velocity = base + config.guidance_scale * (velocity - base)
-            x = x + change * velocity
+            x = keep * x + change * velocity
             if progress is not None:
                 progress(index + 1)
     return [
@@ -149,10 +150,16 @@ def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, confi
     return low.dit if all(below) else dit
 
 
-def _schedule(config: SamplerConfig, tokens: int) -> list[float]:
+def _steps(config: SamplerConfig, tokens: int, snr_shift: float | None) -> list[tuple[float, float, float]]:
+    """Of a clip of so many tokens, for each step: the time, and x becomes keep * x + change * prediction."""
+    if snr_shift is not None:
+        return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, snr_shift)]
     first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
     shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
-    return flow.sigma_schedule(config.steps, shift, first)
+    sigmas = flow.sigma_schedule(config.steps, shift, first)
+    times = [sigma * config.num_train_timesteps for sigma in sigmas]
+    times = [math.floor(time) for time in times] if config.wan_steps else times
+    return [(time, 1.0, after - sigma) for time, (sigma, after) in zip(times, pairwise(sigmas))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.flow import flow_loss
 from ops.noise import NoiseKey, rows
+from ops.objective import Objective
 from ops.packing import Layout
 
 
@@ -25,7 +26,7 @@ class NoisyClip:
     rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
     text: Tensor  # [text tokens, E], whole
     noise: NoiseKey
-    sigma: float
+    level: float  # of noise, as the objective draws it
     weight: float  # share of the step's loss; 0 for a clip that did not decode
 
 
@@ -46,7 +47,7 @@ def train_pass(
     group: Group,
     *,
     latent_width: int,
-    num_train_timesteps: int,
+    objective: Objective,
     dtype: torch.dtype,
     autocast: bool,
     phase: Callable[[str], None] = lambda name: None,
@@ -63,19 +64,19 @@ def train_pass(
     for i, clip in enumerate(clips):
         noise = rows(clip.noise, layout.chunk(i), latent_width, device).to(dtype)
         clean, told = clip.rows.split((latent_width, clip.rows.shape[1] - latent_width), dim=1)
-        mixed = (1 - clip.sigma) * clean + clip.sigma * noise
+        mixed = objective.noisy(clip.level, clean, noise)
         given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
         mixed[:given] = clean[:given]
         noisy.append(torch.cat([mixed, told], dim=1) if told.shape[1] else mixed)
-        target.append(noise - clean)
+        target.append(objective.target(clip.level, clean, noise))
     tokens, wanted = torch.cat(noisy), torch.cat(target)
-    sigmas = torch.tensor([clip.sigma for clip in clips], dtype=dtype, device=device)
+    times = objective.times(torch.tensor([clip.level for clip in clips], dtype=dtype, device=device))
     weights = torch.tensor([clip.weight for clip in clips], dtype=dtype, device=device)
     del noisy, target
     phase("forward")
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         text = torch.cat([clip.text for clip in clips])
-        predicted = dit(tokens, sigmas * num_train_timesteps, text, layout, group, conditions)
+        predicted = dit(tokens, times, text, layout, group, conditions)
     predicted = predicted.to(dtype)
     loss = flow_loss(predicted, wanted, layout, weights)
     phase("backward")

@@ -318,10 +318,14 @@ def _tagged(members: Sequence[type[DataclassInstance]], node: Node, names: Names
     chosen = _choice(list(by_value), children[tag], f"{path}.{tag}") if tag in children else next(iter(by_value))
     own = settings[by_value[chosen]]
     strangers = set(children) - set(own)
-    for value, key in ((value, key) for value, member in by_value.items() for key in strangers & set(settings[member])):
-        if plain(children[key]) != as_plain(settings[by_value[value]][key].default):
+    for key in sorted(strangers):
+        defaults = {
+            value: settings[member][key].default for value, member in by_value.items() if key in settings[member]
+        }
+        if defaults and plain(children[key]) not in [as_plain(default) for default in defaults.values()]:
+            owners = " or ".join(map(str, defaults))
             raise ConfigError(
-                f"{path}.{key} is a setting of {tag} {value}{children[key].at()}; {path}.{tag} is {chosen}."
+                f"{path}.{key} is a setting of {tag} {owners}{children[key].at()}; {path}.{tag} is {chosen}."
             )
     elsewhere = {key for key in strangers if any(key in fields for fields in settings.values())}
     if elsewhere:

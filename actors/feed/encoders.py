@@ -14,7 +14,7 @@ from data.decode import caption_or_empty
 from data.types import DataItem, DecodeJob
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
-from ops.models.folders import all_text_folders, component
+from ops.models.folders import component, text_parts
 
 ENCODED: tuple[Module, ...] = ("text", "vae")
 _READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
@@ -41,7 +41,7 @@ class Encoders:
         Without names no file is read; only a cache needs names.
         """
         vae_folders = [component(model.vae.path, "vae")] if named and model.vae.path else []
-        text_folders = all_text_folders(model.text) if named and model.text.path else []
+        text_folders = list(text_parts(model.text).values()) if named and model.text.path else []
         vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
         frame = FirstFrame.of(model)
         if frame.channels:  # the result holds what is told of the first frame, too
@@ -65,7 +65,7 @@ class Encoders:
             latent_tail=frame.tail,
             text_width=model.text.d_model,
             most_text=model.text.most_tokens + model.text.tail,
-            least_text=model.text.pad_to,
+            least_text=model.text.least_tokens,
         )
 
 

@@ -39,11 +39,12 @@ from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
-from ops.flow import draw_sigma, is_first_frame_given, sequence_losses
+from ops.flow import is_first_frame_given, sequence_losses
 from ops.groups import Groups
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.noise import NoiseKey
+from ops.objective import objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
@@ -83,6 +84,7 @@ class Executor:
         self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
         self.meter, self.name = meter or Unmetered(), name
         self.frame = FirstFrame.of(modules.config)
+        self.objective = objective_of(modules.config.dit.diffusion, train.flow)
         self.store = EncodeStore()
         self.generation = -1
         self.groups: Groups | None = None
@@ -201,7 +203,7 @@ class Executor:
                 layout,
                 group,
                 latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
-                num_train_timesteps=self.train.flow.num_train_timesteps,
+                objective=self.objective,
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
                 phase=measure.phase,
@@ -272,13 +274,13 @@ class Executor:
 
     def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
         """The samples' random draws, which depend on seed, step and sample alone."""
-        flow, seed, sigmas = self.train.flow, self.train.seed, self.modules.config.dit.sigmas
+        seed, sigmas = self.train.seed, self.modules.config.dit.sigmas
         return [
             NoisyClip(
                 rows=rows,
                 text=text,
                 noise=NoiseKey.of(seed, sample.step, sample.key),
-                sigma=draw_sigma(flow, seed, sample.step, sample.key, math.prod(sample.grid), sigmas),
+                level=self.objective.draw(seed, sample.step, sample.key, math.prod(sample.grid), sigmas),
                 weight=sample.weight if good else 0.0,
             )
             for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True)

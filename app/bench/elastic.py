@@ -259,18 +259,21 @@ def _loss(dit: nn.Module, vae: VAE, text: TextEncoder, batch: Batch, model: Mode
     import torch
 
     from ops.comm import Group
+    from ops.conditions import Conditions
+    from ops.models.text_pair import split
     from ops.packing import Layout, Sequence, patchify
 
     with torch.no_grad():
         rows = [patchify(latent, model.dit.patch) for latent in vae.encode(torch.from_numpy(batch.video.copy()))]
-        words = text.encode(list(batch.captions))
+        words, pooled = split(text.encode(list(batch.captions)), model.text)
     t, h, w = batch.video.shape[1:4]
     grid = ((t - 1) // 4 + 1, h // 16, w // 16)
     layout = Layout([Sequence(grid, len(one)) for one in words])
     clean = torch.cat(rows)
     noise = torch.randn_like(clean)
+    told = Conditions(pooled=pooled)
     predicted: Tensor = dit(
-        (clean + noise) / 2, torch.full((len(words),), 500.0), torch.cat(words), layout, Group.solo()
+        (clean + noise) / 2, torch.full((len(words),), 500.0), torch.cat(words), layout, Group.solo(), told
     )
     return (predicted - (noise - clean)).square().mean() / len(words)
 

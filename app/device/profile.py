@@ -191,7 +191,7 @@ class Bench:
         import torch
 
         from ops.comm import Group
-        from ops.conditions import NOTHING, Conditions
+        from ops.conditions import Conditions
         from ops.flow import flow_loss
         from ops.packing import Layout, Sequence
 
@@ -207,10 +207,13 @@ class Bench:
         times = torch.full((shape.batch,), 500.0, device=self.device)
         weights = torch.full((shape.batch,), 1.0 / shape.batch, device=self.device)
         dtype = next(self.dit.parameters()).dtype
-        told = NOTHING
+        image = pooled = None
         if self.image is not None:
-            rows = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
-            told = Conditions(image=rows.to(self.device, dtype))
+            image = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
+            image = image.to(self.device, dtype)
+        if self.model.text.pooled:
+            pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)
+        told = Conditions(image=image, pooled=pooled)
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
 
         def work() -> None:

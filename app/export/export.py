@@ -30,11 +30,13 @@ from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import component, dit_json, read_json, resolve
 from ops.models.load import build_dit
-from ops.models.lora import for_diffusers, lora_scale, merged
+from ops.models.lora import for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.weights import write_folder
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
+
+COMFYUI_FILE = "comfyui_lora_weights.safetensors"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -123,6 +125,8 @@ def _fill(
     )
     if resolved.dit.lora_rank:
         parts.origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
+        if (work / COMFYUI_FILE).is_file():
+            parts.origins[COMFYUI_FILE] = "the same by their original names, as ComfyUI reads them"
     parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
     if (growing := config.train.flow.token_shift) is not None and base is None and not family.shifts_by_tokens:
         parts.notes.append(
@@ -158,6 +162,8 @@ def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool)
         return state
     file = "pytorch_lora_weights.safetensors"
     save_file(for_diffusers(state, lora_scale(dit)), work / file, metadata={"format": "pt"})
+    if original := for_comfyui(state, dit):
+        save_file(original, work / COMFYUI_FILE, metadata={"format": "pt"})
     return merged(state, lora_scale(dit))
 
 

@@ -12,7 +12,7 @@ from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
-from ops.models.folders import all_text_folders, component, read_json, tokenizer_of
+from ops.models.folders import component, read_json, text_parts, tokenizer_of
 from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.models.text_pair import recipe_of, save_random_pair, text_classes
@@ -96,7 +96,7 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
 
 def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     text = config.model.text
-    if text.kind == "hunyuan":
+    if text.recipe:
         _text_pair(work, text, parts)
         return
     if not text.path:
@@ -123,21 +123,23 @@ def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
 
 
 def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
-    """HunyuanVideo's two text encoders and their tokenizers."""
+    """The two text encoders of a family and their tokenizers."""
     for part, name in text_classes(text).items():
         parts.index[part] = ["transformers", name]
     if text.path:
-        names = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-        for part, folder in zip(names, all_text_folders(text), strict=True):
+        for part, folder in text_parts(text).items():
             parts.origins[part] = f"{link_tree(folder, work / part)} from {folder}"
         return
     save_random_pair(text, work)
     recipe = recipe_of(text)
     for part in text_classes(text):
         parts.origins[part] = f"random pair over bytes of seed {text.seed}"
+    template = (
+        f'prompt_template={{"template": "{recipe.template}", "crop_start": {recipe.crop}}} and ' if recipe.crop else ""
+    )
     parts.notes.append(
-        f"the text encoders are the untrained ones of the run; call the pipeline with prompt_template="
-        f'{{"template": "{recipe.template}", "crop_start": {recipe.crop}}} and max_sequence_length={text.max_length}.'
+        f"the text encoders are the untrained ones of the run; call the pipeline with {template}"
+        f"max_sequence_length={text.max_length}."
     )
 
 
@@ -167,11 +169,13 @@ def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     import diffusers
 
     flow = config.train.flow
-    chosen = FAMILIES[config.model.dit.architecture].scheduler(flow)
+    chosen = FAMILIES[config.model.dit.architecture].scheduler(config.model.dit, flow)
     scheduler = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")
     parts.index["scheduler"] = ["diffusers", chosen.name]
-    parts.origins["scheduler"] = f"Euler, flow shift {flow.flow_shift:g}"
+    diffusion = config.model.dit.diffusion
+    how = f"Euler, flow shift {flow.flow_shift:g}" if diffusion is None else f"DDIM, SNR shift {diffusion:g}"
+    parts.origins["scheduler"] = how
 
 
 def other_expert(work: Path, trained: DiTConfig, source: Path | None, parts: FrozenParts) -> None:

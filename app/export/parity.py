@@ -70,7 +70,7 @@ def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[nn.Module,
 def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
     """A random sample that the Diffusers class and ours compute alike."""
     generator = torch.Generator().manual_seed(0)
-    size = [length * patch for length, patch in zip(_GRID, config.patch, strict=True)]
+    size = [length * patch for length, patch in zip(_grid(config), config.patch, strict=True)]
     text = FAMILIES[config.architecture].parity_text(config)
     image = torch.randn(_IMAGE_TOKENS, config.image_width, generator=generator) if config.image_width else None
     return ParitySample(
@@ -82,15 +82,20 @@ def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
     )
 
 
+def _grid(config: DiTConfig) -> tuple[int, int, int]:
+    return (1, *_GRID[1:]) if config.images_only else _GRID
+
+
 def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:
     """[C_out, t, h, w] by our transformer."""
     config = module.config
     assert isinstance(config, DiTConfig)
     image = 0 if sample.conditions.image is None else len(sample.conditions.image)
-    layout = Layout([Sequence(_GRID, len(sample.text), image, sample.clean_frames)])
+    grid = _grid(config)
+    layout = Layout([Sequence(grid, len(sample.text), image, sample.clean_frames)])
     rows = patchify(sample.latent, config.patch)
     tokens = module(rows, sample.timestep, sample.text, layout, Group.solo(), sample.conditions)
-    return unpatchify(tokens, _GRID, config.patch, config.out_channels)
+    return unpatchify(tokens, grid, config.patch, config.out_channels)
 
 
 def their_velocity(reference: nn.Module, config: DiTConfig, sample: ParitySample) -> Tensor:

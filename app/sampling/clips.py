@@ -72,7 +72,7 @@ class ClipSettings:
             wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
         )
         return ClipSettings(
-            frames=sample.frames,
+            frames=1 if config.model.dit.images_only else sample.frames,
             height=sample.height,
             width=sample.width,
             fps=sample.fps,

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, first_frames, make_clips, write_clips
 from app.sampling.model import checkpoint_folder, config_of, is_export, load_model, one_checkpoint
+from ops.models.config import TextConfig
+from ops.models.load import token_counter
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
 
@@ -46,11 +48,15 @@ def run(
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
     config, geometry = config_of(checkpoint)
+    if config.model.dit.images_only and changes.frames not in (None, 1):
+        raise ConfigError(f"--frames is {changes.frames}, and this transformer makes pictures; leave it out.")
     prompts = prompts or config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     settings = ClipSettings.of(config).changed(changes)
     first = first_frames(config, prompts, settings, images, "--image")
+    for note in cut_prompts([*prompts, settings.negative_prompt], config.model.text):
+        print(f"note: {note}")
     if crew is not None:
         order = ClipOrder(
             checkpoint=one_checkpoint(checkpoint),
@@ -71,6 +77,16 @@ def run(
     for file in files:
         print(file)
     return files
+
+
+def cut_prompts(prompts: Sequence[str], text: TextConfig) -> list[str]:
+    """A sentence for each prompt of which the text encoder sees only the beginning."""
+    count = token_counter(text)
+    return [
+        f"prompt {prompt[:40]!r}... has {tokens} tokens; those beyond model.text.max_length {text.max_length} are cut."
+        for prompt in dict.fromkeys(prompts)
+        if (tokens := count(prompt)) > text.max_length
+    ]
 
 
 def _writable(out: Path) -> None:

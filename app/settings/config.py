@@ -27,6 +27,7 @@ from app.settings.rules import (
     check_buckets,
     check_degrees,
     check_frame_rate,
+    check_images,
     check_memory,
     check_sample,
     check_schedule,
@@ -83,6 +84,7 @@ def names() -> Names:
 def check(config: RunConfig) -> None:
     """The rules between two sections. Raises ConfigError for the first that does not hold."""
     check_frame_rate(config.model, config.data)
+    check_images(config.model, config.data, config.sample)
     check_degrees(config.model, config.planner, config.workers)
     check_schedule(config.train)
     check_buckets(config.data, config.model)

@@ -19,6 +19,11 @@ def notes(config: RunConfig) -> list[str]:
             "data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
             "was measured; `heddle profile` does it."
         )
+    if (least := model.text.least_tokens) > config.data.batch.text_tokens:
+        found.append(
+            f"data.batch.text_tokens {config.data.batch.text_tokens} sizes batches for less text than every caption "
+            f"has: model.text makes {least} rows of each. Set it to {least}."
+        )
     return found + FAMILIES[model.dit.architecture].notes(model.dit.path, model.text.pad_to)
 
 

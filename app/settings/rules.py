@@ -62,6 +62,25 @@ def check_buckets(data: DataConfig, model: ModelConfig) -> None:
             raise ConfigError(f"data.buckets.table {shape}: {error}") from None
 
 
+def check_images(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> None:
+    """A transformer of pictures is given pictures, and makes them."""
+    if not model.dit.images_only:
+        return
+    tables = [data.buckets, *(segment.buckets for segment in data.segments if segment.buckets)]
+    frames = {int(shape.split("x")[0]) for buckets in tables for shape in buckets.table}
+    frames |= {count for buckets in tables for count in buckets.frames}
+    frames |= {int(count) for buckets in tables for counts in buckets.open_sora.values() for count in counts}
+    if frames - {1}:
+        raise ConfigError(
+            f"data.buckets has clips of {max(frames)} frames, and the transformer of model.dit is for pictures. Leave "
+            f"buckets of one frame."
+        )
+    if sample.prompts and sample.frames != 1:
+        raise ConfigError(
+            f"sample.frames is {sample.frames}, and the transformer of model.dit makes pictures. Set it to 1."
+        )
+
+
 def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig, flow: FlowConfig) -> None:
     """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
     dit = model.dit

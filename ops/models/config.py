@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ops.geometry import Geometry
-from ops.models.families import AnyDiT
+from ops.models.base.family import TextRecipe
+from ops.models.families import FAMILIES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, between, check_numbers
 
@@ -52,21 +53,22 @@ TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most so many tokens at a tim
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
-    """The frozen text encoders: `t5` is T5 or UMT5; `hunyuan` is HunyuanVideo's Llama, with CLIP for a pooled vector.
+    """The frozen text encoders: `t5` is T5 or UMT5; else those of the family of that name, which are two: the states of
+    one (HunyuanVideo: Llama, FLUX.1: T5) and the pooled vector of CLIP.
 
     Without a path: small random ones over bytes, from `seed`.
     """
 
-    kind: Literal["t5", "hunyuan"] = "t5"
+    kind: TextKind = "t5"
     path: str | None = (
-        None  # folder that holds text_encoder/ and tokenizer/ (`hunyuan`: and those with _2); t5: or both
+        None  # folder that holds text_encoder/ and tokenizer/ (two encoders: and those with _2); t5: or both
     )
     max_length: int = 226  # longer captions are cut here
     # 0: true lengths, no padding. Published Wan weights were trained on embeddings followed by zeros up to 512, and
     # behave as published only with pad_to: 512 (WanPipeline's max_sequence_length).
     pad_to: int = 0
-    # 0: the encoder sees a caption alone. LTX-Video's weights were trained on encodings of captions padded to 128 rows
-    # without a mask, of which only those of the caption are kept
+    # 0: the encoder sees a caption alone. Weights of LTX-Video and CogVideoX were trained on encodings of captions
+    # padded to 128 and 226 rows without a mask. The caption's own are kept (LTX-Video), or with an equal pad_to all
     unmasked: int = 0
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2
@@ -87,9 +89,12 @@ class TextConfig:
             pooled_dim=between(1, 1 << 16),
             seed=between(0, SEED),
         )
-        if self.kind == "hunyuan" and (self.pad_to or self.unmasked):
+        if self.recipe and (self.pad_to or self.unmasked):
+            length = (
+                f"always has max_length {self.max_length} rows" if self.recipe.keeps_padding else "has its true length"
+            )
             raise ValueError(
-                f"model.text.pad_to {self.pad_to}, unmasked {self.unmasked}: HunyuanVideo's text has its true length. "
+                f"model.text.pad_to {self.pad_to}, unmasked {self.unmasked}: text of kind {self.kind} {length}. "
                 f"Leave both out."
             )
         if self.unmasked and self.unmasked < self.max_length:
@@ -98,14 +103,24 @@ class TextConfig:
             )
 
     @property
+    def recipe(self) -> TextRecipe | None:
+        """How the family of this kind makes text of captions; None for T5 alone."""
+        return None if self.kind == "t5" else FAMILIES[self.kind].text
+
+    @property
     def pooled(self) -> int:
         """Numbers of the vector that the second encoder makes of a whole caption; 0 without one."""
-        return self.pooled_dim if self.kind == "hunyuan" else 0
+        return self.pooled_dim if self.recipe else 0
 
     @property
     def tail(self) -> int:
         """Rows of a caption's result behind those that the transformer sees: they hold the pooled vector."""
         return -(-self.pooled // self.d_model)
+
+    @property
+    def least_tokens(self) -> int:
+        """Rows of the shortest caption that the transformer sees."""
+        return self.max_length if self.recipe and self.recipe.keeps_padding else self.pad_to
 
     @property
     def most_tokens(self) -> int:

@@ -41,30 +41,37 @@ def tokenizer_of(text_encoder: Path, name: str = "tokenizer") -> Path:
 
 
 def text_folder(text: TextConfig) -> Path:
-    """The folder of the (first) text encoder of a `path`."""
+    """The folder of the text encoder of a `path` whose states are the text."""
     assert text.path is not None
-    return component(text.path, "text_encoder")
+    if text.recipe is None or text.recipe.states_parts[0] == "text_encoder":
+        return component(text.path, "text_encoder")
+    return _part_of_two(text, text.recipe.states_parts[0])
 
 
-def second_text_folder(path: str) -> Path:
-    """The folder of HunyuanVideo's second text encoder. Raises FileNotFoundError where a pipeline has none."""
-    folder = Path(path).expanduser() / "text_encoder_2"
+def pooled_text_folder(text: TextConfig) -> Path:
+    """The folder of the CLIP of a `path`. Raises FileNotFoundError where the pipeline has none."""
+    assert text.recipe is not None
+    return _part_of_two(text, text.recipe.pooled_parts[0])
+
+
+def _part_of_two(text: TextConfig, part: str) -> Path:
+    folder = Path(text.path or "").expanduser() / part
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder}/config.json does not exist; model.text.kind hunyuan needs both text encoders of a HunyuanVideo "
-            f"folder. Download text_encoder_2/ and tokenizer_2/, too."
+            f"{folder}/config.json does not exist; model.text.kind {text.kind} needs both text encoders of the "
+            f"pipeline. Download text_encoder_2/ and tokenizer_2/, too."
         )
     return folder
 
 
-def all_text_folders(text: TextConfig) -> list[Path]:
-    """Every folder that the text encoders of a `path` are made from."""
+def text_parts(text: TextConfig) -> dict[str, Path]:
+    """Part of a pipeline -> the folder of it, for every part that the text encoders of a `path` are made from."""
     folder = text_folder(text)
-    found = [folder, tokenizer_of(folder)]
-    if text.kind == "hunyuan":
-        assert text.path is not None
-        second = second_text_folder(text.path)
-        found += [second, tokenizer_of(second, "tokenizer_2")]
+    if text.recipe is None:
+        return {"text_encoder": folder, "tokenizer": tokenizer_of(folder)}
+    found: dict[str, Path] = {}
+    for parts, encoder in ((text.recipe.states_parts, folder), (text.recipe.pooled_parts, pooled_text_folder(text))):
+        found |= {parts[0]: encoder, parts[1]: tokenizer_of(encoder, parts[1])}
     return found
 
 
@@ -139,26 +146,28 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
 
 
 def _resolve_text(text: TextConfig) -> TextConfig:
-    folder = text_folder(text)
+    folder, recipe = text_folder(text), text.recipe
     fields = read_json(folder / "config.json")
-    kind = fields.get("model_type")
-    if text.kind == "t5":
+    kind = str(fields.get("model_type"))
+    if recipe is None:
         if "d_model" not in fields:
-            hint = "; set model.text.kind hunyuan for HunyuanVideo's" if kind == "llama" else ""
+            others = [name for name, family in FAMILIES.items() if family.text and family.text.states == kind]
+            hint = f"; set model.text.kind {others[0]} for a pipeline with two text encoders" if others else ""
             raise ValueError(f"{folder} is a {kind} encoder; T5 and UMT5 encoders are supported{hint}.")
         return replace(text, d_model=fields["d_model"])
-    if kind != "llama":
+    if kind != recipe.states:
         raise ValueError(
-            f"{folder} is a {kind} encoder; model.text.kind hunyuan needs the Llama of a HunyuanVideo folder."
+            f"{folder} is a {kind} encoder; model.text.kind {text.kind} needs the {recipe.states} of its own pipeline."
         )
-    assert text.path is not None
-    second = second_text_folder(text.path)
+    second = pooled_text_folder(text)
     clip = read_json(second / "config.json")
     if not str(clip.get("model_type")).startswith("clip"):
-        raise ValueError(f"{second} is a {clip.get('model_type')} encoder; HunyuanVideo's second one is CLIP's.")
+        found = clip.get("model_type")
+        raise ValueError(f"{second} is a {found} encoder; model.text.kind {text.kind} needs CLIP's there.")
+    text = replace(text, pooled_dim=clip.get("text_config", clip).get("hidden_size", 512))
+    if recipe.states == "t5":
+        return replace(text, d_model=fields["d_model"])
     most = fields.get("max_position_embeddings", 2048)
-    recipe = FAMILIES[text.kind].text
-    assert recipe is not None
     if text.max_length + recipe.crop > most:
         raise ValueError(
             f"model.text.max_length {text.max_length} and the {recipe.crop} tokens before it are more than the {most} "
@@ -169,7 +178,6 @@ def _resolve_text(text: TextConfig) -> TextConfig:
         d_model=fields["hidden_size"],
         num_layers=fields["num_hidden_layers"] - recipe.skipped_layers,
         num_heads=fields["num_attention_heads"],
-        pooled_dim=clip.get("text_config", clip).get("hidden_size", 512),
     )
 
 

@@ -22,15 +22,16 @@ from ops.attention.names import BackendName
 from ops.attention.varlen import standing_in
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
-from ops.config import OptimizerConfig
+from ops.config import FlowConfig, OptimizerConfig
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
-from ops.models.text_pair import LlamaClipText, pair_skeleton, recipe_of
+from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.vae import DiffusersVAE, vae_without_weights
 from ops.noise import NoiseKey
+from ops.objective import FlowObjective
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.storages import StorageCount, storage_bytes
@@ -39,7 +40,7 @@ from ops.train_pass import NoisyClip, train_pass
 
 GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
-_SIGMA, _TIMESTEPS = 0.5, 1000
+_SIGMA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,15 @@ def pass_bytes(
     The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many.
     """
     layout = Layout(sequences, degree)
-    for part in ("segments", "seq_index", "positions", "text_segments", "local_text_segments", "joint_segments"):
+    for part in (
+        "segments",
+        "seq_index",
+        "positions",
+        "text_segments",
+        "local_text_segments",
+        "joint_segments",
+        "stream_segments",
+    ):
         getattr(layout, part)  # they read their own values, which tensors without data have not
     config = replace(config, attention="auto", path=None)
     images = sum(sequence.image_tokens for sequence in sequences)
@@ -116,7 +125,7 @@ def pass_bytes(
                 rows=torch.empty(layout.chunk(i).stop - layout.chunk(i).start, width, dtype=dtype),
                 text=torch.empty(sequence.text_tokens, config.text_dim, dtype=dtype),
                 noise=NoiseKey(0, i),
-                sigma=_SIGMA,
+                level=_SIGMA,
                 weight=1 / len(sequences),
             )
             for i, sequence in enumerate(sequences)
@@ -128,7 +137,7 @@ def pass_bytes(
                 layout,
                 _PretendGroup(degree) if degree > 1 else Group.solo(),
                 latent_width=config.out_channels * math.prod(config.patch),
-                num_train_timesteps=_TIMESTEPS,
+                objective=FlowObjective(FlowConfig()),
                 dtype=dtype,
                 autocast=precision.autocast,
                 conditions=Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
@@ -199,12 +208,12 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         return EncoderNeed(weights_gib=storage_bytes(text.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
 
 
-def _text(config: TextConfig, tokens: int) -> T5Text | LlamaClipText:
-    if config.kind == "t5":
+def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
+    if config.recipe is None:
         return T5Text(t5_skeleton(config), _Long(tokens), config, "cpu")
     recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
     first, pooled = _Long(tokens + recipe.crop), _Long(recipe.pooled_tokens)
-    return LlamaClipText(encoder, first, second, pooled, recipe, config, "cpu")
+    return pooled_text(encoder, first, second, pooled, config, "cpu")
 
 
 def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:

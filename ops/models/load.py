@@ -109,7 +109,7 @@ def build_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
 
 def build_text(config: TextConfig, device: torch.device | str = "cpu") -> TextEncoder:
     """The frozen text encoders of a resolved `config` on `device`."""
-    if config.kind == "hunyuan":
+    if config.recipe:
         from ops.models.text_pair import folder_pair, random_pair
 
         return folder_pair(config, device) if config.path else random_pair(config, device)
@@ -122,18 +122,18 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
     """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
-    from ops.models.folders import component, tokenizer_of
+    from ops.models.folders import text_parts
     from ops.models.text import clean
     from ops.models.text_pair import recipe_of
 
     tokenizer: Tokenizer = ByT5Tokenizer()
+    recipe = recipe_of(config) if config.recipe else None
     if config.path:
-        folder = tokenizer_of(component(config.path, "text_encoder"))
+        folder = text_parts(config)[recipe.states_parts[1] if recipe else "tokenizer"]
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if config.kind == "hunyuan":
-        recipe = recipe_of(config)
+    if recipe:
         return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
-    return lambda caption: len(tokenizer(clean(caption), verbose=False).input_ids)
+    return lambda caption: len(tokenizer(caption if config.unmasked else clean(caption), verbose=False).input_ids)
 
 
 def build_image(config: ImageConfig | None, device: torch.device | str = "cpu") -> ImageEncoder | None:

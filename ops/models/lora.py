@@ -5,7 +5,7 @@ Parameter names are peft's without its prefix (`blocks.0.attn1.to_q.lora_A.weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -87,22 +87,49 @@ def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor
     }
 
 
+def for_comfyui(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Empty for a
+    family whose original names are not known."""
+    originals = _originals([name.removesuffix(A) for name in state if name.endswith(A)], config)
+    factors = {name.removeprefix("transformer."): t for name, t in for_diffusers(state, lora_scale(config)).items()}
+    return {
+        f"diffusion_model.{original}{ending}": factors[layer + ending]
+        for layer, original in originals.items()
+        for ending in (A, B)
+    }
+
+
+def _originals(layers: Sequence[str], config: DiTConfig) -> dict[str, str]:
+    """Our name of a layer -> its name in the original code."""
+    table = FAMILIES[config.architecture].lora_names.original
+    if table is None:
+        return {}
+    endings = {f".{ours}": f".{original}" for ours, original in table.items()}
+    found = {}
+    for layer in layers:
+        ending = next((ending for ending in endings if layer.endswith(ending)), "")
+        found[layer] = layer.removesuffix(ending) + endings.get(ending, "")
+    return found
+
+
 def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
     """Give factors the values of `config.lora_from`, scaled so that W + (alpha / rank) B A is what the file means.
 
     Those that the file lacks stay as they are. Raises ValueError for a file of another model, rank or naming.
 
-    Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT). Without `.alpha` the file's B holds
-    its scale (`for_diffusers`).
+    Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT), or be those of the original code with
+    `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). Without `.alpha` the file's B holds its scale
+    (`for_diffusers`).
     """
     if not config.lora_from:
         return
     file = _factor_file(Path(config.lora_from).expanduser())
     try:
-        found = {_bare(name): tensor for name, tensor in load_file(file).items()}
+        stored = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
     parameters = dict(module.named_parameters())
+    found = _by_our_names(stored, [name.removesuffix(A) for name in parameters if name.endswith(A)], config)
     factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B))}
     if not factors:
         raise ValueError(
@@ -134,7 +161,17 @@ def _factor_file(path: Path) -> Path:
     return file
 
 
-def _bare(name: str) -> str:
-    for prefix in ("transformer.", "base_model.model."):
-        name = name.removeprefix(prefix)
-    return name
+_ENDINGS = {A: A, B: B, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}
+
+
+def _by_our_names(stored: Mapping[str, Tensor], layers: Sequence[str], config: DiTConfig) -> dict[str, Tensor]:
+    """What a file holds, under our names; layers that this model does not have keep theirs."""
+    ours: dict[str, str] = {}
+    for layer, original in _originals(layers, config).items():
+        ours |= {f"diffusion_model.{original}": layer, f"lora_unet_{original.replace('.', '_')}": layer}
+    found = {}
+    for name, tensor in stored.items():
+        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), "")
+        layer = name.removesuffix(ending).removeprefix("transformer.").removeprefix("base_model.model.")
+        found[ours.get(layer, layer) + _ENDINGS.get(ending, "")] = tensor
+    return found

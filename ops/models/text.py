@@ -86,7 +86,8 @@ class T5Text:
                 mask[row, : self.unmasked or len(tokens[i])] = 1
             states = self.encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).last_hidden_state
             for row, i in enumerate(group):
-                state = states[row, : len(tokens[i])]
+                # what is encoded of the rows behind a caption counts as its own where these are asked for
+                state = states[row, : max(len(tokens[i]), min(self.pad_to, self.unmasked))]
                 missing = max(self.pad_to - len(state), 0)
                 result[i] = torch.nn.functional.pad(state, (0, 0, 0, missing)).clone()  # a view would keep the batch
         return [state for state in result if state is not None]
@@ -96,7 +97,9 @@ class T5Text:
         return self.encoder.parameters()
 
     def _tokens(self, caption: str) -> list[int]:
-        return self.tokenizer(clean(caption), truncation=True, max_length=self.max_length).input_ids
+        # pipelines that pass no mask clean no prompt
+        text = caption if self.unmasked else clean(caption)
+        return self.tokenizer(text, truncation=True, max_length=self.max_length).input_ids
 
 
 def length_groups(lengths: list[int]) -> Iterator[list[int]]:
@@ -117,15 +120,16 @@ def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     """A small T5 encoder over bytes with weights drawn from `config.seed`: the same on every worker."""
     from transformers import ByT5Tokenizer, T5EncoderModel  # heavy: seconds to import
 
-    shape = _random_shape(config)
+    shape = random_shape(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = T5EncoderModel(shape)
-        _look_at_neighbours(encoder)
+        look_at_neighbours(encoder)
     return T5Text(encoder, ByT5Tokenizer(), config, device)
 
 
-def _random_shape(config: TextConfig) -> T5Config:
+def random_shape(config: TextConfig) -> T5Config:
+    """What the random T5 is made of."""
     from transformers import T5Config
 
     if config.d_model % config.num_heads:
@@ -146,12 +150,12 @@ def t5_skeleton(config: TextConfig) -> torch.nn.Module:
     from transformers import AutoConfig, T5EncoderModel, UMT5EncoderModel
 
     if not config.path:
-        return T5EncoderModel(_random_shape(config))
+        return T5EncoderModel(random_shape(config))
     shape = AutoConfig.from_pretrained(component(config.path, "text_encoder"), local_files_only=True)
     return UMT5EncoderModel(shape) if shape.model_type == "umt5" else T5EncoderModel(shape)
 
 
-def _look_at_neighbours(encoder: T5EncoderModel) -> None:
+def look_at_neighbours(encoder: torch.nn.Module) -> None:
     """Redraw the relative position biases so that each head prefers a few bytes near its own.
 
     As Transformers initialises them they are too small to matter, so an untrained encoder sees a bag of bytes, in which

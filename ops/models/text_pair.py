@@ -1,4 +1,4 @@
-"""Two text encoders of one caption: a Llama whose states are the text, and CLIP, whose pooled vector goes with them.
+"""Two text encoders of one caption: a Llama or T5 whose states are the text, and CLIP, whose vector goes with them.
 
 E text width, V width of the vector, L text rows. Both travel in one matrix [L + tail, E], `TextConfig.tail` rows of it
 for the vector, so they are cached and handed over like any other text; `split` takes them apart before a transformer.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +18,15 @@ from torch import Tensor, nn
 
 from ops.models.base.family import TextRecipe
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.families import FAMILIES
-from ops.models.folders import check_safetensors, read_json, second_text_folder, text_folder, tokenizer_of
+from ops.models.folders import check_safetensors, pooled_text_folder, read_json, text_folder, text_parts, tokenizer_of
 from ops.models.place import on_device
-from ops.models.text import Tokenizer, length_groups, text_dtype
+from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape, text_dtype
 
 if TYPE_CHECKING:
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
 _BYTES = 384  # vocabulary of the tokenizer over bytes
 _EOS = 1  # its end of sequence
-_PIPELINE_SKIPS = 2  # last layers of a Llama that HunyuanVideoPipeline leaves out
 _SPREAD = 0.3  # standard deviation of random weights: enough for states to depend on the words before them
 
 
@@ -42,8 +41,10 @@ def split(results: Sequence[Tensor], config: TextConfig) -> tuple[list[Tensor], 
     return [rows[: -config.tail] for rows in results], torch.stack(vectors)
 
 
-class LlamaClipText:
-    """HunyuanVideo's text as its pipeline encodes it. Deterministic; a caption's result does not depend on its batch.
+class LlamaText:
+    """A Llama's states of captions in a prompt, as HunyuanVideo's pipeline takes them.
+
+    Deterministic; a caption's states do not depend on its batch.
 
     Raises ValueError when the tokenizer makes less of the template than is dropped of it.
     """
@@ -52,8 +53,6 @@ class LlamaClipText:
         self,
         encoder: nn.Module,
         tokenizer: Tokenizer,
-        second: nn.Module,
-        second_tokenizer: Tokenizer,
         recipe: TextRecipe,
         config: TextConfig,
         device: torch.device | str,
@@ -61,15 +60,13 @@ class LlamaClipText:
         """`encoder` is without its last layers and its final norm; `config` is resolved."""
         self.device = torch.device(device)
         self.encoder = on_device(encoder, self.device).eval().requires_grad_(False)
-        self.second = on_device(second, self.device).eval().requires_grad_(False)
-        self.tokenizer, self.second_tokenizer, self.recipe = tokenizer, second_tokenizer, recipe
-        self.dim, self.pooled, self.tail = config.d_model, config.pooled, config.tail
-        self.max_length = config.max_length
+        self.tokenizer, self.recipe = tokenizer, recipe
+        self.dim, self.max_length = config.d_model, config.max_length
         found = len(self._tokens(""))
         if found <= recipe.crop:
             raise ValueError(
-                f"the tokenizer of {config.path} makes {found} tokens of HunyuanVideo's prompt without a caption, of "
-                f"which {recipe.crop} are dropped. Give the folder of HunyuanVideo."
+                f"the tokenizer of {config.path} makes {found} tokens of the prompt of kind {config.kind} without a "
+                f"caption, of which {recipe.crop} are dropped. Give the folder of its own pipeline."
             )
 
     def count(self, caption: str) -> int:
@@ -77,7 +74,7 @@ class LlamaClipText:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> list[Tensor]:
-        tokens, vectors = [self._tokens(caption) for caption in captions], self._vectors(captions)
+        tokens = [self._tokens(caption) for caption in captions]
         result: list[Tensor | None] = [None] * len(captions)
         for group in length_groups([len(ids) for ids in tokens]):
             ids = torch.zeros(len(group), max(len(tokens[i]) for i in group), dtype=torch.long)
@@ -86,15 +83,50 @@ class LlamaClipText:
             # Causal and padded behind: no row sees padding, so no mask is needed.
             states = self.encoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
             for row, i in enumerate(group):
-                kept = states[row, self.recipe.crop : len(tokens[i])]
-                rows = kept.new_zeros(len(kept) + self.tail, self.dim)
-                rows[: len(kept)] = kept
-                rows[len(kept) :].view(-1)[: self.pooled] = vectors[i].to(rows)
-                result[i] = rows
+                result[i] = states[row, self.recipe.crop : len(tokens[i])].clone()  # a view would keep the batch
         return [rows for rows in result if rows is not None]
 
+    def _tokens(self, caption: str) -> list[int]:
+        prompt = self.recipe.template.format(caption)
+        return self.tokenizer(prompt, truncation=True, max_length=self.max_length + self.recipe.crop).input_ids
+
+
+class PooledText:
+    """The text of one encoder, and behind its rows the vector that CLIP makes of the caption.
+
+    Deterministic; a caption's result does not depend on its batch.
+    """
+
+    def __init__(
+        self,
+        states: LlamaText | T5Text,
+        second: nn.Module,
+        second_tokenizer: Tokenizer,
+        recipe: TextRecipe,
+        config: TextConfig,
+    ) -> None:
+        """`config` is resolved; CLIP goes to the device of the other one."""
+        self.states, self.encoder, self.device = states, states.encoder, states.device
+        self.second = on_device(second, self.device).eval().requires_grad_(False)
+        self.tokenizer, self.second_tokenizer = states.tokenizer, second_tokenizer
+        self.dim, self.pooled, self.tail = config.d_model, config.pooled, config.tail
+        self.pooled_tokens = recipe.pooled_tokens
+
+    def count(self, caption: str) -> int:
+        return self.states.count(caption)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> list[Tensor]:
+        result = []
+        for kept, vector in zip(self.states.encode(captions), self._vectors(captions), strict=True):
+            rows = kept.new_zeros(len(kept) + self.tail, self.dim)
+            rows[: len(kept)] = kept
+            rows[len(kept) :].view(-1)[: self.pooled] = vector.to(rows)
+            result.append(rows)
+        return result
+
     def _vectors(self, captions: list[str]) -> list[Tensor]:
-        length = self.recipe.pooled_tokens
+        length = self.pooled_tokens
         ids = [
             self.second_tokenizer(caption, padding="max_length", truncation=True, max_length=length).input_ids
             for caption in captions
@@ -106,111 +138,145 @@ class LlamaClipText:
             found += list(self.second(batch).pooler_output)
         return found
 
-    def _tokens(self, caption: str) -> list[int]:
-        prompt = self.recipe.template.format(caption)
-        return self.tokenizer(prompt, truncation=True, max_length=self.max_length + self.recipe.crop).input_ids
-
     def parameters(self) -> chain[nn.Parameter]:
         """Of both encoders."""
         return chain(self.encoder.parameters(), self.second.parameters())
 
 
+def pooled_text(
+    encoder: nn.Module,
+    tokenizer: Tokenizer,
+    second: nn.Module,
+    second_tokenizer: Tokenizer,
+    config: TextConfig,
+    device: torch.device | str,
+) -> PooledText:
+    """The two encoders of a resolved config as one."""
+    recipe = recipe_of(config)
+    if recipe.states == "llama":
+        states: LlamaText | T5Text = LlamaText(encoder, tokenizer, recipe, config, device)
+    else:
+        states = T5Text(encoder, tokenizer, t5_of(config), device)
+    return PooledText(states, second, second_tokenizer, recipe, config)
+
+
+def t5_of(config: TextConfig) -> TextConfig:
+    """The settings of the T5 of two encoders, alone: what it was trained to see stands in `unmasked` and `pad_to`."""
+    rows = config.max_length if recipe_of(config).keeps_padding else 0
+    return replace(config, kind="t5", unmasked=rows, pad_to=rows)
+
+
 def recipe_of(config: TextConfig) -> TextRecipe:
-    """What `config` does to captions. The random pair reads a short prompt: a byte is a token to it."""
-    if config.path:
-        recipe = FAMILIES[config.kind].text
-        assert recipe is not None
+    """What `config` does to captions. A random Llama reads a short prompt: a byte is a token to it."""
+    recipe = config.recipe
+    assert recipe is not None
+    if config.path or not recipe.crop:
         return recipe
     before = "A video: "
-    return TextRecipe(template=before + "{}", crop=len(before), skipped_layers=0, pooled_tokens=77)
+    return replace(recipe, template=before + "{}", crop=len(before), skipped_layers=0)
 
 
-def random_pair(config: TextConfig, device: torch.device | str) -> LlamaClipText:
-    """A small Llama and CLIP over bytes with weights drawn from `config.seed`: the same on every worker."""
+def random_pair(config: TextConfig, device: torch.device | str) -> PooledText:
+    """A small encoder and CLIP over bytes with weights drawn from `config.seed`: the same on every worker."""
     from transformers import ByT5Tokenizer
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder, second = pair_skeleton(config)
-    return LlamaClipText(encoder, ByT5Tokenizer(), second, ByT5Tokenizer(), recipe_of(config), config, device)
+        if recipe_of(config).states == "t5":
+            look_at_neighbours(encoder)
+    clip_tokens = ByT5Tokenizer(model_max_length=recipe_of(config).pooled_tokens)
+    return pooled_text(encoder, ByT5Tokenizer(), second, clip_tokens, config, device)
 
 
 def save_random_pair(config: TextConfig, folder: Path) -> None:
-    """Both random encoders and their tokenizers as folders of a pipeline, by which `folder`'s Llama loads elsewhere.
+    """Both random encoders and their tokenizers as folders of a pipeline.
 
-    HunyuanVideoPipeline takes the states before the last two layers: two more, of which nothing is used, are added.
+    A pipeline that leaves out the last layers of a Llama is given as many more, of which nothing is used.
     """
     from transformers import LlamaModel
 
-    pair = random_pair(config, "cpu")
-    shape, _ = _random_shapes(config)
-    shape.num_hidden_layers += _PIPELINE_SKIPS
-    with torch.random.fork_rng(devices=[]):
-        whole = LlamaModel(shape)
-    whole.load_state_dict(pair.encoder.state_dict(), strict=False)
-    whole.save_pretrained(folder / "text_encoder")
-    pair.second.save_pretrained(folder / "text_encoder_2")  # type: ignore[operator]  # a model of Transformers
-    for name in ("tokenizer", "tokenizer_2"):
-        pair.tokenizer.save_pretrained(folder / name)  # type: ignore[attr-defined]  # every one of Transformers has it
+    pair, recipe = random_pair(config, "cpu"), recipe_of(config)
+    encoder: Any = pair.encoder
+    if recipe.states == "llama":
+        shape, _ = _random_shapes(config)
+        assert config.recipe is not None
+        shape.num_hidden_layers += config.recipe.skipped_layers
+        with torch.random.fork_rng(devices=[]):
+            whole = LlamaModel(shape)
+        whole.load_state_dict(encoder.state_dict(), strict=False)
+        encoder = whole
+    second: Any = pair.second  # both are models of Transformers
+    tokenizers: list[Any] = [pair.tokenizer, pair.second_tokenizer]
+    for (part, tokens), model, tokenizer in zip(
+        (recipe.states_parts, recipe.pooled_parts), (encoder, second), tokenizers
+    ):
+        model.save_pretrained(folder / part)
+        tokenizer.save_pretrained(folder / tokens)
 
 
 def pair_skeleton(config: TextConfig) -> tuple[nn.Module, nn.Module]:
     """Both encoders as their classes make them: what a folder's config.json describe, or the random ones."""
-    from transformers import CLIPTextModel, LlamaModel
+    from transformers import CLIPTextModel, LlamaModel, T5EncoderModel
 
-    if config.path:
-        llama, clip = _shapes(config)
-    else:
-        llama, clip = _random_shapes(config)
-    return _without_norm(LlamaModel(llama)), CLIPTextModel(clip)
+    first, clip = _shapes(config) if config.path else _random_shapes(config)
+    if recipe_of(config).states == "t5":
+        return T5EncoderModel(first), CLIPTextModel(clip)
+    return _without_norm(LlamaModel(first)), CLIPTextModel(clip)
 
 
-def _random_shapes(config: TextConfig) -> tuple[LlamaConfig, CLIPTextConfig]:
-    from transformers import CLIPTextConfig, LlamaConfig
+def _random_shapes(config: TextConfig) -> tuple[Any, CLIPTextConfig]:
+    from transformers import CLIPTextConfig
 
-    heads, recipe = config.num_heads, recipe_of(config)
-    if config.d_model % (2 * heads):
-        raise ValueError(f"model.text.d_model {config.d_model} is not an even multiple of num_heads {heads}.")
+    heads = config.num_heads
     second_heads = math.gcd(heads, config.pooled)
-    llama = LlamaConfig(
-        vocab_size=_BYTES,
-        hidden_size=config.d_model,
-        intermediate_size=4 * config.d_model,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=config.max_length + recipe.crop,
-        initializer_range=_SPREAD,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=_EOS,
-    )
     clip = CLIPTextConfig(
         vocab_size=_BYTES,
         hidden_size=config.pooled,
         intermediate_size=4 * config.pooled,
         num_hidden_layers=config.num_layers,
         num_attention_heads=second_heads,
-        max_position_embeddings=recipe.pooled_tokens,
+        max_position_embeddings=recipe_of(config).pooled_tokens,
         projection_dim=config.pooled,
         initializer_range=_SPREAD,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=_EOS,
     )
-    return llama, clip
+    return (random_shape(config) if recipe_of(config).states == "t5" else _random_llama(config)), clip
+
+
+def _random_llama(config: TextConfig) -> LlamaConfig:
+    from transformers import LlamaConfig
+
+    heads = config.num_heads
+    if config.d_model % (2 * heads):
+        raise ValueError(f"model.text.d_model {config.d_model} is not an even multiple of num_heads {heads}.")
+    return LlamaConfig(
+        vocab_size=_BYTES,
+        hidden_size=config.d_model,
+        intermediate_size=4 * config.d_model,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=config.max_length + recipe_of(config).crop,
+        initializer_range=_SPREAD,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=_EOS,
+    )
 
 
 def _shapes(config: TextConfig) -> tuple[Any, Any]:
-    """(of Llama without the layers that the recipe leaves out, of CLIP), by the config.json of their folders."""
+    """(of the states' encoder without the layers that the recipe leaves out, of CLIP), by the config.json of their
+    folders."""
     from transformers import AutoConfig
 
-    assert config.path is not None
-    first, second = text_folder(config), second_text_folder(config.path)
-    llama = AutoConfig.from_pretrained(first, local_files_only=True)
-    llama.num_hidden_layers -= recipe_of(config).skipped_layers
-    clip = AutoConfig.from_pretrained(second, local_files_only=True)
-    return llama, getattr(clip, "text_config", clip)
+    first = AutoConfig.from_pretrained(text_folder(config), local_files_only=True)
+    if skipped := recipe_of(config).skipped_layers:
+        first.num_hidden_layers -= skipped
+    clip = AutoConfig.from_pretrained(pooled_text_folder(config), local_files_only=True)
+    return first, getattr(clip, "text_config", clip)
 
 
 def _without_norm(llama: LlamaModel) -> LlamaModel:
@@ -218,31 +284,33 @@ def _without_norm(llama: LlamaModel) -> LlamaModel:
     return llama
 
 
-def folder_pair(config: TextConfig, device: torch.device | str) -> LlamaClipText:
-    """text_encoder/, tokenizer/, text_encoder_2/ and tokenizer_2/ of a pipeline.
+def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
+    """Both encoders and their tokenizers from the folders of a pipeline.
 
-    The language model's last layers, which the recipe leaves out, are neither read nor run. Raises ValueError for
-    folders that do not hold all of the weights.
+    The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold
+    all of the weights.
     """
-    from transformers import AutoTokenizer, CLIPTextModel, LlamaModel
+    from transformers import AutoTokenizer, CLIPTextModel, LlamaModel, T5EncoderModel
 
     class Shortened(LlamaModel):  # type: ignore[no-untyped-call]  # Transformers' own hook for subclasses
         """Llama that is silent about weights of the layers that it lacks."""
 
         _keys_to_ignore_on_load_unexpected = [r"layers\.\d+\.", r"lm_head", r"rotary_emb"]  # noqa: RUF012
 
-    assert config.path is not None
-    first, second = text_folder(config), second_text_folder(config.path)
-    llama_shape, clip_shape = _shapes(config)
+    first, second = text_folder(config), pooled_text_folder(config)
+    shape, clip_shape = _shapes(config)
     dtype = getattr(torch, text_dtype(config, device))
-    llama = _loaded(Shortened, first, llama_shape, dtype)
+    recipe = recipe_of(config)
+    if recipe.states == "llama":
+        encoder: nn.Module = _without_norm(_loaded(Shortened, first, shape, dtype))
+    else:
+        encoder = _loaded(T5EncoderModel, first, shape, dtype)
     clip: CLIPTextModel = _loaded(CLIPTextModel, second, clip_shape, dtype)
-    return LlamaClipText(
-        _without_norm(llama),
-        AutoTokenizer.from_pretrained(tokenizer_of(first), local_files_only=True),
+    return pooled_text(
+        encoder,
+        AutoTokenizer.from_pretrained(tokenizer_of(first, recipe.states_parts[1]), local_files_only=True),
         clip,
-        AutoTokenizer.from_pretrained(tokenizer_of(second, "tokenizer_2"), local_files_only=True),
-        recipe_of(config),
+        AutoTokenizer.from_pretrained(tokenizer_of(second, recipe.pooled_parts[1]), local_files_only=True),
         config,
         device,
     )
@@ -259,15 +327,19 @@ def _loaded(kind: type[Any], folder: Path, shape: object, dtype: torch.dtype) ->
 
 
 def text_classes(config: TextConfig) -> dict[str, str]:
-    """Folder of a pipeline -> class in Transformers, for a `path` of this kind or the random pair."""
-    names = {"text_encoder": "LlamaModel", "text_encoder_2": "CLIPTextModel"}
+    """Part of a pipeline -> class in Transformers, for a `path` of this kind or the random pair."""
+    recipe = recipe_of(config)
+    encoder, tokenizer = (
+        ("LlamaModel", "LlamaTokenizerFast") if recipe.states == "llama" else ("T5EncoderModel", "T5TokenizerFast")
+    )
+    names = dict(
+        zip((*recipe.states_parts, *recipe.pooled_parts), (encoder, tokenizer, "CLIPTextModel", "CLIPTokenizer"))
+    )
+    tokenizers = (recipe.states_parts[1], recipe.pooled_parts[1])
     if not config.path:
-        return names | {"tokenizer": "ByT5Tokenizer", "tokenizer_2": "ByT5Tokenizer"}
-    folders = {
-        "tokenizer": (tokenizer_of(text_folder(config)), "LlamaTokenizerFast"),
-        "tokenizer_2": (tokenizer_of(second_text_folder(config.path), "tokenizer_2"), "CLIPTokenizer"),
-    }
-    for part, (folder, usual) in folders.items():
-        settings = folder / "tokenizer_config.json"
-        names[part] = read_json(settings).get("tokenizer_class", usual) if settings.is_file() else usual
+        return names | dict.fromkeys(tokenizers, "ByT5Tokenizer")
+    folders = text_parts(config)
+    for part in tokenizers:
+        settings = folders[part] / "tokenizer_config.json"
+        names[part] = read_json(settings).get("tokenizer_class", names[part]) if settings.is_file() else names[part]
     return names

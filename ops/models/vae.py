@@ -9,7 +9,7 @@ B batch, T H W frames, height, width in pixels, C latent channels, t h w the lat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby, pairwise, product
 from pathlib import Path
@@ -69,6 +69,7 @@ class DiffusersVAE:
         self.channels, self.vae_stride = vae_numbers(fields, type(model).__name__)
         self._mean, self._std = self._normalisation(fields)
         self._cog = type(model).__name__ == "AutoencoderKLCogVideoX"
+        self._of_pictures = VAE_CLASSES[type(model).__name__].of_pictures
         if config.tiling:
             if not VAE_CLASSES[fields["_class_name"]].can_be_tiled:
                 raise ValueError(f"model.vae.tiling: {fields['_class_name']} is encoded whole here. Set it to false.")
@@ -96,7 +97,7 @@ class DiffusersVAE:
     def decode(self, latents: Tensor) -> Tensor:
         self.model.use_tiling = self.config.tiling
         latents = latents.to(self.device, torch.float32) * self._std + self._mean
-        pixels: Tensor = self.model.decode(latents.to(self.model.dtype)).sample
+        pixels: Tensor = self._on_frames(lambda x: self.model.decode(x).sample, latents.to(self.model.dtype))
         # CogVideoX turns an even number of latent frames into 4 per latent; the first frame is the last of its four.
         frames = (latents.shape[2] - 1) * self.vae_stride[0] + 1
         pixels = pixels[:, :, -frames:].float().movedim(1, -1).add(1.0).mul(127.5)
@@ -129,8 +130,16 @@ class DiffusersVAE:
         """Posterior mean [B, C, t', h', w'] of one tile, not normalised."""
         pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
         with _without(self.model, "use_tiling", "use_framewise_encoding"):
-            moments: Tensor = self.model._encode(pixels.to(self.model.dtype).contiguous())
+            moments = self._on_frames(self.model._encode, pixels.to(self.model.dtype).contiguous())
         return moments[:, : self.channels]
+
+    def _on_frames(self, run: Callable[[Tensor], Tensor], clips: Tensor) -> Tensor:
+        """`run` on [B, C, T, H, W], for a class of pictures on each frame by itself."""
+        if not self._of_pictures:
+            return run(clips)
+        frames = run(clips.transpose(1, 2).flatten(0, 1))
+        found: Tensor = frames.unflatten(0, (len(clips), -1)).transpose(1, 2)
+        return found
 
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
         frames, height, width = shape

@@ -108,6 +108,14 @@ class StoredWeights:
             return file.get_tensor(name).clone()
 
 
+def read_file(file: Path) -> dict[str, Tensor]:
+    """All weights of one file, in their stored dtypes. Raises FileNotFoundError, and ValueError for a broken file."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist. Give a .safetensors file.")
+    with _opened(file) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
+
+
 def read_state(folder: Path) -> dict[str, Tensor]:
     """All weights of a transformer folder by name, in their stored dtypes."""
     return dict(iterate(folder))

@@ -24,12 +24,15 @@ from actors.worker.loading import Modules
 from actors.worker.work_done import FinishedStep
 from ops.config import FlowConfig, OptimizerConfig
 from ops.groups import Groups
+from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
+from ops.shards import ShardState
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
 
@@ -53,6 +56,20 @@ MODELS = {  # one of each family and variant
 MODELS["hunyuan of two text encoders"] = replace(
     MODELS["hunyuan"],
     text=TextConfig(kind="hunyuan", max_length=40, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
+)
+MODELS["flux"] = replace(
+    MODEL,
+    dit=FluxConfig(num_layers=1, num_single_layers=1, num_heads=12, head_dim=8, ffn_dim=384, guidance_embeds=True),
+    text=TextConfig(kind="flux", max_length=20, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
+)
+MODELS["cogvideox 2b"] = replace(
+    MODEL,
+    dit=CogVideoXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, time_dim=16, rotary=False, snr_shift=3.0),
+    text=replace(MODEL.text, max_length=20, unmasked=20, pad_to=20),
+)
+MODELS["cogvideox 5b"] = replace(
+    MODELS["cogvideox 2b"],
+    dit=CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
 )
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
@@ -88,11 +105,13 @@ def make_hosts(
     generation: int = 1,
     config: ModelConfig = MODEL,
     nodes: Sequence[int] | None = None,
+    shards: Sequence[ShardState] | None = None,
     executor: type[Executor] = Executor,
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. With `nodes`, the node of each of them,
-    they add their gradients in memory of the node. Optimizer state lies where the settings say."""
+    they add their gradients in memory of the node. Optimizer state lies where the settings say. With `shards` they go
+    on from that state."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
@@ -119,7 +138,7 @@ def make_hosts(
 
     def form(rank: int) -> None:
         groups = Groups(store, rank, everyone, "gloo", generation, 30.0, CancelToken(), "127.0.0.1", nodes)
-        hosts[rank].executor.form(generation, groups, everyone, None)
+        hosts[rank].executor.form(generation, groups, everyone, shards)
 
     on_all(hosts, form)
     _MADE.extend(hosts)
@@ -149,8 +168,10 @@ def on_all(hosts: Sequence[Host], run: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def items_of(rng: np.random.Generator, count: int, step: int = 0) -> list[Item]:
+def items_of(rng: np.random.Generator, count: int, step: int = 0, images: bool = False) -> list[Item]:
     shapes = [(1, 32, 32), (5, 32, 48), (5, 48, 32), (9, 32, 32)]
+    if images:
+        shapes = [(1, 32, 32), (1, 48, 64), (1, 64, 48)]
     chosen = rng.integers(0, len(shapes), count)
     return [
         Item(

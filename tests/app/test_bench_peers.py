@@ -62,6 +62,21 @@ def backward(recipe: Recipe, micro: MicroBatch) -> float:
     return loss.item()
 
 
+def test_a_loop_tells_the_transformer_the_vector_of_two_text_encoders(tmp_path: Path) -> None:
+    dit = "{architecture: flux, num_heads: 2, head_dim: 16, ffn_dim: 128}"
+    text = "{kind: flux, max_length: 12, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}"
+    (tmp_path / "pair.yaml").write_text(f"run: {{name: pair}}\nmodel: {{dit: {dit}, text: {text}}}\n")
+    recipe = Recipe(tmp_path / "pair.yaml")
+    words = recipe.words(["a dot", ""])
+    assert [len(one) for one in words] == [14, 14]  # two rows behind the twelve hold 20 numbers
+    latents = torch.randn(2, 48, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    micro = MicroBatch(step=0, job=None, keys=("a", "b"), weight=0.5)  # type: ignore[arg-type]
+    told = recipe.loss(recipe.dit, micro, latents, words)
+    for one in words:
+        one[12:] = 0
+    assert abs(float(told - recipe.loss(recipe.dit, micro, latents, words))) > 1e-6
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.long), "ddp + ulysses"])
 def test_a_loop_under_torchrun_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:

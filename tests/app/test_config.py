@@ -217,8 +217,17 @@ def test_wan_weights_without_their_padding_are_noted() -> None:
     wan = replace(plain, model=replace(plain.model, dit=replace(plain.model.dit, path="models/wan")))
     hunyuan = replace(wan, model=replace(wan.model, dit=HunyuanConfig(path="models/wan")))
     padded = replace(wan, model=replace(wan.model, text=replace(wan.model.text, pad_to=512)))
-    assert [len(notes(config)) for config in (plain, wan, hunyuan, padded)] == [0, 1, 0, 0]
+    assert [len(notes(config)) for config in (plain, wan, hunyuan, padded)] == [0, 1, 0, 1]
+    assert "data.batch.text_tokens 56 sizes batches for less text" in notes(padded)[0]
     assert "models/wan with model.text.pad_to 0" in notes(wan)[0]
+
+
+def test_a_transformer_of_pictures_is_given_pictures() -> None:
+    path = ROOT / "configs" / "runs" / "flux-tiny.yaml"
+    with pytest.raises(ConfigError, match=r"data.buckets has clips of 9 frames, .* is for pictures"):
+        RunConfig.load(path, ["data.buckets.table=[1x32x48, 9x32x48]"])
+    with pytest.raises(ConfigError, match=r"sample.frames is 5, .* makes pictures. Set it to 1"):
+        RunConfig.load(path, ["sample.frames=5"])
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
@@ -261,11 +270,13 @@ def test_an_interrupted_synthetic_set_is_made_again(tmp_path: Path, monkeypatch:
 
 def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
     plain = ROOT / "configs" / "runs" / "demo.yaml"
-    with pytest.raises(ConfigError, match=r"num_single_layers is a setting of architecture hunyuan.*is wan"):
+    with pytest.raises(ConfigError, match=r"num_single_layers is a setting of architecture flux or hunyuan.*is wan"):
         RunConfig.load(plain, ["model.dit.num_single_layers=2"])
     with pytest.raises(ConfigError, match=r"cross_attn_norm is a setting of architecture wan.*is hunyuan"):
         RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.cross_attn_norm=false"])
-    with pytest.raises(ConfigError, match=r"is 'wam'.*expected one of wan, hunyuan, ltx; did you mean wan"):
+    with pytest.raises(
+        ConfigError, match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, ltx; did you mean wan"
+    ):
         RunConfig.load(plain, ["model.dit.architecture=wam"])
 
 

@@ -13,14 +13,18 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    CogVideoXPipeline,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    LTXPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
 from safetensors.torch import load_file
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
+from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
 from app.sampling.clips import ClipSettings, make_clips
@@ -28,6 +32,7 @@ from app.sampling.model import load_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
+from ops.config import FlowConfig
 from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
@@ -36,9 +41,11 @@ from ops.models.load import build_dit
 from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
+from ops.packing import patchify
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
 from ops.typed import ConfigError
+from tests.ops import test_cogvideox, test_flux, test_ltx
 
 DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
@@ -304,6 +311,156 @@ def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path
         return_dict=False,
     )[0][0]
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+def flux_run(base: Path, **dit: Any) -> RunConfig:
+    """A run that fine-tunes a published FLUX.1."""
+    model, flow = test_flux.settings(base), FlowConfig(token_shift=test_flux.LINE)
+    model = replace(model, dit=replace(model.dit, **dit))
+    return RunConfig(run=RunSection(name="tiny"), model=model, train=TrainConfig(flow=flow))
+
+
+def flux_latent(run: Path, **changes: Any) -> torch.Tensor:
+    """What `heddle sample` makes before it decodes, as tokens."""
+    model = load_model(run)
+    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=6.0, **changes)
+    texts, vectors = split(model.text.encode(["a red disc"]), model.config.model.text)
+    assert vectors is not None
+    request = SampleRequest(text=texts[0], pooled=vectors[0], frames=1, height=32, width=64, seed=3)
+    return patchify(sample_latents(model.dit, [request], texts[0], model.geometry, settings)[0], (1, 2, 2))
+
+
+def flux_picture(pipeline: Any, rows: int) -> torch.Tensor:
+    noise = patchify(initial_noise(3, (4, 1, 4, 8)), (1, 2, 2))[None]
+    return pipeline(
+        prompt="a red disc",
+        max_sequence_length=rows,
+        height=32,
+        width=64,
+        guidance_scale=6.0,
+        num_inference_steps=3,
+        output_type="latent",
+        latents=noise,
+    ).images[0]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_flux_pipeline_makes_our_picture(rank: int, tmp_path: Path) -> None:
+    base = test_flux.publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", flux_run(base, lora_rank=rank))
+    exported = export.export(run, tmp_path / "out")
+    assert set(exported.components) >= {"text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "vae"}
+    ours = flux_latent(run)
+    theirs = flux_picture(FluxPipeline.from_pretrained(tmp_path / "out"), test_flux.ROWS)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    before = flux_picture(FluxPipeline.from_pretrained(base), test_flux.ROWS)
+    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
+
+
+def test_an_ltx_pipeline_makes_our_clip(tmp_path: Path) -> None:
+    path = str(test_ltx.publish(tmp_path / "base"))
+    model = ModelConfig(
+        dit=replace(test_ltx.DIT, path=path),
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path, max_length=24, unmasked=24),
+    )
+    flow = FlowConfig(token_shift=test_ltx.LINE)
+    run = write_checkpoint(
+        tmp_path / "run", RunConfig(run=RunSection(name="tiny"), model=model, train=TrainConfig(flow=flow))
+    )
+    export.export(run, tmp_path / "out")
+    loaded = load_model(run)
+    settings = replace(ClipSettings.of(loaded.config).sampler, steps=3, guidance_scale=2.0)
+    text, negative = loaded.text.encode(["a red disc", ""])
+    request = SampleRequest(text=text, frames=9, height=32, width=64, seed=3)
+    (ours,) = sample_latents(loaded.dit, [request], negative, loaded.geometry, settings)
+    theirs = LTXPipeline.from_pretrained(tmp_path / "out")(
+        prompt="a red disc",
+        negative_prompt="",
+        max_sequence_length=24,
+        height=32,
+        width=64,
+        num_frames=9,
+        frame_rate=12,
+        num_inference_steps=3,
+        guidance_scale=2.0,
+        latents=patchify(initial_noise(3, (8, 3, 2, 4)), (1, 1, 1))[None],
+        output_type="latent",
+    ).frames[0]
+    ours = patchify(ours, (1, 1, 1))
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_cogvideox_pipeline_makes_our_clip(rank: int, tmp_path: Path) -> None:
+    base = test_cogvideox.publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", cogvideox_run(base, lora_rank=rank))
+    exported = export.export(run, tmp_path / "out")
+    assert exported.components["scheduler"] == "DDIM, SNR shift 3"
+    assert any(note.endswith("call the pipeline with max_sequence_length=12.") for note in exported.notes)
+    ours, theirs = cogvideox_latent(run), cogvideox_clip(CogVideoXPipeline.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    before = cogvideox_clip(CogVideoXPipeline.from_pretrained(base))
+    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
+
+
+def cogvideox_run(base: Path, **dit: Any) -> RunConfig:
+    """A run that fine-tunes a published CogVideoX-2B."""
+    return RunConfig(run=RunSection(name="tiny"), model=test_cogvideox.settings(base, snr_shift=3.0, **dit))
+
+
+def cogvideox_latent(run: Path) -> torch.Tensor:
+    model = load_model(run)
+    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=4.0)
+    text, negative = model.text.encode(["a dot", ""])
+    request = SampleRequest(text=text, frames=5, height=32, width=48, seed=3)
+    return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
+
+
+def cogvideox_clip(pipeline: Any) -> torch.Tensor:
+    return (
+        pipeline(
+            prompt="a dot",
+            negative_prompt="",
+            max_sequence_length=test_cogvideox.ROWS,
+            height=32,
+            width=48,
+            num_frames=5,
+            guidance_scale=4.0,
+            num_inference_steps=3,
+            output_type="latent",
+            latents=initial_noise(3, (4, 2, 4, 6)).transpose(0, 1)[None],
+        )
+        .frames[0]
+        .transpose(0, 1)
+    )
+
+
+@pytest.mark.parametrize("family", ["flux", "cogvideox"])
+def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="Diffusers loads factors by PEFT, which Heddle does not need")
+    base = (test_flux if family == "flux" else test_cogvideox).publish(tmp_path / "base")
+    config = (flux_run if family == "flux" else cogvideox_run)(base, lora_rank=2, lora_alpha=3.0)
+    run = write_checkpoint(tmp_path / "run", config)
+    export.export(run, tmp_path / "out")
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    pipeline.load_lora_weights(tmp_path / "out")
+    theirs = flux_picture(pipeline, test_flux.ROWS) if family == "flux" else cogvideox_clip(pipeline)
+    ours = flux_latent(run) if family == "flux" else cogvideox_latent(run)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+def test_a_flux_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> None:
+    """With the random pair of text encoders, called as the note says."""
+    text = TextConfig(kind="flux", d_model=16, num_heads=2, num_layers=1, pooled_dim=12, max_length=16)
+    config = haar_run()
+    dit = replace(test_flux.DIT, text_dim=16, pooled_dim=12)
+    config = replace(config, model=replace(config.model, dit=dit, vae=VAEConfig(channels=4, temporal=1), text=text))
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    assert any(note.endswith("call the pipeline with max_sequence_length=16.") for note in exported.notes)
+    theirs = flux_picture(DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None), 16)
+    torch.testing.assert_close(flux_latent(run), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
 def test_failed_comparison_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

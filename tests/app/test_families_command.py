@@ -20,6 +20,12 @@ PUBLISHED = {
     "wan2.2-t2v-a14b": 14.29,
     "wan2.2-i2v-a14b": 14.29,
     "hunyuan-13b": 12.8,
+    "ltx-2b": 1.92,
+    "flux.1-dev": 11.9,
+    "flux.1-schnell": 11.89,
+    "cogvideox-2b": 1.69,
+    "cogvideox-5b": 5.57,
+    "cogvideox1.5-5b": 5.57,
 }
 
 

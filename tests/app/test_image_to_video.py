@@ -181,7 +181,7 @@ def publish(base: Path) -> Path:
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
-    scheduler = FAMILY.scheduler(FlowConfig())
+    scheduler = FAMILY.scheduler(DIT, FlowConfig())
     WanImageToVideoPipeline(
         tokenizer=ByT5Tokenizer(),
         text_encoder=UMT5EncoderModel(

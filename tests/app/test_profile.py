@@ -34,6 +34,13 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     assert "dit      5f 32x48  b3" in capsys.readouterr().out
 
 
+def test_a_transformer_that_is_told_a_vector_of_the_text_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    settings = ["data.buckets.table=[1x32x32]", "data.batch.max_batch=1"]
+    run_profile(DEMO.with_name("flux-tiny.yaml"), settings, out, repeats=1, device="cpu")
+    assert read_profile(out).measured["dit", 1, 1, 32, 32, 1] > 0
+
+
 def test_segments_add_their_own_buckets() -> None:
     segments = "data.segments=[{until_step: 5}, {until_step: 0, buckets: {table: [9x32x32]}}]"
     config = RunConfig.load(DEMO, [*TINY, segments])

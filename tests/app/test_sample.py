@@ -18,12 +18,13 @@ from actors.state import checkpoint_files as checkpoint
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling.clips import ClipChanges, ClipSettings, make_clips, sample_run
 from app.sampling.model import load_model
-from app.sampling.sample import default_out, run
+from app.sampling.sample import cut_prompts, default_out, run
 from app.settings.config import RunConfig
 from app.settings.prompts import read_prompts
 from app.settings.sections import RunSection, SampleConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
@@ -228,3 +229,23 @@ def test_a_prompts_file_has_one_prompt_per_line(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused_before_the_work() -> None:
     with pytest.raises(ConfigError, match=r"--out /proc/x\.mp4 cannot be written"):
         run(Path("no-checkpoint-is-looked-at"), ["a"], Path("/proc/x.mp4"))
+
+
+def test_a_prompt_that_is_cut_is_named() -> None:
+    text = TextConfig(max_length=8)
+    (note,) = cut_prompts(["a disc", "a red circle", "a red circle"], text)
+    assert note.startswith("prompt 'a red circle'... has 13 tokens; those beyond model.text.max_length 8 are cut")
+
+
+def test_a_transformer_of_pictures_makes_pictures(tmp_path: Path) -> None:
+    dit = FluxConfig(num_layers=1, num_single_layers=1, num_heads=2, head_dim=16, ffn_dim=128, guidance_embeds=True)
+    text = TextConfig(kind="flux", d_model=16, num_heads=2, num_layers=1, pooled_dim=8, max_length=12)
+    model = ModelConfig(dit=dit, vae=VAEConfig(temporal=1, spatial=4, channels=8), text=text)
+    config = replace(tiny_run(), model=model, sample=SampleConfig(steps=2, height=16, width=24))
+    folder = write_checkpoint(tmp_path / "run", config)
+    video, sheet = run(folder, ["a disc"], tmp_path / "out", device="cpu")
+    with av.open(str(video)) as file:
+        assert len(list(file.decode(video=0))) == 1
+    assert Image.open(sheet).width > 0
+    with pytest.raises(ConfigError, match="--frames is 5, and this transformer makes pictures"):
+        run(folder, ["a disc"], tmp_path / "out", changes=ClipChanges(frames=5), device="cpu")

@@ -41,7 +41,7 @@ def publish(base: Path) -> Path:
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    scheduler = FAMILY.scheduler(FlowConfig())
+    scheduler = FAMILY.scheduler(DIT, FlowConfig())
     WanPipeline(
         tokenizer=ByT5Tokenizer(),
         text_encoder=encoder,

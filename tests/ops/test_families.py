@@ -39,6 +39,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its v
     "wan i2v without an image encoder": ("wan", {"in_channels": 12, "first_frame": "channels"}),
     "ltx": ("ltx", {"patch": (1, 1, 1)}),
     "ltx of a width that a sixth does not divide": ("ltx", {"num_heads": 4, "head_dim": 16, "frame_rate": 8.0}),
+    "cogvideox 2b": ("cogvideox", {"rotary": False, "text_rows": 9, "time_dim": 16, "snr_shift": 3.0}),
+    "cogvideox 5b": ("cogvideox", {"time_dim": 16, "sample_size": (12, 20)}),
+    "cogvideox 1.5": ("cogvideox", {"time_dim": 16, "patch": (2, 2, 2)}),
+    "flux": ("flux", {"num_single_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
+    "flux schnell with text as wide as its vector": ("flux", {"num_single_layers": 1, "rope_axes": (8, 12, 12)}),
     "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
 }
 
@@ -78,7 +83,7 @@ def test_a_new_folder_is_found_by_configs_without_another_line(tmp_path: Path) -
 @pytest.mark.parametrize("case", CASES)
 def test_diffusers_has_the_named_classes(case: str) -> None:
     family, config = FAMILIES[CASES[case][0]], small(case)
-    shift = family.scheduler(FlowConfig(flow_shift=5.0))
+    shift = family.scheduler(config, FlowConfig(flow_shift=5.0))
     for cls in (family.diffusers_class, family.pipeline_class(config), family.vae.name, shift.name):
         assert hasattr(diffusers, cls), cls
     assert family.vae is VAE_CLASSES[family.vae.name]

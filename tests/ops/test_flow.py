@@ -12,7 +12,7 @@ from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from ops.config import FlowConfig, TokenShift
-from ops.flow import density, draw_sigma, flow_loss, generator, interpolate, shift, sigma_schedule
+from ops.flow import density, draw_sigma, flow_loss, generator, shift, sigma_schedule
 from ops.packing import Layout, Sequence
 
 torch.set_num_threads(1)
@@ -60,14 +60,6 @@ def test_schedule_is_that_of_diffusers() -> None:
 def test_shift_keeps_the_ends_and_moves_the_middle_to_noise() -> None:
     assert (shift(0.0, 5.0), shift(1.0, 5.0), shift(0.5, 1.0)) == (0.0, 1.0, 0.5)
     assert shift(0.5, 3.0) == 0.75
-
-
-def test_interpolation_reaches_data_and_noise() -> None:
-    latent, noise = torch.randn(SHAPE), torch.randn(SHAPE)
-    assert torch.equal(interpolate(latent, noise, 0.0)[0], latent)
-    assert torch.equal(interpolate(latent, noise, 1.0)[0], noise)
-    noisy, target = interpolate(latent, noise, 0.3)
-    torch.testing.assert_close(noisy - 0.3 * target, latent, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("degree", [1, 3])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ops.comm import Group
-from ops.config import OptimizerConfig
+from ops.config import FlowConfig, OptimizerConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
 from ops.models.forecast import (
     GIB,
@@ -25,6 +25,7 @@ from ops.models.image import CLIPImages, vision_rows
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.noise import NoiseKey
+from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence
 from ops.storages import StorageCount
 from ops.train_pass import NoisyClip, train_pass
@@ -45,7 +46,7 @@ def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
             rows=torch.randn(s.tokens, width),
             text=torch.randn(s.text_tokens, config.text_dim),
             noise=NoiseKey(0, s.tokens),
-            sigma=0.3,
+            level=0.3,
             weight=0.5,
         )
         for s in CLIPS
@@ -57,7 +58,7 @@ def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
             layout,
             Group.solo(),
             latent_width=width,
-            num_train_timesteps=1000,
+            objective=FlowObjective(FlowConfig()),
             dtype=torch.float32,
             autocast=autocast,
         )

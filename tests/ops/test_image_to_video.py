@@ -56,7 +56,7 @@ def model() -> ModelConfig:
 
 
 def pipeline_of(model: ModelConfig, vae: DiffusersVAE, clip_encoder: CLIPImages) -> WanImageToVideoPipeline:
-    scheduler = FAMILY.scheduler(FlowConfig(flow_shift=3.0))
+    scheduler = FAMILY.scheduler(DIT, FlowConfig(flow_shift=3.0))
     transformer = their_class(model.dit)
     assert isinstance(transformer, WanTransformer3DModel)
     return WanImageToVideoPipeline(
@@ -151,7 +151,7 @@ def test_a_clip_from_a_clean_first_frame_is_the_one_of_the_pipeline(vae: Diffuse
     """Wan2.2 TI2V-5B: `expand_timesteps`, without further channels and without an image encoder."""
     plain = replace(DIT, first_frame="none", in_channels=16, out_channels=16, text_dim=8)
     transformer = their_class(plain)
-    scheduler = FAMILY.scheduler(FlowConfig(flow_shift=3.0))
+    scheduler = FAMILY.scheduler(DIT, FlowConfig(flow_shift=3.0))
     assert isinstance(transformer, WanTransformer3DModel)
     pipe = WanImageToVideoPipeline(
         tokenizer=None,

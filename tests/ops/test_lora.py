@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders import lora_conversion_utils
 from safetensors.torch import save_file
 
 from ops.comm import Group
 from ops.models.base.config import DiTConfig
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, first_values
-from ops.models.lora import B, for_diffusers, lora_scale, merged
+from ops.models.lora import A, B, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora
 from ops.packing import Layout, Sequence
@@ -134,6 +135,52 @@ def test_factors_of_a_file_mean_the_same_model_whatever_the_scale(tmp_path: Path
             assert torch.equal(first(name), parameter), "a worker that begins anew begins with them, too"
 
 
+I2V = replace(CONFIGS["wan"], in_channels=12, first_frame="channels", image_dim=20, lora_alpha=1.5)
+
+
+def test_original_names_are_those_that_diffusers_knows() -> None:
+    """Its readers of other programs' files make the names of its own from them, each layer's to the right place."""
+    state = moved(I2V, 1).state_dict()
+    native, ours = for_comfyui(state, I2V), for_diffusers(state, lora_scale(I2V))
+    assert len(native) == len(ours) == 2 * 2 * 12
+    read = lora_conversion_utils._convert_non_diffusers_wan_lora_to_diffusers(dict(native))
+    assert read.keys() == ours.keys() and all(torch.equal(read[name], tensor) for name, tensor in ours.items())
+    read = lora_conversion_utils._convert_musubi_wan_lora_to_diffusers(as_kohya(native))
+    assert read.keys() == ours.keys()
+    for name, tensor in ours.items():
+        partner = name.replace("lora_A", "lora_B") if name.endswith(A) else name.replace("lora_B", "lora_A")
+        product, wanted = (
+            pair[0] @ pair[1] if name.endswith(B) else pair[1] @ pair[0]
+            for pair in ((read[name], read[partner]), (tensor, ours[partner]))
+        )
+        torch.testing.assert_close(product, wanted, atol=1e-5, rtol=1e-5)
+
+
+def as_kohya(native: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With an alpha of twice the rank, so B is half."""
+    file = {}
+    for name, tensor in native.items():
+        layer = "lora_unet_" + name.removeprefix("diffusion_model.").removesuffix(A).removesuffix(B).replace(".", "_")
+        if name.endswith(A):
+            file[f"{layer}.lora_down.weight"] = tensor
+        else:
+            file[f"{layer}.lora_up.weight"], file[f"{layer}.alpha"] = tensor / 2, torch.tensor(2.0 * tensor.shape[1])
+    return file
+
+
+@pytest.mark.parametrize("kind", ["comfyui", "kohya"])
+def test_factors_by_original_names_mean_the_same_model(kind: str, tmp_path: Path) -> None:
+    source = moved(I2V, 1).state_dict()
+    native = for_comfyui(source, I2V)
+    save_file(native if kind == "comfyui" else as_kohya(native), tmp_path / "other.safetensors")
+    again = replace(I2V, lora_alpha=4.0, lora_from=str(tmp_path / "other.safetensors"))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(I2V)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"k_img.lora_[AB].weight is .* and not in this model"):
+        build_dit(replace(CONFIGS["wan"], lora_rank=3, lora_from=again.lora_from), 0)
+
+
 def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> None:
     config = replace(CONFIGS["wan"], lora_rank=3)
     file = tmp_path / "pytorch_lora_weights.safetensors"
@@ -144,8 +191,11 @@ def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> 
     save_file({"transformer.blocks.9.attn1.to_q.lora_A.weight": torch.zeros(3, 4)}, file)
     with pytest.raises(ValueError, match="not in this model"):
         build_dit(replace(config, **here), 0)
-    save_file({"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.zeros(3, 4)}, file)
-    with pytest.raises(ValueError, match=r"holds no factors named .*first name: lora_unet_blocks_0"):
+    save_file({"lora_te_layers_0.lora_down.weight": torch.zeros(3, 4)}, file)
+    with pytest.raises(ValueError, match=r"lora_te_layers_0.lora_A.weight is \[3, 4\] and not in this model"):
+        build_dit(replace(config, **here), 0)
+    save_file({"blocks.0.hada_w1": torch.zeros(3, 4)}, file)
+    with pytest.raises(ValueError, match=r"holds no factors named .*first name: blocks.0.hada_w1"):
         build_dit(replace(config, **here), 0)
     file.write_bytes(b"x" * 40)
     with pytest.raises(ValueError, match="is not a whole safetensors file"):

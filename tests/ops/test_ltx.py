@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from ops.config import FlowConfig, TokenShift
 from ops.geometry import Geometry
@@ -26,6 +27,7 @@ from tests.ops.test_families import their_class
 torch.set_num_threads(1)
 DIT = LTXConfig(num_layers=2, num_heads=2, head_dim=16, ffn_dim=128, text_dim=8, frame_rate=12.0)
 STRIDE = (4, 16, 16)
+LINE = TokenShift(base_tokens=4, max_tokens=32, base=0.9, max=2.0)
 
 
 def make_vae(**settings: object) -> DiffusersVAE:
@@ -43,6 +45,21 @@ def make_vae(**settings: object) -> DiffusersVAE:
     model.latents_mean.copy_(torch.linspace(-1, 1, 8))
     model.latents_std.copy_(torch.linspace(0.5, 2, 8))
     return DiffusersVAE(model, VAEConfig(kind="diffusers", path="-", **settings), "cpu")  # type: ignore[arg-type]
+
+
+def publish(folder: Path) -> Path:
+    """A small pipeline as Diffusers itself saves it."""
+    scheduler = FAMILY.scheduler(DIT, FlowConfig(token_shift=LINE))
+    vae = make_vae().model
+    t5 = T5Config(vocab_size=384, d_model=8, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    LTXPipeline(
+        scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
+        vae=vae,
+        text_encoder=T5EncoderModel(t5),
+        tokenizer=ByT5Tokenizer(),
+        transformer=their_class(DIT.fitted(8, STRIDE, 8, 0)),
+    ).save_pretrained(folder)
+    return folder
 
 
 def test_latents_are_normalised_by_the_buffers_of_the_vae() -> None:
@@ -87,7 +104,7 @@ def test_text_is_encoded_over_padded_rows_without_a_mask_and_cut() -> None:
 
 def test_a_sampled_clip_is_the_one_of_the_pipeline() -> None:
     """With the shift of its tokens, its frame rate in the positions, and prompts of two lengths."""
-    vae, line = make_vae(), TokenShift(base_tokens=4, max_tokens=32, base=0.9, max=2.0)
+    vae = make_vae()
     dit = DIT.fitted(8, STRIDE, 8, 0)
     transformer = their_class(dit)
     assert isinstance(transformer, LTXVideoTransformer3DModel)
@@ -96,7 +113,7 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline() -> None:
             block.attn1.norm_q.weight.mul_(20)
             block.attn1.norm_k.weight.mul_(20)
             block.attn1.to_v.weight.mul_(5)
-    scheduler = FAMILY.scheduler(FlowConfig(token_shift=line))
+    scheduler = FAMILY.scheduler(DIT, FlowConfig(token_shift=LINE))
     pipe = LTXPipeline(
         scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
         vae=vae.model,
@@ -109,7 +126,7 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline() -> None:
     texts = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2))
     masks = torch.arange(6) < torch.tensor([[4], [2]])
     request = SampleRequest(text=texts[0, :4], frames=9, height=32, width=64, seed=7)
-    config = SamplerConfig(steps=3, guidance_scale=2.0, token_shift=line, wan_steps=FAMILY.wan_steps)
+    config = SamplerConfig(steps=3, guidance_scale=2.0, token_shift=LINE, wan_steps=FAMILY.wan_steps)
     geometry = Geometry(vae_stride=STRIDE, patch=(1, 1, 1))
     (latent,) = sample_latents(ours, [request], texts[1, :2], geometry, config)
     noise = initial_noise(7, (8, 3, 2, 4))

@@ -217,11 +217,11 @@ def test_folders_that_do_not_fit_are_named(folder: Path, tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError, match=r"text_encoder_2/config.json does not exist.*needs both"):
         resolve(settings(copy))
     shutil.copytree(copy / "text_encoder", copy / "text_encoder_2")
-    with pytest.raises(ValueError, match=r"is a llama encoder; HunyuanVideo's second one is CLIP's"):
+    with pytest.raises(ValueError, match=r"is a llama encoder; model.text.kind hunyuan needs CLIP's there"):
         resolve(settings(copy))
     shutil.rmtree(copy / "text_encoder")
     shutil.copytree(folder / "text_encoder_2", copy / "text_encoder")
-    with pytest.raises(ValueError, match=r"needs the Llama of a HunyuanVideo folder"):
+    with pytest.raises(ValueError, match=r"kind hunyuan needs the llama of its own pipeline"):
         resolve(settings(copy))
 
 
@@ -230,7 +230,7 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
     shutil.rmtree(copy / "tokenizer")
     words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(copy / "tokenizer")
-    with pytest.raises(ValueError, match=r"makes 1 tokens of HunyuanVideo's prompt.*95 are dropped"):
+    with pytest.raises(ValueError, match=r"makes 1 tokens of the prompt of kind hunyuan.*95 are dropped"):
         build_text(resolve(settings(copy))[0].text)
 
 

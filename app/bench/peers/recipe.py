@@ -29,10 +29,13 @@ from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.types import Batch, DecodeJob
 from ops.comm import Group
-from ops.flow import draw_sigma, flow_loss, interpolate
+from ops.conditions import Conditions
+from ops.flow import flow_loss
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
+from ops.models.text_pair import split
 from ops.noise import NoiseKey, rows
+from ops.objective import objective_of
 from ops.optimizer import ema_decay_at
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
@@ -55,7 +58,7 @@ class Recipe:
         torch.set_num_threads(1)
         self.config = RunConfig.load(config)
         model, self.geometry = resolve(self.config.model)
-        self.train = self.config.train
+        self.train, self.text_config, self.diffusion = self.config.train, model.text, model.dit.diffusion
         self.dit = build_dit(model.dit, self.train.seed).train()
         self.vae, self.text = build_vae(model.vae), build_text(model.text)
 
@@ -93,7 +96,7 @@ class Recipe:
 
     @torch.no_grad()
     def words(self, captions: Sequence[str]) -> list[Tensor]:
-        """One [L, dim] per caption."""
+        """One [L, dim] per caption, and behind it `TextConfig.tail` rows of a second encoder's vector."""
         return self.text.encode(list(captions))
 
     def loss(
@@ -102,22 +105,22 @@ class Recipe:
         """The share of a bucket batch in the mean loss of its step; with `group`, the part of this rank of the group,
         over which each sequence is cut."""
         group = group or Group.solo()
-        flow, patch = self.train.flow, self.geometry.patch
+        objective, patch = objective_of(self.diffusion, self.train.flow), self.geometry.patch
+        words, pooled = split(words, self.text_config)
         grid = tuple(size // part for size, part in zip(latents.shape[2:], patch, strict=True))
         sequences = [PackedSequence(grid=grid, text_tokens=len(text)) for text in words]  # type: ignore[arg-type]
         layout = Layout(sequences, group.size, group.rank)
         seed, tokens, width = self.train.seed, math.prod(grid), latents.shape[1] * math.prod(patch)
-        sigmas = [draw_sigma(flow, seed, micro.step, key, tokens) for key in micro.keys]
-        pairs = [
-            interpolate(patchify(clean, patch)[part], rows(NoiseKey.of(seed, micro.step, key), part, width), sigma)
-            for clean, key, sigma, part in zip(
-                latents, micro.keys, sigmas, map(layout.chunk, range(len(words))), strict=True
-            )
-        ]
-        noisy, target = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        timesteps = torch.tensor(sigmas) * flow.num_train_timesteps
-        predicted = dit(noisy, timesteps, torch.cat(words), layout, group)
-        return flow_loss(predicted, target, layout, torch.full((len(words),), micro.weight))
+        levels = [objective.draw(seed, micro.step, key, tokens, (0.0, 1.0)) for key in micro.keys]
+        noisy, target = [], []
+        for index, (latent, key, level) in enumerate(zip(latents, micro.keys, levels, strict=True)):
+            part = layout.chunk(index)
+            clean, noise = patchify(latent, patch)[part], rows(NoiseKey.of(seed, micro.step, key), part, width)
+            noisy.append(objective.noisy(level, clean, noise))
+            target.append(objective.target(level, clean, noise))
+        times, told = objective.times(torch.tensor(levels)), Conditions(pooled=pooled)
+        predicted = dit(torch.cat(noisy), times, torch.cat(words), layout, group, told)
+        return flow_loss(predicted, torch.cat(target), layout, torch.full((len(words),), micro.weight))
 
 
 class Average:

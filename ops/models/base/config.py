@@ -106,6 +106,16 @@ class DiTConfig:
         return False
 
     @property
+    def diffusion(self) -> float | None:
+        """The SNR shift of the diffusion that it predicts velocities of; None: it predicts those of a flow."""
+        return None
+
+    @property
+    def images_only(self) -> bool:
+        """Whether clips are pictures, of one frame."""
+        return False
+
+    @property
     def clip_rate(self) -> float | None:
         """Frames per second that all clips must have, where positions are counted in seconds."""
         return None

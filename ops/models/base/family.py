@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
@@ -46,6 +46,7 @@ class VAEClass:
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
     normalisation: Callable[[Json, int, Any], tuple[list[float], list[float]]] = config_normalisation
     can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
+    of_pictures: bool = False  # its class takes [B, C, H, W]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,9 @@ class LoraNames:
 
     blocks: tuple[str, ...]
     projections: tuple[str, ...]
+    # our name of a layer within its block -> the one in the original code, by which ComfyUI and kohya's trainers name
+    # factors; layers that are not here have one name. None: files with such names are neither read nor written
+    original: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +68,38 @@ class Scheduler:
     settings: Mapping[str, object]  # values of a JSON file
 
 
+def even_sigmas(config: DiTConfig, flow: FlowConfig) -> Scheduler:
+    """Of a pipeline that passes even sigmas, and the shift of the clip's tokens to a dynamic FlowMatchEuler."""
+    del config
+    line = flow.token_shift
+    if line is None:
+        return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
+    settings = {
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": line.base_tokens,
+        "max_image_seq_len": line.max_tokens,
+        "base_shift": line.base,
+        "max_shift": line.max,
+    }
+    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
-    """How published weights saw a caption: in a prompt for a language model, and as the pooled vector of CLIP."""
+    """How published weights saw a caption: as the states of one encoder, and as the pooled vector of CLIP.
 
-    template: str  # of the prompt; {} is the caption, which is not cleaned
-    crop: int  # tokens of the prompt before the caption, whose states are dropped
-    skipped_layers: int  # of the language model, its last ones; their final norm is left out, too
-    pooled_tokens: int  # rows that CLIP sees, padded
+    A family that has one gives its name to a value of model.text.kind.
+    """
+
+    states: Literal["llama", "t5"]  # the encoder whose states are the text
+    states_parts: tuple[str, str] = ("text_encoder", "tokenizer")  # its folders in a pipeline
+    pooled_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of CLIP
+    template: str = "{}"  # of the prompt; {} is the caption, which is not cleaned
+    crop: int = 0  # tokens of the prompt before the caption, whose states are dropped
+    skipped_layers: int = 0  # of the states' encoder, its last ones; their final norm is left out, too
+    pooled_tokens: int = 77  # rows that CLIP sees, padded
+    # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
+    keeps_padding: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +127,8 @@ class Family:
     text: TextRecipe | None = None  # of model.text.kind, where that is the family's name
     missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run with T5 does not train with
     missing_note: str = ""  # what a user must know of them
+    # of diffusers.loaders.single_file_utils, for files in the names of the original code; "": none is offered
+    converter: str = ""
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
     # (latent [C, t, h, w] of a clip's first frame followed by grey, the VAE's stride over time) -> the channels of
     # `config.fitted` behind the noisy ones, [Q, t, h, w]
@@ -111,7 +141,7 @@ class Family:
     write_rest: Callable[[Any], dict[str, object]]  # config -> further keys of config.json
 
     lora_names: LoraNames
-    scheduler: Callable[[FlowConfig], Scheduler]  # of the flow that was trained
+    scheduler: Callable[[Any, FlowConfig], Scheduler]  # of a config of this family, and of the flow that was trained
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
     # (config of this family, sample) -> what the Diffusers class takes

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
-from ops.models.base.config import DiTConfig
+from ops.models.base.joint_config import JointDiTConfig
 from ops.ranges import between, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HunyuanConfig(DiTConfig):
-    """HunyuanVideo text to video. Its sinusoids have 256 numbers whatever `freq_dim` says, as in the published code."""
+class HunyuanConfig(JointDiTConfig):
+    """HunyuanVideo text to video."""
 
     architecture: Literal["hunyuan"] = "hunyuan"
-    num_single_layers: int = 0  # single-stream blocks after the double-stream ones
     num_refiner_layers: int = 2  # self-attention blocks over the text
-    pooled_dim: int = 0  # width of the pooled text vector; 0 pools the text embeddings themselves
-    guidance_embeds: bool = False  # guidance-distilled weights
-    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); None scales 16, 56, 56
 
     def __post_init__(self) -> None:
-        DiTConfig.__post_init__(self)
-        check_numbers(
-            "model.dit",
-            self,
-            num_single_layers=between(0, 1000),
-            num_refiner_layers=between(0, 1000),
-            pooled_dim=between(0, 1 << 16),
-            rope_axes=between(0, 1024),
-        )
-        if self.rope_axes and (sum(self.rope_axes) != self.head_dim or any(size % 2 for size in self.rope_axes)):
-            raise ValueError(
-                f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim {self.head_dim}."
-            )
-
-    @property
-    def rope_split(self) -> tuple[int, int, int]:
-        return self.rope_axes or default_rope_split(self.head_dim)
-
-    @property
-    def pooled_width(self) -> int:
-        return self.pooled_dim or self.text_dim
-
-    def with_pooled(self, dim: int) -> Self:
-        return replace(self, pooled_dim=0 if dim == self.text_dim else dim)
-
-    @property
-    def takes_guidance(self) -> bool:
-        return self.guidance_embeds
-
-    @property
-    def block_counts(self) -> tuple[int, ...]:
-        return (self.num_layers, self.num_single_layers) if self.num_single_layers else (self.num_layers,)
-
-
-def default_rope_split(head_dim: int) -> tuple[int, int, int]:
-    """HunyuanVideo's 16, 56, 56 of 128, scaled in whole pairs."""
-    spatial = 2 * (head_dim * 7 // 32)
-    return head_dim - 2 * spatial, spatial, spatial
+        JointDiTConfig.__post_init__(self)
+        check_numbers("model.dit", self, num_refiner_layers=between(0, 1000))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, TextRecipe, VAEClass
-from ops.models.hunyuan.config import HunyuanConfig, default_rope_split
+from ops.models.base.joint_config import default_rope_split
+from ops.models.hunyuan.config import HunyuanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Of HunyuanVideoPipeline: what the published weights were trained on. 95 tokens stand before the caption.
 _TEXT = TextRecipe(
+    states="llama",
     template=(
         "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
         "1. The main content and theme of the video."
@@ -26,7 +28,6 @@ _TEXT = TextRecipe(
     ),
     crop=95,
     skipped_layers=2,
-    pooled_tokens=77,
 )
 
 
@@ -65,7 +66,7 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
     }
 
 
-def _scheduler(flow: FlowConfig) -> Scheduler:
+def _scheduler(config: HunyuanConfig, flow: FlowConfig) -> Scheduler:
     """HunyuanVideoPipeline passes even sigmas to FlowMatchEuler, so its own spacing does not matter."""
     return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
 

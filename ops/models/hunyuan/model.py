@@ -9,41 +9,29 @@ The text is refined in full by every rank and only then cut, so its gradients to
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.comm import Group
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
-from ops.models.base.layers import (
-    FeedForward,
-    PatchEmbedding,
-    TwoLayerMLP,
-    gelu_tanh,
-    init_linear,
-    sinusoidal_embedding,
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
+from ops.models.base.joint import (
+    EPS,
+    ConditionEmbedding,
+    DoubleStreamBlock,
+    JointAttention,
+    JointInputs,
+    Modulation,
+    SingleStreamBlock,
+    joint_rope,
+    pooled_of,
 )
+from ops.models.base.layers import FeedForward, PatchEmbedding, init_linear
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.packing import Layout
-from ops.sequence_parallel import sequence_parallel_attention
 
-_TIME_DIM = 256  # HunyuanVideo's sinusoidal width, not a setting there
-_EPS = 1e-6
 _REFINER_MLP = 4  # mlp ratio of the token refiner, not a setting there
-
-
-class HunyuanBlockInputs(NamedTuple):
-    """What all blocks of one forward share."""
-
-    condition: Tensor  # [S, D] after silu, what every modulation is projected from
-    cos: Tensor  # [n + m, d / 2]; text rows are not rotated
-    sin: Tensor
-    layout: Layout
-    group: Group
 
 
 class HunyuanDiT(PackedTransformer):
@@ -53,9 +41,7 @@ class HunyuanDiT(PackedTransformer):
         super().__init__(config)
         self.x_embedder = _PatchEmbed(config)
         self.context_embedder = TokenRefiner(config)
-        self.time_text_embed = ConditionEmbedding(
-            config.pooled_dim or config.text_dim, config.dim, config.guidance_embeds
-        )
+        self.time_text_embed = ConditionEmbedding(config.pooled_width, config.dim, config.guidance_embeds)
         self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_layers))
         self.single_transformer_blocks = nn.ModuleList(
             SingleStreamBlock(config) for _ in range(config.num_single_layers)
@@ -75,26 +61,19 @@ class HunyuanDiT(PackedTransformer):
         if layout.has_clean_frames:
             raise ValueError("a clip with clean frames: HunyuanVideo's blocks take one time for all of a clip.")
         mean = layout.text_mean(text.dtype) @ text
-        pooled = conditions.pooled
-        if pooled is None:
-            wanted = self.config.pooled_dim or self.config.text_dim
-            pooled = mean if wanted == self.config.text_dim else text.new_zeros(len(layout), wanted)
+        pooled = pooled_of(conditions, mean, self.config.pooled_width)
         x = self.x_embedder(given.tokens)
         context = self.context_embedder(text, mean, timesteps, layout).index_select(0, layout.text_rows)
         condition = F.silu(self.time_text_embed(timesteps, pooled, conditions.guidance))
-        shared = HunyuanBlockInputs(condition, *self._rope(layout, condition.dtype), layout, given.group)
+        cos, sin = joint_rope(layout, self.config.rope_split, self.config.rope_theta, condition.dtype)
+        shared = JointInputs(condition, cos, sin, layout, given.group)
         for block in self.transformer_blocks:
             x, context = self.run(block, x, context, shared)
         x = torch.cat([x, context])
         for block in self.single_transformer_blocks:
             x = self.run(block, x, shared)
         scale, shift = self.norm_out(condition)
-        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=_EPS))
-
-    def _rope(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, dtype)
-        text_rows = (layout.local_text_tokens, cos.shape[1])
-        return torch.cat([cos, cos.new_ones(text_rows)]), torch.cat([sin, sin.new_zeros(text_rows)])
+        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=EPS))
 
 
 class _PatchEmbed(nn.Module):
@@ -105,39 +84,6 @@ class _PatchEmbed(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, C * patch] -> [n, D]"""
         return self.proj(tokens)
-
-
-class ConditionEmbedding(nn.Module):
-    """Timestep, pooled text and guidance of each sequence, in the weights' precision: [S, D]."""
-
-    def __init__(self, pooled_dim: int, dim: int, guidance: bool = False) -> None:
-        super().__init__()
-        self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
-        self.text_embedder = TwoLayerMLP(pooled_dim, dim, F.silu)
-        self.guidance_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu) if guidance else None
-
-    def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
-        """timesteps [S], pooled [S, pooled_dim], guidance [S] -> [S, D]."""
-        with torch.autocast(timesteps.device.type, enabled=False):
-            dtype = self.timestep_embedder.linear_1.weight.dtype
-            out = self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(pooled)
-            if self.guidance_embedder is not None:
-                guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
-                out = out + self.guidance_embedder(sinusoidal_embedding(guidance, _TIME_DIM, dtype))
-        return out.to(torch.promote_types(dtype, torch.float32))
-
-
-class Modulation(nn.Module):
-    """`parts` modulation tables [S, D] from the condition [S, D]; holds Diffusers' AdaLayerNorm*.linear."""
-
-    def __init__(self, dim: int, parts: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, parts * dim)
-        self.parts = parts
-
-    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
-        """condition [S, D] -> `parts` tables [S, D]."""
-        return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
 
 
 class TokenRefiner(nn.Module):
@@ -167,7 +113,7 @@ class _RefinerStack(nn.Module):
 class RefinerBlock(nn.Module):
     def __init__(self, config: HunyuanConfig) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(config.dim, _EPS), nn.LayerNorm(config.dim, _EPS)
+        self.norm1, self.norm2 = nn.LayerNorm(config.dim, EPS), nn.LayerNorm(config.dim, EPS)
         self.attn = JointAttention(config, text=False, output=True, qk_norm=False)
         self.ff = FeedForward(config.dim, _REFINER_MLP * config.dim, F.silu)
         self.norm_out = Modulation(config.dim, 2)
@@ -175,112 +121,13 @@ class RefinerBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor, layout: Layout) -> Tensor:
         """x [T, D], condition [S, D] -> [T, D]."""
         gate, mlp_gate = self.norm_out(condition)
-        h = ln_modulate(x, weight=self.norm1.weight, bias=self.norm1.bias, eps=_EPS)
+        h = ln_modulate(x, weight=self.norm1.weight, bias=self.norm1.bias, eps=EPS)
         q, k, v = (
             linear(h).unflatten(-1, (-1, self.attn.head_dim))
             for linear in (self.attn.to_q, self.attn.to_k, self.attn.to_v)
         )
         y = self.attn.to_out[0](attention(q, k, v, layout.text, layout.text, self.attn.backend).flatten(1))
         x, h = gate_residual_ln_modulate(
-            x, y, gate, None, None, layout.text_segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=_EPS
+            x, y, gate, None, None, layout.text_segments, weight=self.norm2.weight, bias=self.norm2.bias, eps=EPS
         )
         return gate_residual(x, self.ff(h), mlp_gate, layout.text_segments)
-
-
-class JointAttention(nn.Module):
-    """Projections of Diffusers' Attention; `text` adds those of a separate text stream, `output` the way out."""
-
-    def __init__(self, config: HunyuanConfig, text: bool, output: bool, qk_norm: bool = True) -> None:
-        super().__init__()
-        dim, self.head_dim, self.backend = config.dim, config.head_dim, config.attention
-        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-        if qk_norm:
-            self.norm_q, self.norm_k = nn.RMSNorm(self.head_dim, _EPS), nn.RMSNorm(self.head_dim, _EPS)
-        if output:
-            self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
-        if text:
-            self.add_q_proj, self.add_k_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
-            self.add_v_proj, self.to_add_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-            self.norm_added_q, self.norm_added_k = nn.RMSNorm(self.head_dim, _EPS), nn.RMSNorm(self.head_dim, _EPS)
-
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[n, D] -> normalised and rotated q, k and plain v, each [n, H, d]."""
-        q, k = qk_norm_rope(
-            self.to_q(x),
-            self.to_k(x),
-            self.norm_q.weight,
-            self.norm_k.weight,
-            cos,
-            sin,
-            head_dim=self.head_dim,
-            per_head=True,
-            eps=_EPS,
-        )
-        return self._heads(q), self._heads(k), self._heads(self.to_v(x))
-
-    def project_text(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for the text stream, which is not rotated."""
-        q, k = qk_norm_rope(
-            self.add_q_proj(context),
-            self.add_k_proj(context),
-            self.norm_added_q.weight,
-            self.norm_added_k.weight,
-            head_dim=self.head_dim,
-            per_head=True,
-            eps=_EPS,
-        )
-        return self._heads(q), self._heads(k), self._heads(self.add_v_proj(context))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
-
-
-class DoubleStreamBlock(nn.Module):
-    """Joint attention with separate weights, norms and MLPs for video and text."""
-
-    def __init__(self, config: HunyuanConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm1_context = Modulation(config.dim, 6), Modulation(config.dim, 6)
-        self.attn = JointAttention(config, text=True, output=True)
-        self.ff = FeedForward(config.dim, config.ffn_dim)
-        self.ff_context = FeedForward(config.dim, config.ffn_dim)
-
-    def forward(self, x: Tensor, context: Tensor, shared: HunyuanBlockInputs) -> tuple[Tensor, Tensor]:
-        """x [n, D], context [m, D] -> the same."""
-        layout, rows = shared.layout, shared.layout.local_tokens
-        segments, text_segments = layout.segments, layout.local_text_segments
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.norm1(shared.condition)
-        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = self.norm1_context(shared.condition)
-
-        h = ln_modulate(x, scale, shift, segments, eps=_EPS)
-        c = ln_modulate(context, c_scale, c_shift, text_segments, eps=_EPS)
-        video = self.attn.project(h, shared.cos[:rows], shared.sin[:rows])
-        q, k, v = (torch.cat(pair) for pair in zip(video, self.attn.project_text(c)))
-        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
-
-        y, c = self.attn.to_out[0](y[:rows]), self.attn.to_add_out(y[rows:])
-        x, h = gate_residual_ln_modulate(x, y, gate, mlp_scale, mlp_shift, segments, eps=_EPS)
-        context, c = gate_residual_ln_modulate(context, c, c_gate, c_mlp_scale, c_mlp_shift, text_segments, eps=_EPS)
-        x = gate_residual(x, self.ff(h), mlp_gate, segments)
-        return x, gate_residual(context, self.ff_context(c), c_mlp_gate, text_segments)
-
-
-class SingleStreamBlock(nn.Module):
-    """Attention and MLP side by side, one set of weights for video and text rows."""
-
-    def __init__(self, config: HunyuanConfig) -> None:
-        super().__init__()
-        self.norm = Modulation(config.dim, 3)
-        self.attn = JointAttention(config, text=False, output=False)
-        self.proj_mlp = nn.Linear(config.dim, config.ffn_dim)
-        self.proj_out = nn.Linear(config.dim + config.ffn_dim, config.dim)
-
-    def forward(self, x: Tensor, shared: HunyuanBlockInputs) -> Tensor:
-        """x [n + m, D] -> the same."""
-        layout = shared.layout
-        shift, scale, gate = self.norm(shared.condition)
-        h = ln_modulate(x, scale, shift, layout.joint_segments, eps=_EPS)
-        q, k, v = self.attn.project(h, shared.cos, shared.sin)
-        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
-        y = self.proj_out(torch.cat([y, gelu_tanh(self.proj_mlp(h))], dim=1))
-        return gate_residual(x, y, gate, layout.joint_segments)

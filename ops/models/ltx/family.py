@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, VAEClass, even_sigmas
 from ops.models.ltx.config import LTXConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from ops.config import FlowConfig
 
 
 def _model() -> type[nn.Module]:
@@ -48,21 +46,6 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
 
 def _write_rest(config: LTXConfig) -> dict[str, object]:
     return {"cross_attention_dim": config.dim}
-
-
-def _scheduler(flow: FlowConfig) -> Scheduler:
-    """LTXPipeline passes even sigmas, and the shift of the clip's tokens, which a dynamic FlowMatchEuler takes."""
-    line = flow.token_shift
-    if line is None:
-        return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
-    settings = {
-        "use_dynamic_shifting": True,
-        "base_image_seq_len": line.base_tokens,
-        "max_image_seq_len": line.max_tokens,
-        "base_shift": line.base,
-        "max_shift": line.max,
-    }
-    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
 
 
 def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, Any]:
@@ -123,8 +106,9 @@ FAMILY = Family(
     lora_names=LoraNames(
         blocks=("transformer_blocks.",),
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
+        original={},
     ),
-    scheduler=_scheduler,
+    scheduler=even_sigmas,
     shifts_by_tokens=True,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,

@@ -65,7 +65,7 @@ def _first_frame(latent: Tensor, stride_t: int) -> Tensor:
     return joined
 
 
-def _scheduler(flow: FlowConfig) -> Scheduler:
+def _scheduler(config: WanConfig, flow: FlowConfig) -> Scheduler:
     """WanPipeline passes no sigmas, and FlowMatchEuler's own end one step early, near 0.001. DPMSolver of order 1 is
     Euler, too, with the spacing of Wan's published schedulers."""
     settings = {
@@ -147,9 +147,24 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    converter="convert_wan_transformer_to_diffusers",
     lora_names=LoraNames(
         blocks=("blocks.",),
         projections=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "net.0.proj", "net.2"),
+        original={
+            "attn1.to_q": "self_attn.q",
+            "attn1.to_k": "self_attn.k",
+            "attn1.to_v": "self_attn.v",
+            "attn1.to_out.0": "self_attn.o",
+            "attn2.to_q": "cross_attn.q",
+            "attn2.to_k": "cross_attn.k",
+            "attn2.to_v": "cross_attn.v",
+            "attn2.to_out.0": "cross_attn.o",
+            "attn2.add_k_proj": "cross_attn.k_img",
+            "attn2.add_v_proj": "cross_attn.v_img",
+            "ffn.net.0.proj": "ffn.0",
+            "ffn.net.2": "ffn.2",
+        },
     ),
     scheduler=_scheduler,
     wan_steps=True,

@@ -32,6 +32,7 @@ from data.types import Bucket, DataItem, SampleRef
 from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
+from ops.models.hunyuan.config import HunyuanConfig
 
 MODEL = ModelConfig()
 WIDTH = 48 * 4
@@ -216,6 +217,33 @@ def test_cached_results_of_image_to_video_have_the_rows_of_the_image(
     for name in names:
         feeder._cache.put("latents", name, np.ones((tokens + more, 400), np.float32))
     assert (feeder._load("vae", 0, item, names) is not None) == found
+
+
+@pytest.mark.parametrize(("rows", "found"), [(3, True), (6, True), (7, False)])
+def test_cached_text_of_two_encoders_has_the_rows_of_the_vector(
+    clips: Path, tmp_path: Path, rows: int, found: bool
+) -> None:
+    """At most four rows of a caption and two of 20 numbers in rows of 16."""
+    text = TextConfig(kind="hunyuan", max_length=4, d_model=16, num_heads=2, num_layers=1, pooled_dim=20)
+    model, geometry = resolve(replace(MODEL, dit=HunyuanConfig(num_single_layers=1), text=text))
+    feeder = Feeder(config(clips, tmp_path / "cache"), geometry, 0, Encoders.of(model), str(tmp_path))
+    item = feeder.dataset.step(0).items[0]
+    names = feeder._cache_keys(item)[1]
+    assert feeder._cache is not None
+    for name in names:
+        feeder._cache.put("text", name, np.ones((rows, 16), np.float32))
+    assert (feeder._load("text", 0, item, names) is not None) == found
+
+
+def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> None:
+    """So embeddings that are in a cache are found again."""
+    known = (
+        '{"d_model": 64, "dtype": "float32", "files": [], "max_length": 226, "num_heads": 4, "num_layers": 2, '
+        '"pad_to": 0, "path": null, "seed": 0, "unmasked": 0}'
+    )
+    assert Encoders.of(ModelConfig()).text == known
+    pair = Encoders.of(resolve(ModelConfig(dit=HunyuanConfig(), text=TextConfig(kind="hunyuan")))[0]).text
+    assert '"kind": "hunyuan"' in pair and '"pooled_dim": 32' in pair
 
 
 def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Blocks in which text and video attend to each other in one sequence, with Diffusers' parameter names: those of
+HunyuanVideo and FLUX.1.
+
+S sequences, n video rows and m text rows of this rank, D width, H heads, d head size. Under Ulysses both are cut into
+chunks. Double-stream blocks keep separate weights for video and text, single-stream blocks treat [video rows; text
+rows] alike.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ops.comm import Group
+from ops.conditions import Conditions
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.models.base.config import DiTConfig
+from ops.models.base.layers import FeedForward, TwoLayerMLP, gelu_tanh, sinusoidal_embedding
+from ops.packing import Layout
+from ops.sequence_parallel import sequence_parallel_attention
+
+_TIME_DIM = 256  # sinusoidal width of both families, not a setting there
+EPS = 1e-6
+
+
+class JointInputs(NamedTuple):
+    """What all blocks of one forward share."""
+
+    condition: Tensor  # [S, D] after silu, what every modulation is projected from
+    cos: Tensor  # [n + m, d / 2]; text rows are not rotated
+    sin: Tensor
+    layout: Layout
+    group: Group
+
+
+def joint_rope(layout: Layout, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [n + m, d / 2] of video rows, then of text rows, which are not rotated."""
+    cos, sin = layout.rope(axes, theta, dtype)
+    text_rows = (layout.local_text_tokens, cos.shape[1])
+    return torch.cat([cos, cos.new_ones(text_rows)]), torch.cat([sin, sin.new_zeros(text_rows)])
+
+
+def pooled_of(conditions: Conditions, mean: Tensor, width: int) -> Tensor:
+    """[S, width]: the pooled vectors that are told, or the mean of each text [S, E] where that is as wide, or zeros."""
+    if conditions.pooled is not None:
+        return conditions.pooled
+    return mean if mean.shape[1] == width else mean.new_zeros(len(mean), width)
+
+
+class ConditionEmbedding(nn.Module):
+    """Timestep, pooled text and guidance of each sequence, in the weights' precision: [S, D]."""
+
+    def __init__(self, pooled_dim: int, dim: int, guidance: bool = False) -> None:
+        super().__init__()
+        self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
+        self.text_embedder = TwoLayerMLP(pooled_dim, dim, F.silu)
+        self.guidance_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu) if guidance else None
+
+    def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
+        """timesteps [S], pooled [S, pooled_dim], guidance [S] -> [S, D]."""
+        with torch.autocast(timesteps.device.type, enabled=False):
+            dtype = self.timestep_embedder.linear_1.weight.dtype
+            out = self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(pooled)
+            if self.guidance_embedder is not None:
+                guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
+                out = out + self.guidance_embedder(sinusoidal_embedding(guidance, _TIME_DIM, dtype))
+        return out.to(torch.promote_types(dtype, torch.float32))
+
+
+class Modulation(nn.Module):
+    """`parts` modulation tables [S, D] from the condition [S, D]; holds Diffusers' AdaLayerNorm*.linear."""
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, parts * dim)
+        self.parts = parts
+
+    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        """condition [S, D] -> `parts` tables [S, D]."""
+        return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
+
+
+class JointAttention(nn.Module):
+    """Projections of Diffusers' Attention; `text` adds those of a separate text stream, `output` the way out."""
+
+    def __init__(self, config: DiTConfig, text: bool, output: bool, qk_norm: bool = True) -> None:
+        super().__init__()
+        dim, self.head_dim, self.backend = config.dim, config.head_dim, config.attention
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        if qk_norm:
+            self.norm_q, self.norm_k = nn.RMSNorm(self.head_dim, EPS), nn.RMSNorm(self.head_dim, EPS)
+        if output:
+            self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        if text:
+            self.add_q_proj, self.add_k_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+            self.add_v_proj, self.to_add_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+            self.norm_added_q, self.norm_added_k = nn.RMSNorm(self.head_dim, EPS), nn.RMSNorm(self.head_dim, EPS)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[n, D] -> normalised and rotated q, k and plain v, each [n, H, d]."""
+        q, k = qk_norm_rope(
+            self.to_q(x),
+            self.to_k(x),
+            self.norm_q.weight,
+            self.norm_k.weight,
+            cos,
+            sin,
+            head_dim=self.head_dim,
+            per_head=True,
+            eps=EPS,
+        )
+        return self._heads(q), self._heads(k), self._heads(self.to_v(x))
+
+    def project_text(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for the text stream, which is not rotated."""
+        q, k = qk_norm_rope(
+            self.add_q_proj(context),
+            self.add_k_proj(context),
+            self.norm_added_q.weight,
+            self.norm_added_k.weight,
+            head_dim=self.head_dim,
+            per_head=True,
+            eps=EPS,
+        )
+        return self._heads(q), self._heads(k), self._heads(self.add_v_proj(context))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class DoubleStreamBlock(nn.Module):
+    """Joint attention with separate weights, norms and MLPs for video and text."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm1_context = Modulation(config.dim, 6), Modulation(config.dim, 6)
+        self.attn = JointAttention(config, text=True, output=True)
+        self.ff = FeedForward(config.dim, config.ffn_dim)
+        self.ff_context = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, context: Tensor, shared: JointInputs) -> tuple[Tensor, Tensor]:
+        """x [n, D], context [m, D] -> the same."""
+        layout, rows = shared.layout, shared.layout.local_tokens
+        segments, text_segments = layout.segments, layout.local_text_segments
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.norm1(shared.condition)
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = self.norm1_context(shared.condition)
+
+        h = ln_modulate(x, scale, shift, segments, eps=EPS)
+        c = ln_modulate(context, c_scale, c_shift, text_segments, eps=EPS)
+        video = self.attn.project(h, shared.cos[:rows], shared.sin[:rows])
+        q, k, v = (torch.cat(pair) for pair in zip(video, self.attn.project_text(c)))
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
+
+        y, c = self.attn.to_out[0](y[:rows]), self.attn.to_add_out(y[rows:])
+        x, h = gate_residual_ln_modulate(x, y, gate, mlp_scale, mlp_shift, segments, eps=EPS)
+        context, c = gate_residual_ln_modulate(context, c, c_gate, c_mlp_scale, c_mlp_shift, text_segments, eps=EPS)
+        x = gate_residual(x, self.ff(h), mlp_gate, segments)
+        return x, gate_residual(context, self.ff_context(c), c_mlp_gate, text_segments)
+
+
+class SingleStreamBlock(nn.Module):
+    """Attention and MLP side by side, one set of weights for video and text rows."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm = Modulation(config.dim, 3)
+        self.attn = JointAttention(config, text=False, output=False)
+        self.proj_mlp = nn.Linear(config.dim, config.ffn_dim)
+        self.proj_out = nn.Linear(config.dim + config.ffn_dim, config.dim)
+
+    def forward(self, x: Tensor, shared: JointInputs) -> Tensor:
+        """x [n + m, D] -> the same."""
+        layout = shared.layout
+        shift, scale, gate = self.norm(shared.condition)
+        h = ln_modulate(x, scale, shift, layout.joint_segments, eps=EPS)
+        q, k, v = self.attn.project(h, shared.cos, shared.sin)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
+        y = self.proj_out(torch.cat([y, gelu_tanh(self.proj_mlp(h))], dim=1))
+        return gate_residual(x, y, gate, layout.joint_segments)

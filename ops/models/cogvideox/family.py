@@ -1,0 +1,151 @@
+"""CogVideoX 2B, 5B and 1.5, text to video: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.cogvideox.config import CogVideoXConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ops.config import FlowConfig
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.cogvideox.model import CogVideoXDiT
+
+    return CogVideoXDiT
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride_s = 2 ** (len(fields.get("block_out_channels", (128, 256, 256, 512))) - 1)
+    stride_t = int(fields.get("temporal_compression_ratio", 4))
+    return fields.get("latent_channels", 16), (stride_t, stride_s, stride_s)
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
+    spatial, temporal = fields.get("patch_size", 2), fields.get("patch_size_t")
+    if temporal is None and not fields.get("patch_bias", True):
+        raise ValueError("patch_bias false: only patch embeddings with a bias are supported.")
+    return {
+        "patch": (temporal or 1, spatial, spatial),
+        "ffn_dim": 4 * known["num_heads"] * known["head_dim"],
+        "rope_theta": 10000.0,
+        "sample_size": (fields.get("sample_height", 60), fields.get("sample_width", 90)),
+    }
+
+
+def _write_rest(config: CogVideoXConfig) -> dict[str, object]:
+    temporal, spatial, _ = config.patch
+    height, width = config.sample_size
+    return {
+        "patch_size": spatial,
+        "patch_size_t": temporal if temporal > 1 else None,
+        "sample_height": height,
+        "sample_width": width,
+    }
+
+
+def _scheduler(config: CogVideoXConfig, flow: FlowConfig) -> Scheduler:
+    del flow
+    settings = {
+        "beta_schedule": "scaled_linear",
+        "prediction_type": "v_prediction",
+        "rescale_betas_zero_snr": True,
+        "snr_shift_scale": config.snr_shift,
+        "timestep_spacing": "trailing",
+        "clip_sample": False,
+    }
+    return Scheduler(name="CogVideoXDDIMScheduler", settings=settings)
+
+
+def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, Any]:
+    inputs = {
+        "hidden_states": sample.latent.transpose(0, 1)[None],
+        "encoder_hidden_states": sample.text[None],
+        "timestep": sample.timestep.long(),
+    }
+    return inputs | ({"image_rotary_emb": _their_rotation(config, sample)} if config.rotary else {})
+
+
+def _their_rotation(config: CogVideoXConfig, sample: ParitySample) -> tuple[Tensor, Tensor]:
+    """As CogVideoXPipeline makes it for its transformer."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+    temporal, *patch = config.patch
+    t, h, w = (size // part for size, part in zip(sample.latent.shape[1:], config.patch))
+    full_h, full_w = (size // part for size, part in zip(config.sample_size, patch))
+    if temporal > 1:
+        found = get_3d_rotary_pos_embed(
+            config.head_dim, None, (h, w), t, grid_type="slice", max_size=(max(full_h, h), max(full_w, w))
+        )
+    else:
+        crop = get_resize_crop_region_for_grid((h, w), full_w, full_h)  # type: ignore[no-untyped-call]
+        found = get_3d_rotary_pos_embed(config.head_dim, crop, (h, w), t)
+    cos, sin = found
+    return cos, sin
+
+
+def _export_notes(config: CogVideoXConfig, pad_to: int) -> list[str]:
+    del config
+    if pad_to in (0, 226):
+        return []
+    return [f"this run trained on {pad_to} rows of text; call the pipeline with max_sequence_length={pad_to}."]
+
+
+def _notes(path: str | None, pad_to: int) -> list[str]:
+    if path and not pad_to:
+        return [
+            f"{path} with model.text.pad_to 0: CogVideoX's published weights attend to 226 rows of text, padding "
+            f"included. Set model.text.max_length, unmasked and pad_to to 226."
+        ]
+    return []
+
+
+FAMILY = Family(
+    config=CogVideoXConfig,
+    model=_model,
+    diffusers_class="CogVideoXTransformer3DModel",
+    pipeline_class=lambda config: "CogVideoXPipeline",
+    vae=VAEClass(name="AutoencoderKLCogVideoX", numbers=_vae_numbers),
+    key_map={
+        "num_layers": "num_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "text_dim": "text_embed_dim",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "eps": "norm_eps",
+        "time_dim": "time_embed_dim",
+        "rotary": "use_rotary_positional_embeddings",
+        "spatial_scale": "spatial_interpolation_scale",
+        "text_rows": "max_text_seq_length",
+    },
+    fixed_fields={
+        "use_learned_positional_embeddings": False,
+        "ofs_embed_dim": None,
+        "temporal_compression_ratio": 4,
+        "temporal_interpolation_scale": 1.0,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "attention_bias": True,
+        "norm_elementwise_affine": True,
+        "activation_fn": "gelu-approximate",
+        "timestep_activation_fn": "silu",
+    },
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(
+        blocks=("transformer_blocks.",),
+        projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
+    ),
+    scheduler=_scheduler,
+    parity_inputs=_parity_inputs,
+    parity_output=lambda output, sample: output.transpose(0, 1),
+    parity_text=lambda config: 7 if config.rotary else config.text_rows,
+    notes=_notes,
+    export_notes=_export_notes,
+)

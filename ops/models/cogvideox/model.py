@@ -1,0 +1,217 @@
+"""CogVideoX's transformer over packed sequences, with the parameter names of CogVideoXTransformer3DModel.
+
+S sequences, n video rows and m text rows of this rank, D width, H heads, d head size. Text and video are one sequence
+with one set of weights; each has a modulation of its own ("expert adaptive LayerNorm", Yang et al. 2024), so tables
+have 2 S rows, those of the text behind.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ops.comm import Group
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
+from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinusoidal_embedding
+from ops.models.base.transformer import ForwardInputs, PackedTransformer
+from ops.models.cogvideox.config import CogVideoXConfig
+from ops.packing import Layout
+from ops.sequence_parallel import sequence_parallel_attention
+
+_QK_EPS = 1e-6
+
+
+class CogVideoXBlockInputs(NamedTuple):
+    """What all blocks of one forward share."""
+
+    condition: Tensor  # [S, time_dim] after silu
+    cos: Tensor | None  # [n + m, d / 2]; text rows are not rotated. None: positions were added
+    sin: Tensor | None
+    layout: Layout
+    group: Group
+
+
+class CogVideoXDiT(PackedTransformer):
+    config: CogVideoXConfig
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__(config)
+        self.patch_embed = PatchAndText(config)
+        self.time_embedding = TwoLayerMLP(config.dim, config.time_dim, F.silu)
+        self.transformer_blocks = nn.ModuleList(CogVideoXBlock(config) for _ in range(config.num_layers))
+        self.norm_final = nn.LayerNorm(config.dim, config.eps)
+        self.norm_out = ModulatedNorm(config, 2)
+        self.proj_out = nn.Linear(config.dim, config.out_channels * self.patch_size)
+        init_linear(self, head=self.proj_out)
+        nn.init.xavier_uniform_(self.patch_embed.proj.weight.flatten(1))
+
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        layout, config = given.layout, self.config
+        with torch.autocast(layout.device.type, enabled=False):
+            dtype = self.time_embedding.linear_1.weight.dtype
+            time = self.time_embedding(sinusoidal_embedding(given.timesteps, config.dim, dtype))
+        condition = F.silu(time).to(torch.promote_types(dtype, torch.float32))
+        video, text = self.patch_embed(given.tokens, given.text.index_select(0, layout.text_rows))
+        cos = sin = None
+        if config.rotary:
+            cos, sin = rotation(layout, config, condition.dtype)
+        else:
+            video = video + added_positions(layout, config).to(video.dtype)
+        x = torch.cat([video, text])
+        shared = CogVideoXBlockInputs(condition, cos, sin, layout, given.group)
+        for block in self.transformer_blocks:
+            x = self.run(block, x, shared)
+        norm = self.norm_final
+        x = ln_modulate(x[: layout.local_tokens], weight=norm.weight, bias=norm.bias, eps=config.eps)
+        (shift, scale), norm = self.norm_out(condition), self.norm_out.norm
+        x = ln_modulate(x, scale, shift, layout.segments, weight=norm.weight, bias=norm.bias, eps=config.eps)
+        return self.proj_out(x)
+
+
+def rotation(layout: Layout, config: CogVideoXConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [n + m, d / 2] of video rows, then of text rows, which are not rotated.
+
+    1.0: places of any grid are stretched over the one of `sample_size`, cut to the grid's aspect ratio. 1.5: places as
+    they are.
+    """
+    first, step = _stretched(layout, config)
+    places = layout.positions.double() * step[layout.seq_index] + first[layout.seq_index]
+    angles = torch.cat(
+        [
+            places[:, axis, None]
+            / config.rope_theta ** (torch.arange(0, size, 2, device=layout.device).double() / size)
+            for axis, size in enumerate(config.rope_split)
+        ],
+        dim=1,
+    )
+    angles = F.pad(angles, (0, 0, 0, layout.local_text_tokens))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _stretched(layout: Layout, config: CogVideoXConfig) -> tuple[Tensor, Tensor]:
+    """(place of the first token, distance to the next) on t, h and w of each sequence: fp64 [S, 3]."""
+    first, step = [], []
+    for sequence in layout.sequences:
+        _, h, w = sequence.grid
+        if config.patch[0] > 1:
+            first.append((0.0, 0.0, 0.0))
+            step.append((1.0, 1.0, 1.0))
+            continue
+        full_h, full_w = (size // part for size, part in zip(config.sample_size, config.patch[1:]))
+        tall = h / w > full_h / full_w
+        cut_h, cut_w = (full_h, round(full_h / h * w)) if tall else (round(full_w / w * h), full_w)
+        top, left = round((full_h - cut_h) / 2.0), round((full_w - cut_w) / 2.0)
+        # as published: the last place is a share of the cut's end, not of its length
+        ends = [(start + cut) * (count - 1) / count for start, cut, count in ((top, cut_h, h), (left, cut_w, w))]
+        first.append((0.0, float(top), float(left)))
+        step.append((1.0, (ends[0] - top) / max(h - 1, 1), (ends[1] - left) / max(w - 1, 1)))
+    return (torch.tensor(rows, dtype=torch.float64, device=layout.device) for rows in (first, step))  # type: ignore[return-value]
+
+
+def added_positions(layout: Layout, config: CogVideoXConfig) -> Tensor:
+    """[n, D] in fp64: sinusoids of t in a quarter of the width, then of w and of h."""
+    t, h, w = layout.positions.double().unbind(1)
+    parts = (
+        (t, config.dim // 4),
+        (w / config.spatial_scale, config.dim // 8 * 3),
+        (h / config.spatial_scale, config.dim // 8 * 3),
+    )
+    found = []
+    for place, size in parts:
+        frequencies = 10000.0 ** -(torch.arange(size // 2, dtype=torch.float64, device=layout.device) / (size / 2))
+        angles = place[:, None] * frequencies
+        found += [angles.sin(), angles.cos()]
+    return torch.cat(found, dim=1)
+
+
+class PatchAndText(nn.Module):
+    """Diffusers' CogVideoXPatchEmbed without its positions: a convolution in 1.0, a linear layer in 1.5."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        if config.patch[0] == 1:
+            self.proj: nn.Conv2d | nn.Linear = nn.Conv2d(
+                config.in_channels, config.dim, config.patch[1:], config.patch[1:]
+            )
+        else:
+            self.proj = nn.Linear(config.in_channels * 8, config.dim)
+        self.text_proj = nn.Linear(config.text_dim, config.dim)
+
+    def forward(self, tokens: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [n, C * patch], text [m, text_dim] -> [n, D], [m, D]."""
+        weight = self.proj.weight
+        video = F.linear(tokens.to(weight.dtype), weight.flatten(1), self.proj.bias)
+        return video, self.text_proj(text.to(weight.dtype))
+
+
+class ModulatedNorm(nn.Module):
+    """`parts` tables [S, D] from the condition, and the weights of the norm that they follow."""
+
+    def __init__(self, config: CogVideoXConfig, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.time_dim, parts * config.dim)
+        self.norm = nn.LayerNorm(config.dim, config.eps)
+        self.parts = parts
+
+    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        """condition [S, time_dim] -> `parts` tables [S, D]."""
+        return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
+
+    def both(self, condition: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """shift, scale and gate [2 S, D] of video, then of text."""
+        shift, scale, gate, *text = self(condition)
+        return torch.cat([shift, text[0]]), torch.cat([scale, text[1]]), torch.cat([gate, text[2]])
+
+
+class NormedAttention(nn.Module):
+    """Projections of Diffusers' Attention with LayerNorm of queries and keys over a head."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        dim, self.head_dim = config.dim, config.head_dim
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.norm_q, self.norm_k = nn.LayerNorm(self.head_dim, _QK_EPS), nn.LayerNorm(self.head_dim, _QK_EPS)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+
+    def project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[n + m, D] -> normalised and rotated q, k and plain v, each [n + m, H, d]."""
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.to_q, self.to_k, self.to_v))
+        q = ln_modulate(q, weight=self.norm_q.weight, bias=self.norm_q.bias, eps=_QK_EPS)
+        k = ln_modulate(k, weight=self.norm_k.weight, bias=self.norm_k.bias, eps=_QK_EPS)
+        if cos is not None and sin is not None:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return q, k, v
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[n, H, d] with each pair of a head turned by the angles [n, d / 2] of its row."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)
+
+
+class CogVideoXBlock(nn.Module):
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        self.eps, self.backend = config.eps, config.attention
+        self.norm1, self.norm2 = ModulatedNorm(config, 6), ModulatedNorm(config, 6)
+        self.attn1 = NormedAttention(config)
+        self.ff = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, shared: CogVideoXBlockInputs) -> Tensor:
+        """x [n + m, D] -> the same."""
+        layout, segments = shared.layout, shared.layout.stream_segments
+        shift, scale, gate = self.norm1.both(shared.condition)
+        mlp_shift, mlp_scale, mlp_gate = self.norm2.both(shared.condition)
+        first, second = self.norm1.norm, self.norm2.norm
+        h = ln_modulate(x, scale, shift, segments, weight=first.weight, bias=first.bias, eps=self.eps)
+        q, k, v = self.attn1.project(h, shared.cos, shared.sin)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.backend).flatten(1)
+        y = self.attn1.to_out[0](y)
+        x, h = gate_residual_ln_modulate(
+            x, y, gate, mlp_scale, mlp_shift, segments, weight=second.weight, bias=second.bias, eps=self.eps
+        )
+        return gate_residual(x, self.ff(h), mlp_gate, segments)

@@ -1,0 +1,135 @@
+"""FLUX.1, text to image: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, TextRecipe, VAEClass, even_sigmas
+from ops.models.base.joint_config import default_rope_split
+from ops.models.flux.config import FluxConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Of FluxPipeline: the T5 is passed no mask, and the transformer attends to the rows of its padding, too.
+_TEXT = TextRecipe(
+    states="t5",
+    states_parts=("text_encoder_2", "tokenizer_2"),
+    pooled_parts=("text_encoder", "tokenizer"),
+    keeps_padding=True,
+)
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.flux.model import FluxDiT
+
+    return FluxDiT
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride = 2 ** (len(fields.get("block_out_channels", (64,))) - 1)
+    return fields.get("latent_channels", 4), (1, stride, stride)
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
+    """Diffusers counts channels of a token, of its four latents."""
+    pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get("axes_dims_rope", (16, 56, 56)))
+    return {
+        "in_channels": known["in_channels"] // 4,
+        "out_channels": known["out_channels"] // 4,
+        "patch": (1, 2, 2),
+        "ffn_dim": 4 * known["num_heads"] * known["head_dim"],
+        "pooled_dim": 0 if pooled == known["text_dim"] else pooled,
+        "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
+        "rope_theta": 10000.0,
+    }
+
+
+def _write_rest(config: FluxConfig) -> dict[str, object]:
+    in_features, out_features = (math.prod(config.patch) * c for c in (config.in_channels, config.out_channels))
+    return {
+        "in_channels": in_features,
+        "out_channels": None if out_features == in_features else out_features,
+        "pooled_projection_dim": config.pooled_width,
+        "axes_dims_rope": list(config.rope_split),
+    }
+
+
+def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, Any]:
+    import torch
+
+    from ops.packing import patchify
+
+    text, (_, _, h, w) = sample.text, sample.latent.shape
+    rows, columns = torch.meshgrid(torch.arange(h // 2), torch.arange(w // 2), indexing="ij")
+    places = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1)
+    pooled = sample.conditions.pooled
+    if pooled is None:
+        same = config.pooled_width == config.text_dim
+        pooled = text.mean(0)[None] if same else torch.zeros(1, config.pooled_width)
+    inputs = {
+        "hidden_states": patchify(sample.latent, config.patch)[None],
+        "encoder_hidden_states": text[None],
+        "pooled_projections": pooled,
+        "timestep": sample.timestep / 1000,
+        "img_ids": places,
+        "txt_ids": torch.zeros(len(text), 3),
+    }
+    return inputs | ({"guidance": torch.tensor([1.0])} if config.guidance_embeds else {})
+
+
+def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
+    from ops.packing import unpatchify
+
+    _, t, h, w = sample.latent.shape
+    return unpatchify(output, (t, h // 2, w // 2), (1, 2, 2), output.shape[1] // 4)
+
+
+FAMILY = Family(
+    config=FluxConfig,
+    model=_model,
+    diffusers_class="FluxTransformer2DModel",
+    pipeline_class=lambda config: "FluxPipeline",
+    vae=VAEClass(name="AutoencoderKL", numbers=_vae_numbers, can_be_tiled=False, of_pictures=True),
+    text=_TEXT,
+    missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
+    missing_note=(
+        "FluxPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler load by "
+        "their own classes; train with model.text.kind flux for a complete pipeline, or give --base."
+    ),
+    key_map={
+        "num_layers": "num_layers",
+        "num_single_layers": "num_single_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "text_dim": "joint_attention_dim",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "guidance_embeds": "guidance_embeds",
+    },
+    fixed_fields={"patch_size": 1},
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(
+        blocks=("transformer_blocks.", "single_transformer_blocks."),
+        projections=(
+            "to_q",
+            "to_k",
+            "to_v",
+            "to_out.0",
+            "add_q_proj",
+            "add_k_proj",
+            "add_v_proj",
+            "to_add_out",
+            "net.0.proj",
+            "net.2",
+            "proj_mlp",
+            "proj_out",
+        ),
+    ),
+    scheduler=even_sigmas,
+    shifts_by_tokens=True,
+    parity_inputs=_parity_inputs,
+    parity_output=_parity_output,
+)
