@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -27,7 +26,6 @@ from actors.messages import (
     FinishTask,
     FormTask,
     Handover,
-    OutOfMemory,
     PublishedResult,
     ShardKeeper,
     Snapshot,
@@ -45,7 +43,7 @@ from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
 from actors.worker.meeting import meet, own_shards
-from actors.worker.meter import meter_of, release
+from actors.worker.meter import freed, meter_of
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
@@ -80,6 +78,7 @@ class Worker:
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
+        self.executor.meter.settled()
         self.heartbeat.idle()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -138,10 +137,10 @@ class Worker:
         self.heartbeat.groups = groups
         self.executor.form(task.generation, groups, world, shards)
         del shards
-        self.executor.meter.settled()
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
         snapshot = self._send_snapshot(self._holds) if fresh else None
+        self.executor.meter.settled()
         self.heartbeat.idle()
         return snapshot
 
@@ -177,7 +176,7 @@ class Worker:
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
-        with bar(task.name), _freed():
+        with bar(task.name), freed():
             return self._done(task, self.executor.text(task, captions))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
@@ -186,7 +185,7 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        with bar(task.name), _freed():
+        with bar(task.name), freed():
             return self._done(task, self.executor.vae(task, video, ok))
 
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
@@ -212,7 +211,7 @@ class Worker:
         fetch_s = self._seconds_since(max((one.at for one in found), default=0.0))
         self._activity_of(task)
         fetched = {(p.module, p.id): EncodeResult(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
-        with bar(task.name), _freed():
+        with bar(task.name), freed():
             self.executor.dit(task, fetched, fetch_s)
         self.heartbeat.idle()
 
@@ -363,18 +362,6 @@ class Worker:
                     self.heartbeat.leaving = True
 
         threading.Thread(target=watch, name="sigterm", daemon=True).start()
-
-
-@contextmanager
-def _freed() -> Iterator[None]:
-    """A cascade that ran out of memory leaves nothing of it behind."""
-    try:
-        yield
-        return
-    except OutOfMemory as error:
-        failed = error
-    release(failed)
-    raise failed
 
 
 def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedResult]:
