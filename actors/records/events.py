@@ -406,6 +406,18 @@ class SnapshotsForecast(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotsSpaced(RunEvent):
+    """With `snapshot.every: auto` another interval was chosen."""
+
+    event: ClassVar[str] = "snapshots_spaced"
+    every: int  # steps
+    why: str
+
+    def describe(self) -> str:
+        return f"a snapshot every {self.every} steps from now on: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryShort(RunEvent):
     """A node cannot spare what snapshots will take of it."""
 
