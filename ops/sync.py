@@ -68,6 +68,11 @@ class Sync(Protocol):
 
     @property
     def layout(self) -> tuple[Slot, ...]: ...
+    @property
+    def state_on_host(self) -> bool:
+        """Optimizer state lies in host memory."""
+        ...
+
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
     def begin_step(self) -> None: ...
     def watch_backward(self) -> None:
@@ -272,6 +277,11 @@ class FlatSync:
         if self._ema is not None:
             arrays["ema"] = self._ema
         return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=_on_host(arrays))
+
+    @property
+    def state_on_host(self) -> bool:
+        """Master, moments and EMA lie in host memory."""
+        return self._state_device.type == "cpu"
 
     def gradient(self) -> Tensor:
         """The flat gradient, [total]: before `finish_step` the partial one of this worker, or of its node."""

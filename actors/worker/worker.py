@@ -49,6 +49,7 @@ from data.engines.blocks import as_batch
 from data.types import Batch
 from ops.comm import Groups
 from ops.models.weights import checksums, frozen_digests
+from ops.node_room import node_room
 from ops.shards import ShardState
 from ops.sync import trainable
 from ops.waiting import Patience
@@ -98,6 +99,8 @@ class Worker:
             frozen=self._frozen,
             first=self._first_sums,
             gradients=self.settings.train.gradients_of(self.executor.sync.layout[-1].hi, self.device.type),
+            state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
+            host_room_gib=node_room() / 2**30,
         )
 
     def form(self, task: FormTask) -> Snapshot | None:

@@ -63,5 +63,5 @@ def test_a_little_noise_changes_nothing_and_a_given_number_stays() -> None:
 
 def test_auto_is_a_setting_and_another_word_is_none() -> None:
     assert SnapshotConfig(every="auto").every == "auto"
-    with pytest.raises(ValueError, match="snapshot.every 0"):
+    with pytest.raises(ValueError, match=r"snapshot\.every 0"):
         SnapshotConfig(every=0)
