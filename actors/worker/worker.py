@@ -47,7 +47,7 @@ from actors.worker.meter import freed, meter_of
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
-from ops.comm import Groups
+from ops.comm import Groups, free_ended
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room
 from ops.shards import ShardState
@@ -134,6 +134,7 @@ class Worker:
             self._first.trained()
         shards = own_shards(task, self.executor.sync.layout[-1].hi, self._first_shard, cancel, patience)
         meet(store, task.generation, task.rank, task.world, cancel, patience)
+        free_ended()  # by now all have left the last generation
         gathering = self._gathering()
         self.heartbeat.activity(name, "gather", -1, 0.0, gathering)
         groups.allow(gathering)
