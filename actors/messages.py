@@ -211,6 +211,7 @@ class Span:
     bag: tuple[int, ...] = ()  # ranks that ran it together
     work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum
     wait_s: float = 0.0  # for the others of the bag to come
+    exposed_s: float = 0.0  # of its work: nothing was computed because the result of a collective was awaited
     first_here: bool = False  # this process had not run its shape before: compilation and tuning are in it
 
     @property
@@ -244,6 +245,7 @@ class StepReport:
     bad_samples: tuple[str, ...] = ()
     # (item, its share of the loss here, weight of its good samples)
     item_losses: tuple[tuple[str, float, float], ...] = ()
+    peak_tflops: float = 0.0  # of the worker's device in the run's precision; 0: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

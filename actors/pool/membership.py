@@ -1,6 +1,6 @@
 """Who belongs to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
 
-The controller feeds what it sees and applies what comes out (all words are in actors.pool.membership_types):
+The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
     view, decisions = membership.observe(Loaded(worker=3), now=time.monotonic())
     for decision in decisions:

@@ -1,4 +1,4 @@
-"""Words of the worker pool: events in, decisions out, and the view between them. Plain data; no torch, no Ray."""
+"""Types of the worker pool: events in, decisions out, and the view between them. Plain data; no torch, no Ray."""
 
 from __future__ import annotations
 

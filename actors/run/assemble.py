@@ -16,6 +16,7 @@ from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
+from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
 from actors.planning.client import PlannerClient
@@ -113,7 +114,7 @@ def start_controller(
         survivors=survivors,
         state=state,
         new_store=_new_store,
-        account=StepAccount(geometry=geometry, node_of=pool.node_of),
+        account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
         state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),

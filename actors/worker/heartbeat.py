@@ -1,4 +1,4 @@
-"""What a worker says of itself while its task thread works, and how it hears that its generation has ended."""
+"""A worker's heartbeats, sent by a thread of their own: its progress, and the answer when its generation has ended."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from actors.config import WorkersConfig
 from actors.messages import LOADING, Orders, Progress
 from actors.ray_calls import get
 from actors.refs import Method
-from ops.comm import CancelToken, Groups
-from ops.waiting import Patience
+from ops.groups import Groups
+from ops.waiting import CancelToken, Patience
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ A cascade is bracketed by `start` and `stop`. Between two cascades `room_gib` sa
 from __future__ import annotations
 
 import gc
+import resource
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,3 +175,8 @@ def freed() -> Iterator[None]:
         raise failed
     finally:
         del failed  # it refers to this frame
+
+
+def peak_rss_gib() -> float:
+    """Largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

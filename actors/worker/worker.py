@@ -38,16 +38,18 @@ from actors.process import birth
 from actors.ray_calls import bar, get, node_address, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
-from actors.worker.executor import Executor, FinishedStep, nobody, peak_rss_gib
+from actors.worker.executor import Executor, nobody
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
+from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
 from actors.worker.meeting import meet, own_shards
-from actors.worker.meter import freed, meter_of
+from actors.worker.meter import freed, meter_of, peak_rss_gib
+from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
-from ops.comm import Groups, free_ended
+from ops.comm import free_ended
+from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room
 from ops.shards import ShardState
@@ -80,6 +82,7 @@ class Worker:
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
         self.executor.meter.settled()
+        self._peak_tflops = peak_tflops(self.device, settings.train)
         self.heartbeat.idle()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -331,6 +334,7 @@ class Worker:
             bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
             item_losses=done.item_losses,
+            peak_tflops=self._peak_tflops,
         )
 
     def _done(self, task: CascadeTask, published: list[EncodeResult]) -> list[PublishedResult]:

@@ -22,7 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups, Patience, free_ended
+from ops.comm import Group, free_ended
+from ops.groups import Groups
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -136,7 +138,7 @@ def test_reduce_scatter_and_all_gather_of_unpadded_ranges(bounds: list[tuple[int
 
 def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the backend's own time-out; only who waits has a limit."""
-    monkeypatch.setattr("ops.comm._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.0)
     bounds = [(0, 5), (5, 5)]  # all of it belongs to rank 0
 
     def work(rank: int, groups: Groups) -> list[float]:
@@ -319,7 +321,8 @@ def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
 
 LEAVER = """
 import threading, time, torch, torch.distributed as dist
-from ops.comm import CancelToken, Groups
+from ops.groups import Groups
+from ops.waiting import CancelToken
 store, token = dist.HashStore(), CancelToken()
 both = [Groups(store, rank, (0, 1), "gloo", 0, 60.0, token, "127.0.0.1") for rank in (0, 1)]
 both[1].prepare([(0, 1)])
@@ -343,7 +346,8 @@ def test_a_process_with_a_pending_collective_ends_cleanly_and_at_once() -> None:
 SURVIVOR = """
 import json, sys, threading, time, torch, torch.distributed as dist
 from datetime import timedelta
-from ops.comm import CancelToken, Groups
+from ops.groups import Groups
+from ops.waiting import CancelToken
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
 def say(**fields): print(json.dumps({"rank": rank, **fields}), flush=True)
