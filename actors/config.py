@@ -125,19 +125,23 @@ class SnapshotConfig:
     """State of committed steps in host memory of other nodes."""
 
     enabled: bool = True
-    every: int = 1  # steps between snapshots; with N, a loss costs up to N - 1 steps, which are computed again
+    # Steps from one snapshot to the next; with N, a loss costs up to N - 1 steps, which are computed again. auto: as
+    # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`.
+    every: int | Literal["auto"] = 1
     copies: int = 1
     patience_s: float = 600.0  # how long a keeper that lives and does not answer is waited for before it counts as lost
 
     def __post_init__(self) -> None:
         if self.patience_s <= 0:
             raise ValueError(f"snapshot.patience_s is {self.patience_s:g}; it must be larger than 0.")
-        if self.every < 1 or self.copies < 1:
+        if (self.every != "auto" and self.every < 1) or self.copies < 1:
             raise ValueError(
                 f"snapshot.every {self.every} and snapshot.copies {self.copies} must be at least 1; "
                 f"snapshot.enabled: false switches snapshots off."
             )
-        check_numbers("snapshot", self, every=between(1), copies=between(1, 64), patience_s=above(0, SECONDS))
+        check_numbers("snapshot", self, copies=between(1, 64), patience_s=above(0, SECONDS))
+        if self.every != "auto":
+            check_numbers("snapshot", self, every=between(1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -182,6 +182,8 @@ class WorkerInfo:
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
     gradients: str = ""  # where they lie, "own" or "node"
+    state_on_host: bool = False  # optimizer state will lie in host memory
+    host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -332,7 +332,7 @@ class Group:
         process_group, self._process_group = self._process_group, None
         if busy:
             _bury(_Remains(process_group, busy))
-        _exhume()  # idle connections close at the end of this call, within a millisecond
+        free_ended()  # idle connections close at the end of this call, within a millisecond
 
 
 _DONE = Pending(None, None, "done")
@@ -360,8 +360,9 @@ def _bury(remains: _Remains) -> None:
     _buried.append(remains)
 
 
-def _exhume() -> None:
-    """Destroy buried groups whose operations have ended meanwhile."""
+def free_ended() -> None:
+    """Destroy buried groups whose operations have ended meanwhile: they hold the tensors of their collectives, which in
+    a gradient sum are as large as the model. To be called when all members have left a generation."""
     for remains in list(_buried):
         if all(work.is_completed() for work in remains.works):
             _buried.remove(remains)

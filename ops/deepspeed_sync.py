@@ -79,6 +79,7 @@ class DeepSpeedSync:
         self.config = config
         self.total_steps = total_steps
         self.layout = slots(named)
+        self.state_on_host = False
         self.total = self.layout[-1].hi
         self.updates = 0
         self.lo = self.hi = 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -43,6 +44,7 @@ _BUCKET_CUDA = 1 << 26
 # Elements of the gradient whose sum starts together: large enough to fill a link, small enough to start early.
 _SUM_CPU = 1 << 21
 _SUM_CUDA = 1 << 25
+_COPY_ALONE = 1 << 20  # elements; threads are not worth it for fewer
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
 
 
@@ -67,6 +69,11 @@ class Sync(Protocol):
 
     @property
     def layout(self) -> tuple[Slot, ...]: ...
+    @property
+    def state_on_host(self) -> bool:
+        """Optimizer state lies in host memory."""
+        ...
+
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
     def begin_step(self) -> None: ...
     def watch_backward(self) -> None:
@@ -103,6 +110,22 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
             f"trainable parameters are of {sorted(map(str, kinds))}; cast the module to one dtype on one device first."
         )
     return named
+
+
+def _on_host(arrays: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Copies in host memory of their own. From a GPU they go to pinned memory, which PyTorch gives out again to the
+    next snapshot; in host memory every array has a thread."""
+    first = next(iter(arrays.values()))
+    if first.is_cuda:
+        pinned = {name: torch.empty_like(array, device="cpu", pin_memory=True) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            pinned[name].copy_(array, non_blocking=True)
+        torch.cuda.current_stream(first.device).synchronize()
+        return {name: array.numpy() for name, array in pinned.items()}
+    if first.numel() < _COPY_ALONE:
+        return {name: array.to("cpu", copy=True).numpy() for name, array in arrays.items()}
+    with ThreadPoolExecutor(len(arrays), thread_name_prefix="snapshot") as threads:
+        return dict(zip(arrays, threads.map(lambda array: array.to("cpu", copy=True).numpy(), arrays.values())))
 
 
 def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
@@ -254,8 +277,12 @@ class FlatSync:
         arrays = {"master": self._master, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
         if self._ema is not None:
             arrays["ema"] = self._ema
-        copies = {name: array.to("cpu", copy=True).numpy() for name, array in arrays.items()}
-        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
+        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=_on_host(arrays))
+
+    @property
+    def state_on_host(self) -> bool:
+        """Master, moments and EMA lie in host memory."""
+        return self._state_device.type == "cpu"
 
     def gradient(self) -> Tensor:
         """The flat gradient, [total]: before `finish_step` the partial one of this worker, or of its node."""

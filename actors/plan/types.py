@@ -90,6 +90,7 @@ class Cluster:
     rails: str = ""  # one letter per worker of a node; empty: all the same rail
     speed: tuple[float, ...] = ()
     memory_gib: float = 0.0  # of each worker's device; 0: unknown
+    host_gib: float = 0.0  # of each node, for training; 0: unknown
     room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known
 
     @property

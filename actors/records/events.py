@@ -348,6 +348,16 @@ class SnapshotsForecast(RunEvent, event="snapshots"):
         return f"snapshots take {self.mib_per_keeper:.1f} MiB of host memory on each of {self.keepers} nodes"
 
 
+class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):
+    """With `snapshot.every: auto` another interval was chosen."""
+
+    every: int  # steps
+    why: str
+
+    def describe(self) -> str:
+        return f"a snapshot every {self.every} steps from now on: {self.why}"
+
+
 class MemoryShort(RunEvent, event="memory_short"):
     """A node cannot spare what snapshots will take of it."""
 

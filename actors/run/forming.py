@@ -21,7 +21,9 @@ from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
+from actors.state.hosts import needs_of_hosts, refuse_short_hosts
 from actors.step import Seat
+from ops.shards import bytes_per_weight
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
 
@@ -54,7 +56,7 @@ class Forming:
         """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.
 
         `holders` are the workers of a generation that ends cleanly here; each holds the last finished step. Raises
-        StopRun when the workers' weights differ.
+        StopRun when the workers' weights differ, PlanError when a node has too little memory for the first generation.
         """
         if decision.clean and holders:
             self.committer.settle_all(holders, self.config.workers.collective_timeout_s)
@@ -65,6 +67,9 @@ class Forming:
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery)
+        if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
+            weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
+            refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
         world = seats_of(infos, self.pool.handle, self.state_gib)
         self.committer.state.place_keepers([seat.node for seat in world])
         return self._runner(decision.generation, world, recovery.origin)

@@ -28,6 +28,7 @@ from actors.records.events import (
     MemoryShort,
     SnapshotsFailed,
     SnapshotsForecast,
+    SnapshotsSpaced,
     StepsLost,
 )
 from actors.state import checkpoint_files as checkpoint
@@ -39,6 +40,7 @@ from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Keepers
 from actors.state.recovery import Recovery, origin_of, recovery_from
+from actors.state.snapshot_interval import SnapshotInterval
 from actors.state.survivors import Survivors, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
@@ -51,6 +53,7 @@ _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _REPAIR_S = 60.0  # steps that are under way come first
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
+_MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
 _MAX_REPAIRS = 8  # without a commit; over a minute, in which Ray has noticed a lost node
 
 
@@ -91,6 +94,9 @@ class RunState:
         self._silent: tuple[str, ...] = keepers.silent
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._forecast_told = False
+        self.interval = SnapshotInterval(
+            setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
+        )
         self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
@@ -191,7 +197,7 @@ class RunState:
     def is_exported(self, step: int) -> bool:
         """Whether workers copy their state after this step, for keepers or for a checkpoint."""
         snapshot = self._config.snapshot
-        return (snapshot.enabled and step % snapshot.every == 0) or self.writer.due(step)
+        return (snapshot.enabled and self.interval.is_due(step)) or self.writer.due(step)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint of this step is being written."""
@@ -202,7 +208,8 @@ class RunState:
         if not self._forecast_told:
             self._forecast_told = True
             self._forecast(done.snapshots)
-        step = done.running.step
+        step, copied_s = done.running.step, max((r.snapshot_s for r in done.reports), default=0.0)
+        self.interval.finished(step, done.collected_at, copied_s, bool(done.snapshots))
         if done.snapshots and self.writer.due(step) and not self.writer.puts_off(step):
             self.writer.save(done.snapshots, self._meta(step))
 
@@ -213,6 +220,10 @@ class RunState:
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
             self.keepers.commit(done.running.step, position)
+            self.interval.held(time.time() - done.collected_at)
+            if self._config.snapshot.enabled and self.interval.choose():
+                log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
+                self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
         self.writer.poll()
 
     def repair_keepers(self, stuck: Stuck, world: Sequence[Seat], quiet: bool) -> list[Snapshot] | None:

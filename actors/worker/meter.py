@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import resource
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -37,7 +39,7 @@ class Meter(Protocol):
         ...
 
     def settled(self) -> None:
-        """The states have another size now, which stays until the next call."""
+        """The states have another size now, which stays until the next call. No cascade runs."""
         ...
 
 
@@ -84,7 +86,8 @@ class DeviceMeter:
         other = total - free - torch.cuda.memory_reserved(self._device)  # contexts, communicators, other processes
         return (USABLE * (usable - other) - torch.cuda.memory_allocated(self._device)) / GIB
 
-    def settled(self) -> None: ...
+    def settled(self) -> None:
+        collect()
 
     def _retries_so_far(self) -> int:
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
@@ -112,7 +115,8 @@ class TensorMeter:
         return count.peak_bytes / GIB
 
     def room_gib(self) -> float | None:
-        """Counted once, when the modules and the state are there: walking all tensors takes a tenth of a second."""
+        """Counted when the modules or the state have come, and not in a cascade, whose own tensors would count with
+        them: walking all tensors takes a tenth of a second."""
         if self._room is None:
             tensors = (
                 o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), FakeTensor)
@@ -122,7 +126,9 @@ class TensorMeter:
         return self._room
 
     def settled(self) -> None:
+        collect()
         self._room = None
+        self.room_gib()
 
 
 def meter_of(device: torch.device, limit_gib: float) -> Meter:
@@ -144,9 +150,31 @@ def release(error: BaseException | None) -> None:
     while error is not None:
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
-        error.__traceback__, error = None, error.__context__
+        error = error.__context__
+    collect()
+
+
+def collect() -> None:
+    """Free what nobody can reach any more: a graph whose backward was cut short refers to itself, and its tensors would
+    stay until Python happens to look."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def freed() -> Iterator[None]:
+    """A cascade that fails leaves nothing of it behind, however long somebody keeps its error."""
+    try:
+        yield
+        return
+    except Exception as error:
+        failed = error
+    try:
+        release(failed)
+        raise failed
+    finally:
+        del failed  # it refers to this frame
 
 
 def peak_rss_gib() -> float:

@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -27,7 +26,6 @@ from actors.messages import (
     FinishTask,
     FormTask,
     Handover,
-    OutOfMemory,
     PublishedResult,
     ShardKeeper,
     Snapshot,
@@ -45,13 +43,15 @@ from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
 from actors.worker.meeting import meet, own_shards
-from actors.worker.meter import meter_of, peak_rss_gib, release
+from actors.worker.meter import freed, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
+from ops.comm import free_ended
 from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
+from ops.node_room import node_room
 from ops.shards import ShardState
 from ops.sync import trainable
 from ops.waiting import Patience
@@ -81,6 +81,7 @@ class Worker:
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
+        self.executor.meter.settled()
         self._peak_tflops = peak_tflops(self.device, settings.train)
         self.heartbeat.idle()
 
@@ -101,6 +102,8 @@ class Worker:
             frozen=self._frozen,
             first=self._first_sums,
             gradients=self.settings.train.gradients_of(self.executor.sync.layout[-1].hi, self.device.type),
+            state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
+            host_room_gib=node_room() / 2**30,
         )
 
     def form(self, task: FormTask) -> Snapshot | None:
@@ -134,16 +137,17 @@ class Worker:
             self._first.trained()
         shards = own_shards(task, self.executor.sync.layout[-1].hi, self._first_shard, cancel, patience)
         meet(store, task.generation, task.rank, task.world, cancel, patience)
+        free_ended()  # by now all have left the last generation
         gathering = self._gathering()
         self.heartbeat.activity(name, "gather", -1, 0.0, gathering)
         groups.allow(gathering)
         self.heartbeat.groups = groups
         self.executor.form(task.generation, groups, world, shards)
         del shards
-        self.executor.meter.settled()
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
         snapshot = self._send_snapshot(self._holds) if fresh else None
+        self.executor.meter.settled()
         self.heartbeat.idle()
         return snapshot
 
@@ -179,7 +183,7 @@ class Worker:
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
-        with bar(task.name), _freed():
+        with bar(task.name), freed():
             return self._done(task, self.executor.text(task, captions))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
@@ -188,7 +192,7 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        with bar(task.name), _freed():
+        with bar(task.name), freed():
             return self._done(task, self.executor.vae(task, video, ok))
 
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
@@ -214,7 +218,7 @@ class Worker:
         fetch_s = self._seconds_since(max((one.at for one in found), default=0.0))
         self._activity_of(task)
         fetched = {(p.module, p.id): EncodeResult(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
-        with bar(task.name), _freed():
+        with bar(task.name), freed():
             self.executor.dit(task, fetched, fetch_s)
         self.heartbeat.idle()
 
@@ -366,18 +370,6 @@ class Worker:
                     self.heartbeat.leaving = True
 
         threading.Thread(target=watch, name="sigterm", daemon=True).start()
-
-
-@contextmanager
-def _freed() -> Iterator[None]:
-    """A cascade that ran out of memory leaves nothing of it behind."""
-    try:
-        yield
-        return
-    except OutOfMemory as error:
-        failed = error
-    release(failed)
-    raise failed
 
 
 def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedResult]:

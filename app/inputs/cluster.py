@@ -18,6 +18,7 @@ class ClusterFile:
     nics: AABBCCDD          # NIC rail of each GPU of a node
     speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
     memory_gib: 80          # of each GPU; without it plans know no limit of memory
+    host_gib: 1024          # of each node, for training; without it that of the nodes is not looked at
     """
 
     nodes: int | tuple[int, ...] | None = None
@@ -25,6 +26,7 @@ class ClusterFile:
     nics: str = ""
     speed: Mapping[str, float] | tuple[float, ...] = ()
     memory_gib: float = 0.0
+    host_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.nodes is None:
@@ -42,6 +44,10 @@ class ClusterFile:
         if not 0 <= self.memory_gib < 1 << 20:
             raise ValueError(
                 f"memory_gib {self.memory_gib:g} is not the GiB of a GPU; write for example 80, or nothing."
+            )
+        if not 0 <= self.host_gib < 1 << 20:
+            raise ValueError(
+                f"host_gib {self.host_gib:g} is not the GiB of a node's memory; write for example 1024, or nothing."
             )
         for worker, factor in self._factors():
             if not factor > 0 or not worker.isdecimal() or int(worker) >= sum(self.counts):
@@ -65,7 +71,11 @@ class ClusterFile:
         for worker, factor in self._factors():
             speeds[int(worker)] = factor
         return Cluster(
-            nodes=self.counts, rails=self.nics, speed=tuple(speeds) if self.speed else (), memory_gib=self.memory_gib
+            nodes=self.counts,
+            rails=self.nics,
+            speed=tuple(speeds) if self.speed else (),
+            memory_gib=self.memory_gib,
+            host_gib=self.host_gib,
         )
 
 

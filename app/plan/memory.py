@@ -23,6 +23,7 @@ from actors.planning.memory import (
     least_workers,
     too_little,
 )
+from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from ops.geometry import Geometry
@@ -41,6 +42,8 @@ class MemoryView:
     bags_gib: float
     cuda: bool
     nodes: int = 1
+    host: HostNeed | None = None  # of the node with the most workers; None where its memory is the device
+    host_gib: float = 0.0  # of each node; 0: unknown
 
     @property
     def room_gib(self) -> float | None:
@@ -85,7 +88,25 @@ def view_memory(
     )
     if memory is not None:
         _check_workers(config, model, geometry, view, clips, degrees)
+    if not cuda:
+        return view
+    view = replace(view, host=_host_need(config, found, cluster), host_gib=cluster.host_gib)
+    assert view.host is not None
+    refuse_short_hosts([("a node", view.host, cluster.host_gib or None)])
     return view
+
+
+def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> HostNeed:
+    return host_need(
+        found.trained * found.state_bytes / 2**30,
+        found.state_bytes,
+        config.snapshot,
+        here=max(cluster.nodes),
+        workers=cluster.num_workers,
+        nodes=len(cluster.nodes),
+        state_on_host=found.state == "host",
+        node_gradient=found.node_gradient,
+    )
 
 
 def device_gib(config: RunConfig, cluster: Cluster) -> tuple[float | None, bool]:
@@ -187,6 +208,9 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             *(["gradients"] if view.found.node_gradient else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
+    if view.host is not None:
+        size = f" of {view.host_gib:g}" if view.host_gib else ""
+        lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")
     if view.cuda:
         lines.append(
             f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "

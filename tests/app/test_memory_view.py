@@ -47,6 +47,19 @@ def test_the_table_adds_up_to_the_device(tmp_path: Path, capsys: pytest.CaptureF
     assert "communicators of bags at most 0.44" in shown
 
 
+def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cluster(tmp_path, 8.0)
+    Path(path).write_text(Path(path).read_text() + "host_gib: 0.001\n")
+    monkeypatch.setattr("tests.app.test_memory_view.cluster", lambda folder, gib: path)
+    with pytest.raises(PlanError, match=r"a node has 0\.0 GiB of host memory for training, which takes .*keepers"):
+        plan(tmp_path, 8.0)
+    Path(path).write_text(Path(path).read_text().replace("0.001", "64"))
+    plan(tmp_path, 8.0)
+    assert re.search(r"host memory of a node [\d.]+ of 64 \(keepers [\d.]+", capsys.readouterr().out)
+
+
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"a GPU of 2 GiB has -0\..* are states \(weights .*makes it fit"):
         plan(tmp_path, 2.0)

@@ -5,6 +5,7 @@ Ranks are threads that share a store; only death and freezing need processes.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Group
+from ops.comm import Group, free_ended
 from ops.groups import Groups
 from ops.waiting import Cancelled, CancelToken, GroupError, Patience
 
@@ -471,6 +472,35 @@ def test_a_bag_that_was_left_is_connected_anew_and_the_others_stay() -> None:
 
     found = run_ranks(3, work)
     assert found[0] == found[1] == [111.0, 11.0] * 3 + [333.0] and found[2] == [111.0] * 3 + [333.0]
+
+
+def test_a_sum_that_was_left_half_done_gives_its_tensors_back_when_all_members_have_left() -> None:
+    """It holds two tensors as large as the gradient, which the next generation would lack."""
+    length, left = 4242, threading.Event()
+
+    def alive() -> int:
+        return sum(type(o) is torch.Tensor and o.shape == (length,) for o in gc.get_objects())
+
+    def work(rank: int, groups: Groups) -> tuple[int, int]:
+        group = groups.world_group()
+        group.barrier()
+        if rank == 1:
+            assert left.wait(20)
+            return 0, 0
+        halves = [(0, length // 2), (length // 2, length)]
+        pending = group.reduce_scatter_ranges_async(torch.zeros(length), halves)
+        groups.close()
+        del pending
+        held = alive()
+        left.set()
+        deadline = time.monotonic() + 20
+        while alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            free_ended()
+        return held, alive()
+
+    held, after = run_ranks(2, work)[0]
+    assert held >= 2 and after == 0
 
 
 def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:

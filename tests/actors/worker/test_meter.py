@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from actors.messages import CascadeTask, OutOfMemory, Piece, StepSample
+from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
 from actors.plan.types import Item
-from actors.worker.meter import TensorMeter, Unmetered, ran_out
+from actors.worker.executor import Executor
+from actors.worker.meter import TensorMeter, Unmetered, collect, freed, ran_out
+from ops.storages import storage_bytes
 from ops.sync import trainable
 from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
 
@@ -92,6 +96,61 @@ def test_a_cascade_that_does_not_fit_is_named_with_what_it_took_and_frees_it() -
     with pytest.raises(OutOfMemory, match=found.name):  # the end of the step says it, too
         host.executor.admit(1)
     assert all(torch.equal(a, p) for a, (_, p) in zip(before, trainable(host.executor.modules.dit), strict=True))
+
+
+def tensors_gib() -> float:
+    """Of all tensors that live, those in garbage included."""
+    return storage_bytes(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)) / 2**30
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_bag_that_ran_out_of_memory_leaves_nothing_of_it_on_any_rank(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """One raises in the middle, the other loses its peer in an exchange; the hosts keep both errors."""
+    hosts = make_hosts(2, torch.float32, train_config())
+    plan = [replace(c, workers=(0, 1), degree=2) if c.module == "dit" else c for c in one_worker(ITEMS)]
+    dit = Executor.dit
+
+    def failing(name: str) -> None:
+        if name == phase:
+            raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+
+    def run(executor: Executor, *arguments: Any) -> None:
+        with freed():
+            dit(executor, *arguments)
+
+    monkeypatch.setattr(Executor, "dit", run)
+    run_step(hosts, ITEMS, plan)
+    collect()
+    before = tensors_gib()
+    hosts[0].executor.on_phase = failing
+    with pytest.raises((OutOfMemory, RuntimeError)):
+        run_step(hosts, ITEMS, plan)
+    for host in hosts:
+        assert host.error is not None
+        host.executor.leave()
+    left = tensors_gib() - before
+    assert left < 0.02 * max(span.need_gib or 0.0 for span in metered_spans())
+
+
+def metered_spans() -> list[Span]:
+    """Of the same step on one worker that counts."""
+    host = metered(64.0)
+    run_step([host], ITEMS, one_worker(ITEMS))
+    assert host.done is not None
+    return list(host.done.spans)
+
+
+def test_the_room_is_what_the_states_leave_and_not_what_is_garbage() -> None:
+    meter = TensorMeter(64.0)
+    meter.settled()
+    before = meter.room_gib()
+    ring: list[object] = [torch.zeros(1 << 20)]
+    ring.append(ring)
+    del ring
+    meter.settled()
+    assert before is not None and meter.room_gib() == pytest.approx(before, abs=1e-4)
 
 
 def test_the_error_travels_between_processes() -> None:

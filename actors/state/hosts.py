@@ -1,0 +1,100 @@
+"""Memory of the nodes themselves: what training takes of it beside the processes, and whether a node has it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from actors.config import SnapshotConfig
+from actors.messages import WorkerInfo
+from actors.plan.types import PlanError
+from actors.state.keeper import KEEP_STEPS
+
+_KEPT_SNAPSHOTS = 2  # that a worker offers in the object store
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostNeed:
+    """GiB of one node, all its workers together."""
+
+    state: float  # optimizer state that lies in host memory
+    gradient: float  # that the node's workers share
+    keepers: float  # snapshots of workers, also of other nodes
+    store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
+    copies: float  # of their part, while a snapshot is made
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gradient + self.keepers + self.store + self.copies
+
+    def describe(self) -> str:
+        """Its parts, for a person."""
+        parts = {
+            "optimizer state": self.state,
+            "gradient": self.gradient,
+            "keepers": self.keepers,
+            "snapshots in the object store": self.store,
+            "copies": self.copies,
+        }
+        return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib)
+
+
+def host_need(
+    state_gib: float,
+    bytes_per_weight: int,
+    snapshot: SnapshotConfig,
+    *,
+    here: int,
+    workers: int,
+    nodes: int,
+    state_on_host: bool,
+    node_gradient: bool,
+) -> HostNeed:
+    """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight."""
+    part = state_gib * here / workers
+    kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
+    return HostNeed(
+        state=part if state_on_host else 0.0,
+        gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
+        keepers=kept,
+        store=(_KEPT_SNAPSHOTS + 1) * part,  # the next one is there before the oldest goes
+        copies=part,
+    )
+
+
+def needs_of_hosts(
+    infos: Sequence[WorkerInfo], state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig
+) -> list[tuple[str, HostNeed, float | None]]:
+    """(node, what it needs, what it can spare) of the nodes of these workers, before any of them has its state."""
+    nodes = list(dict.fromkeys(info.node for info in infos))
+    found: list[tuple[str, HostNeed, float | None]] = []
+    for node in nodes:
+        here = [info for info in infos if info.node == node]
+        rooms = [info.host_room_gib for info in here if info.host_room_gib is not None]
+        need = host_need(
+            state_gib,
+            bytes_per_weight,
+            snapshot,
+            here=len(here),
+            workers=len(infos),
+            nodes=len(nodes),
+            state_on_host=here[0].state_on_host,
+            node_gradient=here[0].gradients == "node",
+        )
+        found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))
+    return found
+
+
+def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:
+    """`found` has (node, what it needs, GiB that it has for that or None). Raises PlanError with a sentence for each
+    node that has too little."""
+    short = [
+        f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
+        f"({need.describe()}). Add memory or nodes, lower snapshot.copies, set snapshot.enabled: false, or train fewer "
+        f"weights (model.dit.lora_rank)."
+        for node, need, room in found
+        if room is not None and need.total > room
+    ]
+    if short:
+        raise PlanError("\n".join(short))

@@ -1,0 +1,76 @@
+"""How many steps lie between two snapshots: as few as cost little of the steps' time. Pure.
+
+A snapshot holds a step up twice: workers copy their part between two steps, and no more than two steps may wait to be
+committed, so keepers that take long hold up the third. How often one is taken changes what is computed again after a
+loss, never what is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+SHARE = 0.02  # of the steps' time that snapshots may take
+_ENOUGH = 3  # measured steps and snapshots before the interval changes
+_KEPT = 9  # of the last ones, whose median counts: a first step compiles
+_STEPS_AHEAD = 2  # that may be finished and not committed
+_NEWS = 1.25  # an interval that is off by less stays
+
+
+@dataclass(kw_only=True)
+class SnapshotInterval:
+    """`setting` is `snapshot.every`; with auto it is `every` that counts, which begins with 1.
+
+    interval.is_due(step)                                  # as steps are dispatched
+    interval.finished(step, at, copy_s, taken)             # in their order
+    interval.held(seconds)                                 # keepers have taken a snapshot
+    if interval.choose(): tell(interval.every, interval.why)
+    """
+
+    setting: int | Literal["auto"]
+    most: int  # steps that may be lost
+    every: int = 1
+    why: str = ""
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _held_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _last: tuple[int, float] | None = None  # step and unix seconds of its end
+
+    def __post_init__(self) -> None:
+        if self.setting != "auto":
+            self.every = self.setting
+
+    def is_due(self, step: int) -> bool:
+        """Whether keepers get the state after this step."""
+        return step % self.every == 0
+
+    def finished(self, step: int, at: float, copy_s: float, taken: bool) -> None:
+        """A step has ended at `at` (unix seconds), `copy_s` of it for copies where a snapshot was `taken`."""
+        if self._last is not None and self._last[0] == step - 1:
+            self._steps_s.append(max(at - self._last[1] - copy_s, 1e-6))
+        self._last = step, at
+        if taken:
+            self._copies_s.append(copy_s)
+
+    def held(self, seconds: float) -> None:
+        """A step with a snapshot was committed so long after its end."""
+        self._held_s.append(seconds)
+
+    def choose(self) -> bool:
+        """Follow what was measured; whether `every` has changed."""
+        if self.setting != "auto" or min(len(self._steps_s), len(self._copies_s), len(self._held_s)) < _ENOUGH:
+            return False
+        step_s, copy_s, held_s = (statistics.median(of) for of in (self._steps_s, self._copies_s, self._held_s))
+        cost_s = copy_s + max(0.0, held_s - _STEPS_AHEAD * step_s)
+        wanted = max(1, min(self.most, math.ceil(cost_s / (SHARE * step_s))))
+        if 1 / _NEWS < wanted / self.every < _NEWS:
+            return False
+        self.every = wanted
+        self.why = (
+            f"a snapshot costs {cost_s:.2f} s, a step takes {step_s:.2f} s, and {SHARE:.0%} of the steps' time may go "
+            f"into snapshots" + (f"; no more than {self.most} steps may be lost" if wanted == self.most else "")
+        )
+        return True

@@ -1,0 +1,65 @@
+"""What training takes of a node's own memory is known before the first step, and a node without it is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.config import SnapshotConfig
+from actors.messages import WorkerInfo
+from actors.plan.types import PlanError
+from actors.state.hosts import host_need, needs_of_hosts, refuse_short_hosts
+from actors.state.keeper import forecast_bytes
+
+STATE_GIB = 212.0  # of 14.2 thousand million weights at 16 bytes
+
+
+def info(worker: str, node: str, room_gib: float | None, on_host: bool = True, gradients: str = "own") -> WorkerInfo:
+    return WorkerInfo(
+        worker=worker,
+        node=node,
+        host=f"host-{node}",
+        pid=1,
+        device="cuda:0",
+        gpu_memory_gib=80.0,
+        gradients=gradients,
+        state_on_host=on_host,
+        host_room_gib=room_gib,
+    )
+
+
+def test_a_node_holds_its_part_of_the_state_its_snapshots_and_what_it_keeps_for_others() -> None:
+    need = host_need(
+        STATE_GIB, 16, SnapshotConfig(), here=8, workers=16, nodes=2, state_on_host=True, node_gradient=True
+    )
+    assert need.state == STATE_GIB / 2 and need.gradient == STATE_GIB / 4
+    weights = int(STATE_GIB * 2**30 / 16)
+    assert need.keepers == pytest.approx(forecast_bytes(weights, ema=True, copies=1, num_keepers=2) / 2**30)
+    assert need.store == 3 * STATE_GIB / 2 and need.copies == STATE_GIB / 2
+    assert need.total == pytest.approx(need.state + need.gradient + need.keepers + need.store + need.copies)
+
+
+def test_without_snapshots_and_with_state_on_the_gpu_little_is_left() -> None:
+    off = SnapshotConfig(enabled=False)
+    need = host_need(STATE_GIB, 16, off, here=8, workers=8, nodes=1, state_on_host=False, node_gradient=False)
+    assert (need.state, need.gradient, need.keepers) == (0, 0, 0)
+    assert "keepers" not in need.describe() and "object store" in need.describe()
+
+
+def test_every_short_node_is_named_with_what_it_needs_and_what_helps() -> None:
+    infos = [info(f"w{n}", "abc"[n // 2], (2000.0, 300.0, 400.0)[n // 2] - n) for n in range(6)]
+    found = needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())
+    assert [(node, room) for node, _, room in found] == [
+        ("node host-a", 1999.0),
+        ("node host-b", 297.0),
+        ("node host-c", 395.0),
+    ]
+    with pytest.raises(PlanError) as refused:
+        refuse_short_hosts(found)
+    first, second = str(refused.value).split("\n")
+    assert first.startswith("node host-b has 297.0 GiB") and second.startswith("node host-c has 395.0 GiB")
+    assert "takes 565.3 GiB" in first and "lower snapshot.copies" in first
+
+
+def test_a_node_that_says_nothing_of_its_memory_is_not_refused() -> None:
+    infos = [info("w0", "a", None), info("w1", "b", 1e6)]
+    refuse_short_hosts(needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig()))

@@ -1,0 +1,67 @@
+"""Snapshots are as frequent as their measured cost allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.config import SnapshotConfig
+from actors.state.snapshot_interval import SHARE, SnapshotInterval
+
+
+def run(interval: SnapshotInterval, steps: int, step_s: float, copy_s: float, held_s: float = 0.0) -> list[int]:
+    """The steps with a snapshot, where keepers take `held_s` and a first step compiles for ten minutes."""
+    now, taken = 0.0, []
+    for step in range(steps):
+        due = interval.is_due(step)
+        now += step_s + due * copy_s + 600.0 * (step == 0)
+        interval.finished(step, now, due * copy_s, due)
+        if due:
+            taken.append(step)
+            interval.held(held_s)
+            interval.choose()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("step_s", "copy_s", "held_s", "every"),
+    [
+        (30.0, 0.5, 0.0, 1),  # below the share anyhow
+        (1.0, 1.0, 0.0, 50),
+        (10.0, 60.0, 0.0, 300),  # 14B without host memory
+        (10.0, 0.0, 60.0, 200),  # 60 s until keepers have it, of which two steps hide 20
+    ],
+)
+def test_the_interval_follows_what_a_snapshot_and_a_step_take(
+    step_s: float, copy_s: float, held_s: float, every: int
+) -> None:
+    interval = SnapshotInterval(setting="auto", most=1000)
+    taken = run(interval, 4000, step_s, copy_s, held_s)
+    assert interval.every == every
+    later = [step for step in taken if step > 100]
+    cost = len(later) * (copy_s + max(0.0, held_s - 2 * step_s))
+    assert cost <= 1.1 * SHARE * (4000 - 100) * step_s
+    assert every == 1 or (f"{step_s:.2f} s" in interval.why and "2%" in interval.why)
+
+
+def test_no_more_steps_may_be_lost_than_between_two_checkpoints() -> None:
+    interval = SnapshotInterval(setting="auto", most=40)
+    run(interval, 400, 1.0, 10.0)
+    assert interval.every == 40 and "no more than 40 steps" in interval.why
+
+
+def test_a_little_noise_changes_nothing_and_a_given_number_stays() -> None:
+    interval = SnapshotInterval(setting="auto", most=1000)
+    run(interval, 500, 1.0, 0.2)
+    assert interval.every == 10
+    run(interval, 500, 1.0, 0.22)
+    assert interval.every == 10
+    run(interval, 500, 1.0, 0.4)
+    assert interval.every == 20
+    given = SnapshotInterval(setting=7, most=1000)
+    assert run(given, 50, 1.0, 60.0) == list(range(0, 50, 7))
+
+
+def test_auto_is_a_setting_and_another_word_is_none() -> None:
+    assert SnapshotConfig(every="auto").every == "auto"
+    with pytest.raises(ValueError, match=r"snapshot\.every 0"):
+        SnapshotConfig(every=0)
