@@ -15,10 +15,13 @@ from actors.plan.costs.topology import Topology
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.adapt import adapted
+from actors.planning.batching import best_sizes
 from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.observations import learn, observations
 from actors.planning.options import options_of
 from actors.step import StepAssignment
+from data.config import BatchConfig
+from data.types import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,10 @@ class Planner:
             log.warning("%s", why)
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
+
+    def best_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> dict[Bucket, int]:
+        """Clips per batch of every bucket, by the costs known now. Raises ValueError where they say nothing."""
+        return best_sizes(self._profile, buckets, limits, room_gib)
 
     def learned(self) -> Profile:
         """The costs as they are known now."""

@@ -368,6 +368,25 @@ class SpeedsLearned(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchesResized(RunEvent):
+    """Measured costs have moved the best batch sizes. `sizes` by bucket: clips before and now, of those that moved by
+    more than `change`. Not `applied`: a suggestion."""
+
+    event: ClassVar[str] = "batches"
+    from_step: int
+    sizes: Mapping[str, tuple[int, int]]
+    change: float
+    target_s: float
+    applied: bool
+
+    def describe(self) -> str:
+        listed = ", ".join(f"{bucket} {before} -> {now}" for bucket, (before, now) in list(self.sizes.items())[:6])
+        more = f" and {len(self.sizes) - 6} more" if len(self.sizes) > 6 else ""
+        what = f"batch sizes from step {self.from_step} on" if self.applied else "better batch sizes would be"
+        return f"{what}: {listed}{more} (measured costs, {self.target_s:g} s a batch)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileRefused(RunEvent):
     """What an earlier start of the run has learned of costs does not hold here; it is learned anew."""
 

@@ -49,12 +49,14 @@ class Machine:
     noise: float = 0.04  # standard deviation of a cascade's logarithm
     late: float = 0.1  # share of a bag's ranks that come late
     absurd: float = 0.003  # share of spans with an impossible timing
+    nodes: tuple[int, ...] = NODES
+    slow: int = SLOW_WORKER  # a worker that is slower; -1: none
     _ran: set[tuple[int, str, tuple[int, ...]]] = field(default_factory=set)
 
     def seconds(self, module: Module, parts: Sequence[Part], workers: Sequence[int]) -> float:
         """Of a cascade of these parts on these workers, without noise."""
-        slowest = min(SLOW_SPEED if w == SLOW_WORKER else 1.0 for w in workers)
-        spanning = len({w // NODES[0] for w in workers}) > 1
+        slowest = min(SLOW_SPEED if w == self.slow else 1.0 for w in workers)
+        spanning = len({w // self.nodes[0] for w in workers}) > 1
         return self.normal(module, parts, len(workers), spanning) / slowest
 
     def normal(self, module: Module, parts: Sequence[Part], degree: int, spanning: bool = False) -> float:
@@ -79,7 +81,7 @@ class Machine:
     def execute(self, cascades: Sequence[Cascade], items: Sequence[Item], step: int) -> tuple[list[StepReport], float]:
         """(what the workers report, seconds of the step)."""
         by_id, bucket_of = {i.id: i for i in items}, {i.id: (i.frames, i.height, i.width) for i in items}
-        free = [0.0] * sum(NODES)
+        free = [0.0] * sum(self.nodes)
         spans: list[list[Span]] = [[] for _ in free]
         ready: dict[str, float] = {}
         for cascade in sorted(cascades, key=lambda c: c.start_s):
@@ -243,7 +245,7 @@ class _Judged:
 
 def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, machine: Machine) -> _Judged:
     """Plans of these steps as they are predicted, beside what they take without noise and late ranks."""
-    quiet = Machine(np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, _ran=_Everything())
+    quiet = Machine(np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, _ran=Everything())
     errors, seconds = [], 0.0
     for number, items in enumerate(steps):
         assigned = planner.plan(number, [items], cluster, (), planner_budget(planner))
@@ -260,7 +262,7 @@ def planner_budget(planner: Planner) -> float:
     return planner._config.budget_s
 
 
-class _Everything(set[tuple[int, str, tuple[int, ...]]]):
+class Everything(set[tuple[int, str, tuple[int, ...]]]):
     """Shapes that have all run before."""
 
     def __contains__(self, shape: object) -> bool:

@@ -120,7 +120,7 @@ class LivePoint:
 
 @dataclass(kw_only=True, slots=True)
 class Profile:
-    """Latency and memory of one model on one device. Only `observe...` and `exceed` change it.
+    """Latency and memory of one model on one device. `measure`, `observe...` and `exceed` change it.
 
     What a run measures of a point (`live`) counts instead of what a file says of it (`measured`); points of the file
     that did not run, and what the cost model says, are corrected by what was found at the points that did (`Drift`).
@@ -373,6 +373,13 @@ class Profile:
         return chosen
 
     # -- learning ---------------------------------------------------------------------------------------------------
+
+    def measure(self, key: PointKey, seconds: float, peak_gib: float | None = None) -> None:
+        """Add a point as a file has it: measured apart from any run."""
+        self.measured[key] = seconds
+        if peak_gib is not None:
+            self.peak_gib[key] = peak_gib
+        self._forget(cast(Module, key[0]))
 
     def observe(
         self,
