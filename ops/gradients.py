@@ -26,7 +26,7 @@ class Gradients(Protocol):
 
     @property
     def flat(self) -> Tensor:
-        """[total]: what has been added so far, by this worker or by its node; behind `finish`, in the own range of the
+        """[total]: what has been added so far, by this worker or by its node; after `finish`, in the own range of the
         bounds, the sum over all workers."""
         ...
 
@@ -93,7 +93,7 @@ class OwnGradients:
                 parameter.grad = view
 
     def received(self, index: int) -> None:
-        """Add what lies beside the sum. Raises RuntimeError behind the start of the bucket's sum."""
+        """Add what lies beside the sum. Raises RuntimeError after the sum of the bucket has begun."""
         if not self._in_place:
             parameter = self._parameters[index]
             assert parameter.grad is not None, "backward has just made it"

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ops.comm import Group, Pending
+from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradients import GradientMemory, Gradients, OwnGradients
 from ops.node_gradients import NodeGradients
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.shards import ShardState, Slot, cut, shard_bounds
+from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Words of waiting: cancel tokens, errors of collectives, collectives in flight."""
+"""Waiting for other workers: cancel tokens, errors of collectives, collectives in flight."""
 
 from __future__ import annotations
 
@@ -91,6 +91,17 @@ class WaitClock:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long one may wait for others before they count as hung. A death is noticed otherwise, and at once."""
+
+    limit_s: float
+    why: str = ""  # where the limit comes from, as a sentence without its full stop
+
+    def __str__(self) -> str:
+        return f"{self.limit_s:g} s ({self.why})" if self.why else f"{self.limit_s:g} s"
+
+
 class Work(Protocol):
     """What a process group of PyTorch returns for a collective."""
 
@@ -148,3 +159,8 @@ class CollectiveProgress:
     sequence: int
     name: str | None
     since: float  # time.monotonic() of the wait's begin, 0 when nothing is waited for
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, without its stack of C++ calls."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -9,14 +12,32 @@ from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
 from actors.plan.devices import device_speed
 from actors.plan.places import state_place
-from actors.worker.executor import Modules
 from ops.attention.varlen import check_backend
+from ops.geometry import Geometry
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
+from ops.models.config import ModelConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState
 from ops.sync import Sync, initial_shard, trainable
+
+if TYPE_CHECKING:
+    from ops.models.image import ImageEncoder
+    from ops.models.text import TextEncoder
+    from ops.models.vae import VAE
+
+
+@dataclass(kw_only=True, slots=True)
+class Modules:
+    """What a worker hosts."""
+
+    config: ModelConfig
+    geometry: Geometry
+    dit: nn.Module
+    vae: VAE
+    text: TextEncoder
+    image: ImageEncoder | None = None
 
 
 class FirstWeights:

@@ -1,4 +1,4 @@
-"""Any legal plan gives the gradient of one worker: design.md section 4."""
+"""Any legal plan gives the gradient of one worker."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from actors.config import TrainMemoryConfig
 from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
+from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from tests.actors.exactness import (
@@ -39,8 +40,7 @@ def hosts_of(world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes =
     for host in _CACHE[key]:
         host.executor.sync.gradient().zero_()
         host.executor.sync.begin_step()
-        host.executor._losses.clear()
-        host.executor._weights.clear()
+        host.executor.work = WorkDone()
     return _CACHE[key]
 
 
@@ -51,7 +51,7 @@ def gradient(hosts: list[Host], nodes: Nodes = None) -> torch.Tensor:
 
 
 def loss(hosts: list[Host]) -> float:
-    return sum(float(value) for host in hosts for value in host.executor._losses.values())
+    return sum(host.executor.work.loss(0) for host in hosts)
 
 
 def compare(seed: int, world: int, dtype: torch.dtype, limit: float, family: str = "wan", nodes: Nodes = None) -> None:

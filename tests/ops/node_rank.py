@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups
+from ops.comm import Group
+from ops.groups import Groups
 from ops.node_gradients import NodeGradients
 from ops.node_memory import RangeLock
 from ops.shards import shard_bounds
 from ops.sync import slots
+from ops.waiting import Cancelled, CancelToken, GroupError
 
 SIZES = (1 << 18, 7, 1 << 19, 13)
 ROUNDS, STEPS = 12, 2
