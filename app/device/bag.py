@@ -131,8 +131,9 @@ def _come_up(config_yaml: str, rank: int, degree: int, device: str, port: int) -
     import torch
 
     from app.device.bench import Bench
-    from ops.comm import CancelToken, Groups
+    from ops.groups import Groups
     from ops.models.folders import resolve
+    from ops.waiting import CancelToken
 
     config = RunConfig.from_yaml(config_yaml)
     torch.set_num_threads(config.workers.torch_threads)
