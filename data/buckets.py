@@ -254,7 +254,7 @@ def planned_batch(
     config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
     if config.from_table and bucket in table.batches:
         return table.batches[bucket], "table"
-    if not config.target_s:
+    if config.auto or not config.target_s:
         return batch_size(bucket, config, geometry), binding_limit(bucket, config, geometry)
     if timed is None:
         raise ValueError(

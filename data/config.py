@@ -112,7 +112,17 @@ class BatchConfig:
     memory_tokens: float = 32768  # M_mem: tokens that fit the device at once
     compute: float = 0.0  # M_comp: S^p units an item may cost; 0: no limit by compute
     exponent: float = 1.6  # p: 1 is all linear layers, 2 all attention
-    target_s: float = 0.0  # with a profile, the planner sizes batches for this many seconds instead of `compute`
+    # With a profile, the planner sizes batches for this many seconds instead of `compute`. With `auto`, M_comp comes
+    # from it; 0 there: what one clip of the longest bucket takes.
+    target_s: float = 0.0
+    # M_mem from the memory model, M_comp and p from a fit to the profile: found once, when the run begins, and kept in
+    # its config.yaml. `data: {batch: auto}` is short for it.
+    auto: bool = False
+    # Sizes follow what a run measures: when the best size of a bucket has moved by more than `recalibrate_change`, all
+    # are set anew between two steps, every `recalibrate_steps` at most. suggest: an event says so, and nothing changes.
+    recalibrate: Literal["off", "suggest", "on"] = "off"
+    recalibrate_steps: int = 500
+    recalibrate_change: float = 0.15
     max_batch: int = 0  # 0: no further cap
     text_tokens: int = 128  # text tokens of a sample counted in S
     from_table: bool = False  # take the batch sizes of the pasted Open-Sora table instead
@@ -132,6 +142,16 @@ class BatchConfig:
             max_batch=between(0),
             text_tokens=between(0, 1 << 20),
         )
+        check_numbers("data.batch", self, recalibrate_steps=between(1, 1 << 31), recalibrate_change=between(0, 100))
+        if self.recalibrate != "off" and not (self.auto or self.target_s):
+            raise ValueError(
+                f"data.batch.recalibrate is {self.recalibrate!r}, and nothing says how long a batch should take. Set "
+                f"data.batch.target_s to its seconds, or data.batch.auto to true."
+            )
+        if (self.auto or self.recalibrate != "off") and self.from_table:
+            raise ValueError(
+                "data.batch.from_table takes the sizes of the pasted table, and auto or recalibrate others. Keep one."
+            )
         if not 1.0 <= self.exponent <= 3.0:
             raise ValueError(f"data.batch.exponent {self.exponent} is outside 1..3 (1 linear, 2 all attention).")
 

@@ -43,6 +43,14 @@ class Node:
         return f" ({self.where})" if self.where else ""
 
 
+AUTO = "auto"
+
+
+def as_auto(node: Node) -> Node:
+    """`section: auto` is short for `section: {auto: true}`."""
+    return Node({AUTO: Node(True, node.where)}, node.where)
+
+
 def parse(text: str, name: str = "") -> Node:
     """Text of one YAML document as Nodes. Raises ConfigError for broken YAML and for keys written twice."""
     try:
@@ -170,6 +178,8 @@ class Names:
 def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") -> T:
     """A dataclass from a mapping node. Raises ConfigError for the first key, type or rule that does not hold."""
     names = names or Names(known=tuple(dotted_names(cls)))
+    if node.value == AUTO and any(f.name == AUTO for f in dataclasses.fields(cls)):  # type: ignore[arg-type]
+        node = as_auto(node)
     if not isinstance(node.value, dict):
         raise ConfigError(f"{path or 'the config'} must be a mapping of settings, not {plain(node)!r}{node.at()}.")
     hints = typing.get_type_hints(cls)

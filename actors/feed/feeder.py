@@ -25,6 +25,7 @@ from data.buckets import BatchSize
 from data.cache import Cache, CachedLatents, Kind
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
+from data.dataset.order import BatchSizes, SizesRecord
 from data.engines.engine import Engine, make_engine
 from data.types import DataItem
 from ops.geometry import Geometry
@@ -103,6 +104,14 @@ class Feeder(Answering):
         self._engine = make_engine(self.dataset, self._config)
         self._engine.start(first_step)
         return self.dataset.accounting()
+
+    def resize(self, record: SizesRecord) -> None:
+        """Batches have these sizes from a step on, before which all that was asked for has been handed out: what is
+        decoded ahead is formed anew."""
+        decision = BatchSizes.from_json(record)
+        self.dataset.resize(decision)
+        if self._engine is not None:
+            self._engine.start(decision.from_step)
 
     def items(self, step: int) -> StepItems:
         """Metadata, and what a cache holds of it: possible for any step at any time, and the same answer each time

@@ -11,15 +11,16 @@ from typing import Protocol, TypeVar
 import ray
 
 from actors.config import RuntimeConfig
-from actors.feed.batching import TargetBatch
 from actors.feed.encoders import Encoders
 from actors.feed.feeder import Feeder
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
+from actors.planning.batching import TargetBatch
 from actors.planning.options import profile_of
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
+from data.dataset.order import SizesRecord
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -54,6 +55,8 @@ class FeederHandle(Protocol):
     @property
     def token(self) -> Method[[int], Position]: ...
     @property
+    def resize(self) -> Method[[SizesRecord], None]: ...
+    @property
     def pulse(self) -> Method[[], ProcessId]: ...
 
 
@@ -81,6 +84,8 @@ class StepSource:
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
+        self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
+        self._furthest = -1  # the last step that a feeder was asked for
 
     def open(self, first_step: int, token: Position | None = None) -> Accounting:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
@@ -105,6 +110,9 @@ class StepSource:
     def _open(self, first_step: int, token: Position | None) -> Accounting:
         self.close()
         feeder = self._feeder = self._make()
+        self._furthest = first_step - 1
+        for record in self._resized:
+            feeder.resize.remote(record)
         self._pulse = Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
         started, opened = time.monotonic(), feeder.start.remote(first_step, token)
         told = started
@@ -118,6 +126,7 @@ class StepSource:
     def request(self, step: int) -> None:
         """Ask for a step ahead of its use; idempotent, steps past the end of the run are ignored."""
         if step < self._last and step not in self._items and step not in self._ready:
+            self._furthest = max(self._furthest, step)
             self._items[step] = self._open_feeder.items.remote(step)
             self._batches[step] = self._open_feeder.batches.remote(step)
             self._asked_at[step] = time.monotonic()
@@ -176,6 +185,17 @@ class StepSource:
         self._open_feeder.release.remote(step)
         return self._positions.get(step + 1)
 
+    @property
+    def next_unasked(self) -> int:
+        """The first step whose items nobody knows yet."""
+        return self._furthest + 1
+
+    def resize(self, record: SizesRecord) -> None:
+        """Batches have these sizes from a step on that was not asked for yet; calls of a feeder run in their order."""
+        self._resized.append(record)
+        if self._feeder is not None:
+            self._feeder.resize.remote(record)
+
     def ledger(self) -> Accounting:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
@@ -233,8 +253,10 @@ def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[
     return start
 
 
-def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> Callable[[], FeederHandle]:
-    """The feeder that a run's config describes."""
+def feeder_of(
+    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: str = ""
+) -> Callable[[], FeederHandle]:
+    """The feeder that a run's config describes; `device` is the workers', where its costs decide on batch sizes."""
     return actor_factory(
         Feeder,
         config=config.data,
@@ -242,5 +264,10 @@ def feeder_of(config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> 
         seed=config.train.seed,
         encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
         run_dir=config.run_dir,
-        timed=TargetBatch(profile=profile_of(config.planner, model, geometry), geometry=geometry),
+        timed=timed_batch(config, model, geometry, device),
     )
+
+
+def timed_batch(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: str) -> TargetBatch:
+    """What sizes the batches of a run with a `target_s` at first: the costs that it begins with, in every start."""
+    return TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)

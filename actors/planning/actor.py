@@ -15,10 +15,13 @@ from actors.plan.costs.topology import Topology
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.adapt import adapted
+from actors.planning.batching import best_sizes
 from actors.planning.make_plan import make_plan, rolling_cut
-from actors.planning.observations import learn, observations
+from actors.planning.observations import Witnesses, learn, observations
 from actors.planning.options import options_of
 from actors.step import StepAssignment
+from data.config import BatchConfig
+from data.types import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class Planner:
 
     def __init__(self, profile: Profile, config: PlannerConfig) -> None:
         self._profile, self._config = profile, config
+        self._witnesses = Witnesses()
 
     def plan(
         self,
@@ -54,11 +58,18 @@ class Planner:
         """Measured cascades of a step keep the cost model true. `cluster` is what the step was planned for; a packed
         cascade counts as the sum of its parts."""
         learn_needs(self._profile, spans, text_tokens)
+        for key, overlap in self._witnesses.doubted(cluster):
+            self._profile.forget(key, overlap)
         found, refused = observations(spans, text_tokens, Topology(cluster, self._profile.cross_node))
         for why in [*refused, *learn(self._profile, found)]:
             log.warning("%s", why)
+        self._witnesses.saw(found)
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
+
+    def best_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> dict[Bucket, int]:
+        """Clips per batch of every bucket, by the costs known now. Raises ValueError where they say nothing."""
+        return best_sizes(self._profile, buckets, limits, room_gib)
 
     def learned(self) -> Profile:
         """The costs as they are known now."""

@@ -16,10 +16,12 @@ from actors.plan.costs.profile import Profile, ProfiledSetting
 from actors.plan.types import Cluster, EarlyEncode, Item
 from actors.planning.actor import Planner, learn_limit
 from actors.planning.learned import save_learned
-from actors.ray_calls import GONE, get, kill, remote_of, unwrap
+from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import StepAssignment
+from data.config import BatchConfig
 from data.engines.placement import beside_me
+from data.types import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,29 @@ class PlannerHandle(Protocol):
     @property
     def learned(self) -> Method[[], Profile]: ...
     @property
+    def best_sizes(self) -> Method[[Sequence[Bucket], BatchConfig, float], dict[Bucket, int]]: ...
+    @property
     def exceeded(self) -> Method[[MemoryExceeded, dict[str, int]], None]: ...
+
+
+class SizesAnswer:
+    """The planner's answer to what batch sizes would be best, when it comes."""
+
+    def __init__(self, reference: Ref[dict[Bucket, int]]) -> None:
+        self._reference = reference
+
+    @property
+    def there(self) -> bool:
+        """Whether it can be read without waiting."""
+        return bool(wait([self._reference], timeout=0)[0])
+
+    def sizes(self) -> dict[Bucket, int] | None:
+        """Clips per batch; None where the planner died, or its costs say nothing."""
+        try:
+            return unwrap(partial(get, self._reference))
+        except (*GONE, ray.exceptions.RayError, ValueError) as error:
+            log.warning("batch sizes stay as they are: %s", error)
+            return None
 
 
 class PlannerClient:
@@ -59,6 +83,7 @@ class PlannerClient:
         self._setting, self._keep_in = setting or ProfiledSetting(), keep_in
         self._actor = self._start()
         self._asked: tuple[Question, Ref[StepAssignment]] | None = None
+        self._learned: Ref[Profile] | None = None  # on its way from the planner
 
     def request(
         self, step: int, window: Window, cluster: Cluster, done: Sequence[EarlyEncode], budget_s: float
@@ -90,6 +115,10 @@ class PlannerClient:
         """Tell what a step planned for `cluster` has measured; nobody waits for the answer."""
         self._actor.observe.remote(spans, text_tokens, cluster)
 
+    def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> SizesAnswer:
+        """Ask what batch sizes the costs learned so far would give; nobody waits."""
+        return SizesAnswer(self._actor.best_sizes.remote(buckets, limits, room_gib))
+
     def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
         """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.
         Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
@@ -97,12 +126,28 @@ class PlannerClient:
         self._actor.exceeded.remote(found, text_tokens)
         return learn_limit(self._profile, found, text_tokens)
 
+    def ask_learned(self) -> None:
+        """A checkpoint is due: have the planner hand out what it knows, between its plans. `poll` keeps it."""
+        if self._keep_in is not None and self._learned is None:
+            self._learned = self._actor.learned.remote()
+
+    def poll(self) -> None:
+        """Keep what was asked for in the run's folder once it is there; returns at once."""
+        if self._learned is not None and wait([self._learned], timeout=0)[0]:
+            self._keep(0.0)
+
     def save_learned(self) -> None:
-        """Keep what was learned in the run's folder. Costs can be learned again: what prevents it is only logged."""
-        if self._keep_in is None:
-            return
+        """The run ends: keep what was learned, and wait for it."""
+        self.ask_learned()
+        if self._learned is not None:
+            self._keep(_LEARNED_S)
+
+    def _keep(self, timeout_s: float) -> None:
+        """Costs can be learned again: what prevents keeping them is only logged."""
+        asked, self._learned = self._learned, None
+        assert asked is not None and self._keep_in is not None
         try:
-            self._profile = unwrap(partial(get, self._actor.learned.remote(), timeout=_LEARNED_S))
+            self._profile = unwrap(partial(get, asked, timeout=timeout_s))
             save_learned(self._profile, self._setting, self._keep_in)
         except (*GONE, ray.exceptions.RayError, OSError) as error:
             log.warning("what was learned of costs was not saved: %s", error)

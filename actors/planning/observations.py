@@ -6,16 +6,18 @@ Example: a bag of three whose last worker comes 10 s late and that then works fo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from actors.messages import Piece, Span
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import NEWEST, PointKey, Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.types import Module
+from actors.plan.types import Cluster, Module
 
 Part = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
+_CHANGED = 0.05  # share by which a worker's speed must differ for what it measured to be doubted
 _CLOCKS = 1.05  # work may be so much longer than the span around it: two clocks measured them
 
 
@@ -28,6 +30,7 @@ class Observation:
     degree: int
     seconds: float  # at normal speed of its workers
     overlap: float | None  # of the NIC rails of its nodes; None on one node
+    bag: tuple[int, ...] = ()  # the workers that ran it
 
 
 def observations(
@@ -59,6 +62,7 @@ def observations(
                 degree=span.degree,
                 seconds=max(work_of(s) for s in ranks) * min((topology.speed[w] for w in bag), default=1.0),
                 overlap=topology.overlap(bag) if spans_nodes else None,
+                bag=tuple(bag),
             )
         )
     return found, refused
@@ -98,3 +102,40 @@ def learn(profile: Profile, found: Iterable[Observation]) -> list[str]:
         except ValueError as error:  # also PlanError: a part that has no price cannot be divided
             refused.append(str(error))
     return refused
+
+
+class Witnesses:
+    """Which workers the newest measurements of every point come from: `seconds` count on their speeds, and a worker
+    that turns out to be slow has made its points look dear."""
+
+    def __init__(self) -> None:
+        self._bags: dict[Part, dict[tuple[Module, int, float | None], deque[tuple[int, ...]]]] = {}
+        self._speed: tuple[float, ...] = ()
+        self._workers = 0
+
+    def saw(self, found: Iterable[Observation]) -> None:
+        """These were learned."""
+        for one in found:
+            for part in one.parts:
+                by_degree = self._bags.setdefault((*part[:4], 0), {})
+                key = one.module, one.degree, one.overlap
+                by_degree.setdefault(key, deque(maxlen=NEWEST)).append(one.bag)
+
+    def doubted(self, cluster: Cluster) -> list[tuple[PointKey, float | None]]:
+        """(point, overlap) of what was mostly learned from workers whose speed was believed to be another than it is
+        now; each is told once."""
+        size = cluster.num_workers
+        speed = cluster.speed or (1.0,) * size
+        before, self._speed = self._speed or (1.0,) * size, speed
+        if size != self._workers:  # another generation: numbers are other workers
+            self._bags.clear()
+            self._workers = size
+            return []
+        changed = {w for w, (now, then) in enumerate(zip(speed, before, strict=True)) if abs(now / then - 1) > _CHANGED}
+        found: list[tuple[PointKey, float | None]] = []
+        for (batch, frames, height, width, _), by_degree in self._bags.items() if changed else ():
+            for (module, degree, overlap), bags in list(by_degree.items()):
+                if 2 * sum(not changed.isdisjoint(bag) for bag in bags) > len(bags):
+                    found.append(((module, batch, frames, height, width, degree), overlap))
+                    del by_degree[module, degree, overlap]
+        return found

@@ -5,10 +5,17 @@ from __future__ import annotations
 from actors.config import PlannerConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
+from actors.plan.devices import DeviceSpeed, device_speed
 from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+
+# Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
+# short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
+_EFFICIENCY, _EFFICIENCY_OF_LINKS, _VAE_FLOPS_PER_PIXEL = 0.4, 0.7, 5e6
+_LAUNCH_S = 1e-4  # of a block's kernels in the four passes
+_MEASURED_S, _LINK_GBPS = 10.0, 32.0
 
 LEAST_GAIN = 0.1
 """A run has not measured most pieces of a cut batch, and every cascade more costs calls: a cut must promise more."""
@@ -38,4 +45,39 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, de
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device), config.profile)
         return profile
-    return Profile.from_flops(model.dit, model.vae, model.text, geometry, model.image)
+    return flop_profile(model, geometry, device)
+
+
+def flop_profile(model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:
+    """The FLOP model of workers on this device: `cpu`, the name of a GPU (a table knows published ones), or "", which
+    is taken for a CPU. A GPU that is not in the table is measured for ten seconds where this process has one; else it
+    is taken for an H100, and a note says so."""
+    parts = (model.dit, model.vae, model.text, geometry, model.image)
+    if device in ("", "cpu"):
+        return Profile.from_flops(*parts)
+    notes, known = [], device_speed(device)
+    if known is None:
+        peak = _measured_peak()
+        known = DeviceSpeed(peak, peak, _LINK_GBPS) if peak else device_speed("H100")
+        assert known is not None
+        what = f"{peak:.0f} TFLOP/s were measured" if peak else "an H100's FLOPs are assumed"
+        notes.append(f"{device} is in no table of devices: {what}. heddle profile measures its cascades.")
+    profile = Profile.from_flops(
+        *parts,
+        tflops=_EFFICIENCY * known.bf16_tflops,
+        exchange_gbps=_EFFICIENCY_OF_LINKS * known.link_gbps,
+        vae_flops_per_pixel=None if model.vae.kind == "haar" else _VAE_FLOPS_PER_PIXEL,
+        launch_s=_LAUNCH_S,
+        device=device,
+    )
+    profile.notes.extend(notes)
+    return profile
+
+
+def _measured_peak() -> float:
+    """bf16 TFLOP/s of this process's GPU; 0 without one."""
+    import torch
+
+    from ops.matmul import matmul_tflops
+
+    return matmul_tflops(torch.device("cuda"), torch.bfloat16, _MEASURED_S) if torch.cuda.is_available() else 0.0

@@ -317,6 +317,23 @@ class SpeedsLearned(RunEvent, event="speeds"):
         return "plans now count on speeds " + ", ".join(f"{w} {s:.2f}" for w, s in self.speed.items())
 
 
+class BatchesResized(RunEvent, event="batches"):
+    """Measured costs have moved the best batch sizes. `sizes` by bucket: clips before and now, of those that moved by
+    more than `change`. Not `applied`: a suggestion."""
+
+    from_step: int
+    sizes: Mapping[str, tuple[int, int]]
+    change: float
+    target_s: float
+    applied: bool
+
+    def describe(self) -> str:
+        listed = ", ".join(f"{bucket} {before} -> {now}" for bucket, (before, now) in list(self.sizes.items())[:6])
+        more = f" and {len(self.sizes) - 6} more" if len(self.sizes) > 6 else ""
+        what = f"batch sizes from step {self.from_step} on" if self.applied else "better batch sizes would be"
+        return f"{what}: {listed}{more} (measured costs, {self.target_s:g} s a batch)"
+
+
 class ProfileRefused(RunEvent, event="profile_refused"):
     """What an earlier start of the run has learned of costs does not hold here; it is learned anew."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import FeederHandle, StepSource, feeder_of
+from actors.feed.step_source import FeederHandle, StepSource, feeder_of, timed_batch
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
@@ -35,6 +35,7 @@ from actors.run.controller import Controller
 from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
+from actors.run.recalibrate import Recalibration, stages_of
 from actors.run.skips import Skips, skipped_before
 from actors.run.step_metrics import StepAccount
 from actors.run.waits import StepWaits
@@ -84,7 +85,7 @@ def start_controller(
     )
     pool = Pool(run, settings, monitor, worker_class)
     source = StepSource(
-        feeder or feeder_of(config, model, geometry),
+        feeder or feeder_of(config, model, geometry, device),
         geometry,
         config.train.loss_weight,
         config.train.steps,
@@ -94,6 +95,9 @@ def start_controller(
     if why := take_up(profile, setting, run_dir):
         events.tell(ProfileRefused(why=why))
     planner = PlannerClient(profile, config.planner, setting, run_dir)
+    timed = timed_batch(config, model, geometry, device)
+    stages = stages_of(config.data, geometry, timed)
+    recalibration = Recalibration.of(run_dir, stages, planner, source, events)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
     state = assemble_state(run, config, model, commits, source, survivors, events)
@@ -118,6 +122,7 @@ def start_controller(
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
         state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+        recalibration=recalibration,
     )
 
 
@@ -140,6 +145,7 @@ def put_together(
     skips: Skips,
     measured: bool = True,
     state_gib: float = 0.0,
+    recalibration: Recalibration | None = None,
 ) -> Controller:
     """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device."""
     committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
@@ -177,6 +183,7 @@ def put_together(
         committer=committer,
         skips=skips,
         ending=ending,
+        recalibration=recalibration,
     )
 
 

@@ -10,6 +10,7 @@ cascade).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from actors.run.committer import Committer
 from actors.run.ending import Ending
 from actors.run.generations import GenerationManager
 from actors.run.misfits import Misfits
+from actors.run.recalibrate import Recalibration
 from actors.run.skips import Skips
 from actors.run.speeds import Speeds
 from actors.run.steps import StepRunner
@@ -53,6 +55,7 @@ class Controller:
     skips: Skips
     ending: Ending
     speeds: Speeds = field(default_factory=Speeds)
+    recalibration: Recalibration | None = None
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
 
@@ -191,8 +194,12 @@ class Controller:
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
         self.planner.observe([s for r in done.reports for s in r.spans], tokens, runner.cluster)
         if self.state.saves(done.running.step):
-            self.planner.save_learned()
+            self.planner.ask_learned()
+        self.planner.poll()
         self._learn_speeds(runner, done)
+        if self.recalibration is not None:
+            rooms = [r.room_gib for r in done.reports if r.room_gib is not None]
+            self.recalibration.collected(done.running.step, min(rooms, default=math.inf))
         runner.count_on_room(done.reports)
 
     def _learn_speeds(self, runner: StepRunner, done: CollectedStep) -> None:

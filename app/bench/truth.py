@@ -39,6 +39,7 @@ CLIPS = ((1, 480, 832, 8), (17, 480, 832, 3), (33, 480, 832, 2), (81, 480, 832, 
 TEXT_TOKENS = 128
 ITEMS = 8  # of a step
 DEGREES = {"static": 2}
+EQUAL_SPEEDS = ("exact",)  # strategies that know no slow worker: their machine has none
 
 
 @dataclass
@@ -49,12 +50,14 @@ class Machine:
     noise: float = 0.04  # standard deviation of a cascade's logarithm
     late: float = 0.1  # share of a bag's ranks that come late
     absurd: float = 0.003  # share of spans with an impossible timing
+    nodes: tuple[int, ...] = NODES
+    slow: int = SLOW_WORKER  # a worker that is slower; -1: none
     _ran: set[tuple[int, str, tuple[int, ...]]] = field(default_factory=set)
 
     def seconds(self, module: Module, parts: Sequence[Part], workers: Sequence[int]) -> float:
         """Of a cascade of these parts on these workers, without noise."""
-        slowest = min(SLOW_SPEED if w == SLOW_WORKER else 1.0 for w in workers)
-        spanning = len({w // NODES[0] for w in workers}) > 1
+        slowest = min(SLOW_SPEED if w == self.slow else 1.0 for w in workers)
+        spanning = len({w // self.nodes[0] for w in workers}) > 1
         return self.normal(module, parts, len(workers), spanning) / slowest
 
     def normal(self, module: Module, parts: Sequence[Part], degree: int, spanning: bool = False) -> float:
@@ -79,7 +82,7 @@ class Machine:
     def execute(self, cascades: Sequence[Cascade], items: Sequence[Item], step: int) -> tuple[list[StepReport], float]:
         """(what the workers report, seconds of the step)."""
         by_id, bucket_of = {i.id: i for i in items}, {i.id: (i.frames, i.height, i.width) for i in items}
-        free = [0.0] * sum(NODES)
+        free = [0.0] * sum(self.nodes)
         spans: list[list[Span]] = [[] for _ in free]
         ready: dict[str, float] = {}
         for cascade in sorted(cascades, key=lambda c: c.start_s):
@@ -173,13 +176,14 @@ def run(
 def learn_live(strategy: str, steps: int, unseen: int, budget_s: float = 0.05, seed: int = 0) -> Learned:
     """One run of `steps` from the wrong profile, judged on `unseen` further ones."""
     rng = np.random.default_rng(seed)
-    machine, workload = Machine(rng), np.random.default_rng(seed + 1)
+    equal = strategy in EQUAL_SPEEDS
+    machine, workload = Machine(rng, slow=-1 if equal else SLOW_WORKER), np.random.default_rng(seed + 1)
     config = PlannerConfig(strategy=strategy, budget_s=budget_s, static_degree=DEGREES.get(strategy, 1), lookahead=0)
     planner, speeds = Planner(wrong_profile(), config), Speeds()
     names = [f"w{n}" for n in range(sum(NODES))]
     cluster = Cluster(nodes=NODES)
     judged = [_items(workload, step) for step in range(steps, steps + unseen)]
-    truth = _judge(Planner(true_profile(), config), judged, _true_cluster(), machine)
+    truth = _judge(Planner(true_profile(), config), judged, cluster if equal else _true_cluster(), machine)
     before = _judge(Planner(wrong_profile(), config), judged, cluster, machine)
     for step in range(steps):
         items = _items(workload, step)
@@ -188,7 +192,7 @@ def learn_live(strategy: str, steps: int, unseen: int, budget_s: float = 0.05, s
         spans = [span for report in reports for span in report.spans]
         planner.observe(spans, {item.id: item.text_tokens for item in items}, cluster)
         speeds.observe(reports, dict(zip(names, cluster.speed, strict=False)))
-        cluster = replace(cluster, speed=speeds.factors(names))
+        cluster = cluster if equal else replace(cluster, speed=speeds.factors(names))
     after = _judge(planner, judged, cluster, machine)
     errors = sorted(after.errors)
     return Learned(
@@ -243,7 +247,7 @@ class _Judged:
 
 def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, machine: Machine) -> _Judged:
     """Plans of these steps as they are predicted, beside what they take without noise and late ranks."""
-    quiet = Machine(np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, _ran=_Everything())
+    quiet = replace(machine, rng=np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, _ran=Everything())
     errors, seconds = [], 0.0
     for number, items in enumerate(steps):
         assigned = planner.plan(number, [items], cluster, (), planner_budget(planner))
@@ -260,7 +264,7 @@ def planner_budget(planner: Planner) -> float:
     return planner._config.budget_s
 
 
-class _Everything(set[tuple[int, str, tuple[int, ...]]]):
+class Everything(set[tuple[int, str, tuple[int, ...]]]):
     """Shapes that have all run before."""
 
     def __contains__(self, shape: object) -> bool:

@@ -11,6 +11,7 @@ app = typer.Typer(no_args_is_help=True)
 BENCHMARKS = {
     "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
     "truth": ("app.bench.truth", "What a run learns of costs that it is not told, and what its plans make of it."),
+    "batches": ("app.bench.batches", "Equal tokens, dual constraint, and sizes that follow measured costs."),
     "mapper": ("app.bench.mapper", "What each rule for choosing workers is worth."),
     "communicators": ("app.bench.communicators", "What the limit of open bags on a worker costs and saves."),
     "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),

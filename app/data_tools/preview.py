@@ -24,12 +24,15 @@ def preview(config: RunConfig, out: Path, samples: int = 8, frames: int = 5) -> 
 
     Raises DataError and ValueError as a training run would.
     """
+    from app.inputs.batches import with_limits
     from app.inputs.items import open_dataset
     from app.inputs.profiles import profile_of
     from ops.models.folders import resolve
 
     model, geometry = resolve(config.model)
-    dataset = open_dataset(config, geometry, profile_of(config, model, geometry))
+    profile = profile_of(config, model, geometry)
+    config, _ = with_limits(config, model, geometry, profile)
+    dataset = open_dataset(config, geometry, profile)
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for bucket, items in sorted(_items_by_bucket(dataset, samples).items()):

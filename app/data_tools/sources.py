@@ -68,7 +68,7 @@ def open_indexes(
 
 def admitted_rows(config: Path, overrides: list[str] | None, indexes: list[Index], ledger: Ledger) -> list[np.ndarray]:
     """Masks of the rows that a run trains; what its filters and buckets refuse is counted in the ledger."""
-    from actors.feed.batching import TargetBatch
+    from actors.planning.batching import TargetBatch
     from app.inputs.profiles import profile_of
     from data.dataset.dataset import Dataset
     from ops.models.folders import resolve

@@ -2,50 +2,79 @@
 
     heddle profile --config configs/runs/demo.yaml --out profile.json
 
-Every bucket is measured with synthetic pixels, random tokens and the config's own models, at its planned batch size and
-at batch 1, on one device (degree 1). Other batch sizes and degrees are predicted by the models fitted to these points.
-Uses ops/ only: no Ray, no process group.
+Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
+device, the DiT also in bags of every degree that this machine has devices for, with the process groups of a run. What
+runs out of memory is a limit. The file is written after every point, and a file of the same setting is continued.
+Other batch sizes and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from actors.feed.batching import TargetBatch
-from actors.plan.costs.profile import Profile
-from actors.plan.costs.profile_json import write_profile
-from actors.plan.types import Module
-from actors.planning.learned import setting_of
+from actors.plan.costs.fit import fit_form, knapformer_constants
+from actors.plan.costs.profile import MaxFrames, Profile
+from actors.plan.costs.profile_json import read_profile, write_profile
+from actors.plan.types import MODULES, Module, PlanError
+from actors.planning.batching import TargetBatch
+from actors.planning.learned import refuse_other, setting_of
+from app.device.bag import Bag, degrees_here
+from app.device.bench import Bench
 from app.device.choice import device_name, memory_gib, pick_device
+from app.device.points import PointTimes, ProfiledShape
+from app.device.write_limits import write_limits
+from app.inputs.batches import with_limits
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
-from data.types import Bucket
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
-if TYPE_CHECKING:
-    import torch
-
-WARM_UP = 1  # untimed runs: the first call of a shape pays for allocations and kernel choices
+SWEPT_TOKENS = 20_000
+_EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledShape:
-    """One cascade to time."""
+class ProfilePoint:
+    """A cascade to measure."""
 
-    batch: int
-    bucket: Bucket
-    text_tokens: int
+    module: Module
+    shape: ProfiledShape
+    degree: int = 1
+
+    @property
+    def key(self) -> tuple[str, int, int, int, int, int]:
+        """As profiles name it."""
+        bucket = self.shape.bucket
+        return self.module, self.shape.batch, bucket.frames, bucket.height, bucket.width, self.degree
+
+    @property
+    def pixels(self) -> int:
+        bucket = self.shape.bucket
+        return self.shape.batch * bucket.frames * bucket.area
 
 
-def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 3, device: str = "auto") -> Profile:
-    """Measure, print the table, write `out`. Raises ConfigError for a device that is not there."""
+def run_profile(
+    path: Path,
+    overrides: Sequence[str],
+    out: Path,
+    repeats: int = 3,
+    device: str = "auto",
+    write: bool = False,
+    degrees: Sequence[int] = (),
+    minutes: float = 0.0,
+    fresh: bool = False,
+) -> Profile:
+    """Measure, print the table, write `out`; with `write` also the limits of batches into the config.
+
+    `degrees`: of the DiT, empty for all that this machine can run. `minutes`: the most informative points first, until
+    the time is over; 0 measures all. `fresh`: also what `out` has already. Raises ConfigError for a device that is not
+    there, for an `out` of another setting, and for a config that cannot be edited.
+    """
     import torch
 
     from ops.models.folders import resolve
@@ -66,28 +95,179 @@ def run_profile(path: Path, overrides: Sequence[str], out: Path, repeats: int = 
         degrees=config.planner.degrees,
         device=device_name(target),
     )
-    shapes = list(shapes_of(config, geometry, profile))
     profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
+    bags = degrees_here(config, profile.degrees["dit"], degrees, target.type)
+    sized, _ = with_limits(config, model, geometry, profile)
+    points = by_information(points_of(list(shapes_of(sized, geometry, profile)), bags))
+    if not fresh:
+        continue_from(out, profile)
+    left = [point for point in points if point.key not in profile.measured]
+    print(f"{len(points)} points on {profile.device}, degrees 1{''.join(f', {k}' for k in bags)}")
+    if len(left) < len(points):
+        print(f"          {len(points) - len(left)} are in {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
-    print(f"{len(shapes)} shapes on {profile.device}")
-    for module in ("text", "vae", "dit"):
-        for shape in shapes:
-            seconds, peak = bench.measure(module, shape, repeats)
-            _record(profile, module, shape, seconds, peak)
-            print(
-                f"{module:4}  {shape.bucket.frames:4d}f {shape.bucket.height}x{shape.bucket.width}  "
-                f"b{shape.batch:<4d} {seconds:9.4f} s" + (f"  {peak:6.2f} GiB" if peak else ""),
-                flush=True,
-            )
-    write_profile(profile, out)
-    _print_fits(profile)
+    _measure(
+        left, config, bench, profile, out, repeats, target.type, time.monotonic() + 60 * minutes if minutes else 0.0
+    )
+    _save(profile, out)
+    _print_fits(profile, model)
     print(f"profile   {out}")
+    _limits(config, path, model, geometry, profile, write)
     return profile
 
 
+def points_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[ProfilePoint]:
+    """Every module alone, and the DiT's largest batches in bags."""
+    found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
+    largest: dict[object, ProfiledShape] = {}
+    for shape in shapes:
+        known = largest.get(shape.bucket)
+        largest[shape.bucket] = shape if known is None or known.batch < shape.batch else known
+    return found + [
+        ProfilePoint(module="dit", shape=shape, degree=degree) for degree in bags for shape in largest.values()
+    ]
+
+
+def by_information(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
+    """The order in which a fit learns most: of every module and degree the smallest and the largest first, then what
+    lies in the middle of known ones; one of each at a time."""
+    lines: dict[tuple[str, int], list[ProfilePoint]] = {}
+    for point in sorted(points, key=lambda one: (one.pixels, one.shape.batch)):
+        lines.setdefault((point.module, point.degree), []).append(point)
+    halved = [[line[n] for n in _halving(len(line))] for line in lines.values()]
+    rounds = range(max(map(len, halved), default=0))
+    return [line[number] for number in rounds for line in halved if number < len(line)]
+
+
+def _halving(count: int) -> list[int]:
+    """0, the last, and then the middle of the widest gap, again and again."""
+    order = [0, count - 1] if count > 1 else list(range(count))
+    gaps = [(0, count - 1)] if count > 2 else []
+    while gaps:
+        low, high = gaps.pop(0)
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def continue_from(out: Path, profile: Profile) -> None:
+    """Take up the points of a file that an earlier call has left. Raises ConfigError where it is of another setting."""
+    if not out.is_file():
+        return
+    assert profile.setting is not None
+    try:
+        before = read_profile(out)
+        refuse_other(before, profile.setting, str(out))
+    except PlanError as error:
+        raise ConfigError(f"{error} --out names a file that is not continued: give another, or --fresh.") from None
+    for key, seconds in before.measured.items():
+        profile.measure(key, seconds, before.peak_gib.get(key))
+    profile.max_frames = before.max_frames
+
+
+def _measure(
+    points: Sequence[ProfilePoint],
+    config: RunConfig,
+    bench: Bench,
+    profile: Profile,
+    out: Path,
+    repeats: int,
+    device: str,
+    until: float,
+) -> None:
+    """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
+    bags: dict[int, Bag] = {}
+    out_of_memory: list[ProfilePoint] = []
+    try:
+        for number, point in enumerate(points):
+            if until and time.monotonic() > until:
+                print(f"          the time is over: {len(points) - number} points are left; call again to continue")
+                break
+            if any(_is_larger(point, failed) for failed in out_of_memory):
+                continue
+            try:
+                if point.degree > 1 and point.degree not in bags:
+                    bags[point.degree] = Bag(config, point.degree, device)
+                    _print_exchange(bags[point.degree])
+                found = (
+                    bench.measure(point.module, point.shape, repeats)
+                    if point.degree == 1
+                    else bags[point.degree].measure(point.shape, repeats)
+                )
+            except (MemoryError, RuntimeError) as error:
+                _ran_out(point, error, profile)
+                out_of_memory.append(point)
+                if point.degree > 1:
+                    bags.pop(point.degree).close()
+            else:
+                profile.measure(point.key, found.median, found.peak_gib)
+                _print_point(point, found)
+            _save(profile, out)
+    finally:
+        for bag in bags.values():
+            bag.close()
+
+
+def _ran_out(point: ProfilePoint, error: Exception, profile: Profile) -> None:
+    """A limit of the profile. Raises what is no lack of memory."""
+    from actors.worker.meter import ran_out, release
+
+    if not (isinstance(error, MemoryError) or ran_out(error)):
+        raise error
+    release(error)
+    bucket = point.shape.bucket
+    if bucket.frames > 1:
+        limit = MaxFrames(
+            module=point.module,
+            degree=point.degree,
+            height=bucket.height,
+            width=bucket.width,
+            batch=point.shape.batch,
+            frames=bucket.frames - 1,
+        )
+        profile.max_frames = (*profile.max_frames, limit)
+    print(f"{_name(point)} runs out of memory: no plan has it", flush=True)
+
+
+def _is_larger(point: ProfilePoint, failed: ProfilePoint) -> bool:
+    one, other = point.shape, failed.shape
+    return (
+        (point.module, point.degree) == (failed.module, failed.degree)
+        and one.batch >= other.batch
+        and one.bucket.frames >= other.bucket.frames
+        and one.bucket.area >= other.bucket.area
+    )
+
+
+def _save(profile: Profile, out: Path) -> None:
+    if not profile.measured:
+        return
+    torn = out.with_name(f"{out.name}.torn")
+    write_profile(profile, torn)
+    os.replace(torn, out)
+
+
+def _name(point: ProfilePoint) -> str:
+    bucket, bag = point.shape.bucket, f" sp{point.degree}" if point.degree > 1 else ""
+    return f"{point.module:4}  {bucket.frames:4d}f {bucket.height}x{bucket.width}  b{point.shape.batch:<4d}{bag}"
+
+
+def _print_point(point: ProfilePoint, found: PointTimes) -> None:
+    peak = f"  {found.peak_gib:6.2f} GiB" if found.peak_gib else ""
+    print(f"{_name(point)} {found.median:9.4f} s  spread {100 * found.spread:.0f}%{peak}", flush=True)
+
+
+def _print_exchange(bag: Bag) -> None:
+    speeds = ", ".join(f"{bag.exchange(size) / 1e9:.2f} GB/s for {size / 2**20:.0f} MiB" for size in _EXCHANGES)
+    print(f"a2a   all-to-all of {bag.degree}: {speeds} of a member", flush=True)
+
+
 def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[ProfiledShape]:
-    """Every bucket of every segment at batch 1 and at its planned batch size, by this profile where it is timed."""
+    """Every bucket of every segment at batch 1 and at its planned batch size, by this profile where it is timed; of
+    long samples at the powers of two between them, too (AdaptiveLoad's throughput sweep, sec. 3.2)."""
     timed = TargetBatch(profile=profile, geometry=geometry)
     stages = [(config.data.buckets, config.data.batch)]
     stages += [(s.buckets or config.data.buckets, s.batch or config.data.batch) for s in config.data.segments]
@@ -96,129 +276,45 @@ def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterat
         table = BucketTable.build(buckets, geometry)
         for bucket in table.buckets:
             size, _ = planned_batch(table, bucket, limits, geometry, timed)
-            for batch in sorted({1, size}):
+            tokens = limits.text_tokens + geometry.tokens(bucket.frames, bucket.height, bucket.width)
+            between = [2**n for n in range(1, size.bit_length()) if 2**n < size] if tokens >= SWEPT_TOKENS else []
+            for batch in sorted({1, *between, size}):
                 shape = ProfiledShape(batch=batch, bucket=bucket, text_tokens=limits.text_tokens)
                 if shape not in seen:
                     seen.add(shape)
                     yield shape
 
 
-def _record(profile: Profile, module: Module, shape: ProfiledShape, seconds: float, peak: float | None) -> None:
-    bucket = shape.bucket
-    key = (module, shape.batch, bucket.frames, bucket.height, bucket.width, 1)
-    profile.measured[key] = seconds
-    if peak is not None:
-        profile.peak_gib[key] = peak
+def _limits(
+    config: RunConfig, path: Path, model: ModelConfig, geometry: Geometry, profile: Profile, write: bool
+) -> None:
+    """Show M_mem, M_comp and p of these measurements (AdaptiveLoad sec. 3.2), and put them into the config."""
+    wanted = replace(config.data.batch, auto=True, compute=0.0)
+    open_config = replace(config, data=replace(config.data, batch=wanted, segments=()))
+    found, fit = with_limits(open_config, model, geometry, profile)
+    batch = found.data.batch
+    assert fit is not None
+    print(
+        f"batches   seconds = {fit.coefficients[0]:.4g} + {fit.coefficients[1]:.4g} B S^{fit.exponent:g}, R^2 "
+        f"{fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%; M_mem {batch.memory_tokens:,.0f} tokens, M_comp "
+        f"{batch.compute:.4g} for {batch.target_s:.3g} s a batch"
+    )
+    if write:
+        write_limits(path, batch)
+        print(f"written   data.batch of {path}")
 
 
-def _print_fits(profile: Profile) -> None:
-    for module in ("text", "vae", "dit"):
+def _print_fits(profile: Profile, model: ModelConfig) -> None:
+    for module in MODULES:
         if fit := profile.model_of(module):
             quality = f"R^2 {fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%"
             print(f"{module:4}  missing points: {fit.source}{'' if fit.poor else f', {quality}'}")
+    loads, seconds = profile.points("dit")
+    if len(loads) > 1:
+        try:
+            _, gamma = knapformer_constants(fit_form("knapformer", loads, seconds, ""), model.dit.dim)
+            print(f"      gamma of KnapFormer (attention FLOPs cost so much of linear ones): {gamma:.2f}")
+        except ValueError as error:
+            print(f"      gamma of KnapFormer: {error}")
     for note in profile.notes:
         print(f"note: {note}")
-
-
-class Bench:
-    """The modules of a config on one device, and a timer around one cascade of each."""
-
-    def __init__(self, config: RunConfig, model: ModelConfig, geometry: Geometry, device: torch.device) -> None:
-        import torch
-
-        from ops.attention.varlen import check_backend
-        from ops.models.first_frame import FirstFrame
-        from ops.models.load import build_dit, build_image, build_text, build_vae
-
-        self.config, self.model, self.geometry, self.device = config, model, geometry, device
-        dtype = getattr(torch, config.train.parameter_dtype)
-        queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
-        check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-        self.dit = build_dit(model.dit, config.train.seed).to(device=device, dtype=dtype)
-        self.vae = build_vae(model.vae, device)
-        self.text = build_text(model.text, device)
-        self.image, self.frame = build_image(model.image, device), FirstFrame.of(model)
-
-    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> tuple[float, float | None]:
-        """Median seconds of one cascade, and the peak GiB it needed where the device counts it."""
-        import torch
-
-        work = getattr(self, f"_{module}")(shape)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        seconds = [self._time(work) for _ in range(WARM_UP + repeats)][WARM_UP:]
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
-        return statistics.median(seconds), peak
-
-    def _time(self, work: Callable[[], object]) -> float:
-        import torch
-
-        start = time.perf_counter()
-        work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
-
-    def _text(self, shape: ProfiledShape) -> Callable[[], object]:
-        captions = [self._caption(shape.text_tokens)] * shape.batch
-        return lambda: self.text.encode(captions)
-
-    def _caption(self, tokens: int) -> str:
-        """A caption of about this many tokens."""
-        words = ["moving"]
-        while self.text.count(" ".join(words)) < min(tokens, self.model.text.max_length) and len(words) < 4096:
-            words.append("shape")
-        return " ".join(words)
-
-    def _vae(self, shape: ProfiledShape) -> Callable[[], object]:
-        import torch
-
-        bucket = shape.bucket
-        size = (shape.batch, bucket.frames, bucket.height, bucket.width, 3)
-        video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-        def work() -> None:
-            self.vae.encode(video.to(self.device))
-            if self.frame.channels:
-                self.vae.encode(self.frame.still(video).to(self.device))
-            if self.image is not None:
-                self.image.encode(video[:, 0])
-
-        return work
-
-    def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
-        """Forward and backward of one packed batch, gradients accumulated as in training."""
-        import torch
-
-        from ops.comm import Group
-        from ops.conditions import Conditions
-        from ops.flow import flow_loss
-        from ops.packing import Layout, Sequence
-
-        bucket, patch, group = shape.bucket, self.geometry.patch, Group.solo()
-        grid = self.geometry.token_grid(bucket.frames, bucket.height, bucket.width)
-        generator = torch.Generator().manual_seed(0)
-        sequences = [Sequence(grid, shape.text_tokens, self.frame.image_tokens)] * shape.batch
-        layout = Layout(sequences, 1, 0, self.device)
-        width = self.vae.channels * patch[0] * patch[1] * patch[2]
-        target = torch.randn(layout.local_tokens, width, generator=generator).to(self.device)
-        tokens = torch.randn(layout.local_tokens, self.frame.width, generator=generator).to(self.device)
-        text = torch.randn(shape.batch * shape.text_tokens, self.text.dim, generator=generator).to(self.device)
-        times = torch.full((shape.batch,), 500.0, device=self.device)
-        weights = torch.full((shape.batch,), 1.0 / shape.batch, device=self.device)
-        dtype = next(self.dit.parameters()).dtype
-        image = pooled = None
-        if self.image is not None:
-            image = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
-            image = image.to(self.device, dtype)
-        if self.model.text.pooled:
-            pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)
-        told = Conditions(image=image, pooled=pooled)
-        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
-
-        def work() -> None:
-            with cast:
-                predicted = self.dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
-            flow_loss(predicted.float(), target, layout, weights).backward()
-
-        return work

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.feed.batching import TargetBatch
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Item, Module
+from actors.planning.batching import TargetBatch
 from app.settings.config import RunConfig
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket, DataItem

@@ -22,7 +22,20 @@ def load_profile(path: str | Path) -> Profile:
 
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
     """The profile that a run of this config plans with. Raises ConfigError."""
-    return _as_config_error(lambda: run_profile_of(config.planner, model, geometry), config.planner.profile)
+    return _as_config_error(
+        lambda: run_profile_of(config.planner, model, geometry, gpu_of(config)), config.planner.profile
+    )
+
+
+def gpu_of(config: RunConfig) -> str:
+    """The name of the workers' GPU where this machine has one, "cuda" where it is not known, "" of a CPU."""
+    if config.workers.device == "cpu":
+        return ""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return "cuda" if config.workers.device == "cuda" else ""
 
 
 def _as_config_error(read: Callable[[], Profile], path: str | Path | None) -> Profile:

@@ -17,6 +17,7 @@ from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Plan
 from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
+from app.inputs.batches import with_limits
 from app.inputs.cluster import read_cluster
 from app.inputs.items import items_from_data, open_dataset
 from app.inputs.profiles import profile_of
@@ -49,6 +50,7 @@ def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
     _print_model(config, model)
     cluster = read_cluster(spec) if spec else Cluster(nodes=(config.workers.max,))
     profile = profile_of(config, model, geometry)
+    config, _ = with_limits(config, model, geometry, profile)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
     make_missing(config.data.sources)

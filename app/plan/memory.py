@@ -24,8 +24,8 @@ from actors.planning.memory import (
     too_little,
 )
 from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
+from app.inputs.batches import clips_of, device_gib
 from app.settings.config import RunConfig
-from data.buckets import BucketTable
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -53,13 +53,6 @@ class MemoryView:
         return self.found.room_gib(self.memory_gib, self.workers, self.bags_gib, self.cuda)
 
 
-def clips_of(config: RunConfig, geometry: Geometry) -> list[Shape]:
-    """The shapes of all buckets, of every segment of the run."""
-    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
-    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
-    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
-
-
 def view_memory(
     config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster
 ) -> MemoryView | None:
@@ -67,7 +60,7 @@ def view_memory(
 
     Raises PlanError when a clip of some bucket fits on no worker, or not on `workers.min` of them.
     """
-    memory, cuda = device_gib(config, cluster)
+    memory, cuda = device_gib(config, cluster.memory_gib)
     if memory is None and not cuda:
         return None
     clips, degrees = clips_of(config, geometry), profile.degrees.get("dit", (1,))
@@ -107,17 +100,6 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         state_on_host=found.state == "host",
         node_gradient=found.node_gradient,
     )
-
-
-def device_gib(config: RunConfig, cluster: Cluster) -> tuple[float | None, bool]:
-    """(GiB of a device, None if unknown; whether it is a GPU)."""
-    import torch
-
-    here = config.workers.device != "cpu" and torch.cuda.is_available()
-    cuda = config.workers.device == "cuda" or here or cluster.memory_gib > 0
-    found = cluster.memory_gib or (torch.cuda.get_device_properties(0).total_memory / 2**30 if here else 0.0)
-    limits = [gib for gib in (found, config.workers.memory_gib) if gib]
-    return min(limits, default=None), cuda
 
 
 def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:

@@ -25,6 +25,7 @@ from actors.planning.make_plan import make_plan
 from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
 from app.inputs.account import print_account, print_buckets
+from app.inputs.batches import with_limits
 from app.inputs.cluster import read_cluster
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
@@ -156,6 +157,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     if request.profile:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
     profile = profile_of(config, model, geometry)
+    config, _ = with_limits(config, model, geometry, profile)
     cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.outcome import Exit, Outcome
+from app.inputs.batches import with_limits, with_limits_of
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
 from app.records.trackers import check_installed
@@ -81,6 +82,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
     with FolderLock(lock_path(folder, DRIVER)) as lock, FolderLock(lock_path(folder, CONTROLLER)) as predecessor:
         lock.take(_DRIVER_S, _note)
         check_run_dir(config, resume=resume, overwrite=overwrite)
+        config = with_limits_of(config, folder) if resume else config
         changes = check_resume(config) if resume else []
         predecessor.take(CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
         fresh = not folder.exists()
@@ -88,6 +90,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         make_missing(config.data.sources)
         try:
             connect(config)
+            config = _with_limits(config)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
             (folder / OUTCOME).unlink(missing_ok=True)
@@ -107,6 +110,26 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             f"{folder}/checkpoints"
         )
     return outcome.code
+
+
+def _with_limits(config: RunConfig) -> RunConfig:
+    """Where `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
+    from actors.planning.options import profile_of
+    from actors.pool.workers import device_of
+    from ops.models.folders import resolve
+
+    if not config.data.batch.auto:
+        return config
+    model, geometry = resolve(config.model)
+    profile = profile_of(config.planner, model, geometry, device_of(config.workers))
+    found, fit = with_limits(config, model, geometry, profile)
+    if fit is not None:
+        batch = found.data.batch
+        _note(
+            f"data.batch: auto is memory_tokens {batch.memory_tokens:,.0f}, compute {batch.compute:.4g}, exponent "
+            f"{batch.exponent:g} for {batch.target_s:.3g} s a batch ({fit.source}, R^2 {fit.r2:.3f})"
+        )
+    return found
 
 
 def _say_before(config: RunConfig, *, resume: bool) -> None:

@@ -39,6 +39,7 @@ SOURCES = ["data.sources"]  # may move; what they hold is compared with the resu
 SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.dit.attention
     model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
+    data.batch.recalibrate data.batch.recalibrate_steps data.batch.recalibrate_change
     data.segments data.min_coverage data.limits data.engine data.cache
     train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps
     train.memory

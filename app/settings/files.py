@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ops.typed import ConfigError, Node, parse, plain
+from ops.typed import AUTO, ConfigError, Node, as_auto, parse, plain
 
 
 def read(path: str | Path) -> Node:
@@ -44,6 +44,8 @@ def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
 
 def merge(below: Node, above: Node) -> Node:
     """Mappings are merged key by key; anything else of `above` replaces what is below."""
+    if isinstance(below.value, dict) and above.value == AUTO:
+        above = as_auto(above)
     if not (isinstance(below.value, dict) and isinstance(above.value, dict)):
         return above
     result = dict(below.value)

@@ -27,6 +27,7 @@ from data.dataset.order import (
     PICK,
     START,
     BatchDraw,
+    BatchSizes,
     DataToken,
     OrderState,
     Population,
@@ -169,6 +170,13 @@ class Dataset:
         if draws:
             self.ledger.restore_draws(draws)
         return state.step
+
+    def resize(self, decision: BatchSizes) -> None:
+        """Batches have these sizes from a step on; what is known of later steps is forgotten. The token of every step
+        says so from now on."""
+        self._positions.forget_after(decision.from_step)
+        self.planner.adopt([decision])
+        self._steps = OrderedDict((n, step) for n, step in self._steps.items() if n < decision.from_step)
 
     def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
         """Counts the draws of a step that is handed to training; `faults` are its bad ones. Raises DataError when more

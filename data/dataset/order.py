@@ -21,7 +21,7 @@ import json
 import struct
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
@@ -90,6 +90,26 @@ class Stage:
     settings: str = ""  # what `choices` came from, for the identity of the plan
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSizes:
+    """Clips per batch of each bucket from a step on, instead of those that a stage began with. A decision of the run:
+    once made it is data, so that any number of workers and any resume see the same batches."""
+
+    from_step: int
+    sizes: Mapping[Bucket, int]
+
+    def to_json(self) -> SizesRecord:
+        return {"from": self.from_step, "sizes": {str(bucket): size for bucket, size in sorted(self.sizes.items())}}
+
+    @classmethod
+    def from_json(cls, record: SizesRecord) -> BatchSizes:
+        """Raises DataError for sizes below 1."""
+        sizes = {Bucket.parse(name): int(size) for name, size in record["sizes"].items()}
+        if min(sizes.values(), default=1) < 1:
+            raise DataError(f"batch sizes {record['sizes']} from step {record['from']} on must be at least 1.")
+        return cls(from_step=int(record["from"]), sizes=sizes)
+
+
 @dataclass(slots=True)
 class Cursor:
     """Where a source stands, and how much the mixture has taken of it in this stage."""
@@ -146,6 +166,7 @@ class OrderState:
         return sum(map(len, self.queues.values())) + sum(len(micro.draws) for micro in self.ready)
 
 
+SizesRecord = TypedDict("SizesRecord", {"from": int, "sizes": dict[str, int]})
 TokenBody = TypedDict(
     "TokenBody",
     {
@@ -172,6 +193,7 @@ class DataToken(TokenBody):
     drawn: int
     passed: int
     plan: dict[str, str]
+    resized: NotRequired[list[SizesRecord]]
     draws: NotRequired[DrawsRecord | None]
 
 
@@ -189,6 +211,8 @@ class SampleOrder:
         source that a stage draws from has no row for it."""
         self.populations, self.stages, self.seed = tuple(populations), tuple(stages), seed
         self.identity = dict(identity or {})
+        self.resized: tuple[BatchSizes, ...] = ()  # in the order of their steps
+        self._sizes: dict[tuple[int, int], Mapping[Bucket, int]] = {}  # (stage, resizes before) -> clips per batch
         self._orders: dict[int, tuple[tuple[int, int], np.ndarray]] = {}  # source -> (epoch, window), permuted rows
         self._shards: dict[int, tuple[int, np.ndarray]] = {}  # source -> epoch, permuted shards
         self._parts: dict[int, dict[str, str]] = {}
@@ -211,9 +235,39 @@ class SampleOrder:
         state.marks = [SourceMark.of(state)]
         return state
 
+    def adopt(self, decisions: Iterable[BatchSizes]) -> None:
+        """Follow these decisions, too; one that is known for the same step stays. Positions at or before the step of a
+        decision stand as they are."""
+        known = {one.from_step: one for one in (*decisions, *self.resized)}
+        self.resized = tuple(known[step] for step in sorted(known))
+        self._sizes.clear()
+
+    def sizes(self, state: OrderState) -> Mapping[Bucket, int]:
+        """Clips per batch of every bucket of the state's stage, at its step."""
+        stage, before = self.stages[state.stage], sum(one.from_step <= state.step for one in self.resized)
+        if (state.stage, before) not in self._sizes:
+            mine = [one for one in self.resized[:before] if self._stage_of(one.from_step) == state.stage]
+            latest = mine[-1].sizes if mine else {}
+            self._sizes[state.stage, before] = {b: latest.get(b, size) for b, size in stage.batch.items()}
+        return self._sizes[state.stage, before]
+
+    def _stage_of(self, step: int) -> int:
+        ends = (number for number, stage in enumerate(self.stages) if not stage.until_step or step < stage.until_step)
+        return next(ends, len(self.stages) - 1)
+
+    def _regroup(self, state: OrderState, stage: Stage) -> None:
+        """Rows that wait come into batches of the sizes that hold from now on; their order and buckets stay."""
+        waiting = [(draw, micro.bucket) for micro in state.ready for draw in micro.draws]
+        waiting += [(draw, bucket) for bucket, queue in state.queues.items() for draw in queue]
+        state.queues, state.ready = {}, []
+        for draw, bucket in sorted(waiting, key=lambda pair: pair[0].number):
+            self._enqueue(state, stage, bucket, draw)
+
     def advance(self, state: OrderState) -> list[BatchDraw]:
         """The micro-batches of `state.step`; moves the state to the next step."""
         self._enter_stage(state)
+        if any(one.from_step == state.step for one in self.resized):
+            self._regroup(state, self.stages[state.stage])
         stage = self.stages[state.stage]
         while len(state.ready) < stage.items_per_step:
             self._draw(state, stage)
@@ -300,7 +354,7 @@ class SampleOrder:
     def _enqueue(self, state: OrderState, stage: Stage, bucket: Bucket, draw: SampleDraw) -> None:
         queue = state.queues.setdefault(bucket, [])
         queue.append(draw)
-        if len(queue) >= stage.batch[bucket]:
+        if len(queue) >= self.sizes(state)[bucket]:
             self._emit(state, bucket)
 
     def _emit(self, state: OrderState, bucket: Bucket) -> None:
@@ -368,7 +422,7 @@ class SampleOrder:
         text = json.dumps(body, separators=(",", ":"))
         if len(text) > PACK_ABOVE_BYTES:
             body = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
-        return {
+        token: DataToken = {
             "v": TOKEN_VERSION,
             "step": state.step,
             "stage": state.stage,
@@ -377,6 +431,9 @@ class SampleOrder:
             "plan": self.parts(state.stage),
             **body,
         }
+        if self.resized:
+            token["resized"] = [one.to_json() for one in self.resized]
+        return token
 
     def _counts(self, state: OrderState) -> TokenBody:
         """Waiting rows as numbers to draw again. Rows older than every mark (they waited long, or come from the stage
@@ -415,6 +472,7 @@ class SampleOrder:
                 f"the resume token of step {token['step']} was made with other data settings: "
                 f"{', '.join(changed)} changed since. Restore them, or start a new run."
             )
+        self.adopt(BatchSizes.from_json(record) for record in token.get("resized", ()))
         body: TokenBody = token
         if "packed" in token:
             body = json.loads(zlib.decompress(base64.b85decode(token["packed"])))

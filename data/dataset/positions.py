@@ -62,6 +62,21 @@ class Positions:
             if step % self._spacing == 0:
                 self._keep_token(step, oldest)
 
+    def forget_after(self, step: int) -> None:
+        """What comes from this step on is planned anew; the position before it stays."""
+        if step < self.first:
+            return
+        if self.newest.step > step:
+            self._recent[step] = self.at(step)
+            for later in [held for held in self._recent if held > step]:
+                del self._recent[later]
+            self._recent = OrderedDict(sorted(self._recent.items()))
+            self._tokens = {held: token for held, token in self._tokens.items() if held <= step}
+            self.newest = self._recent[step]
+            self._waiting = sum(state.waiting for state in self._recent.values())
+        if self._walked is not None and self._walked.step > step:
+            self._walked = None
+
     def _keep_token(self, step: int, state: OrderState) -> None:
         self._tokens[step] = self._planner.token(state)
         if len(self._tokens) > MOST_TOKENS:

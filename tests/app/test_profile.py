@@ -8,9 +8,13 @@ import pytest
 
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
+from app.device.bag import degrees_here
+from app.device.bench import Bench
 from app.device.choice import pick_device
-from app.device.profile import run_profile, shapes_of
+from app.device.points import PointTimes, ProfiledShape
+from app.device.profile import ProfilePoint, by_information, points_of, run_profile, shapes_of
 from app.settings.config import RunConfig
+from data.types import Bucket
 from ops.models.folders import resolve
 from ops.typed import ConfigError
 
@@ -20,7 +24,7 @@ TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "mode
 
 def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "p.json"
-    run_profile(DEMO, TINY, out, repeats=1, device="cpu")
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
     profile = read_profile(out)
     expected = {
         (module, batch, frames, 32, width, 1)
@@ -31,7 +35,14 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     assert set(profile.measured) == expected
     assert all(seconds > 0 for seconds in profile.measured.values())
     assert profile.legal_degrees("dit", 3, 5, 32, 48, text_tokens=56) == (1, 2, 4)
-    assert "dit      5f 32x48  b3" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "dit      5f 32x48  b3" in told and "gamma of KnapFormer" in told and "R^2" in told
+    before = out.read_text()
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
+    assert "12 are in" in capsys.readouterr().out and read_profile(out).measured == profile.measured
+    with pytest.raises(ConfigError, match="--fresh"):
+        run_profile(DEMO, [*TINY, "model.dit.num_heads=2"], out, repeats=1, device="cpu", degrees=[1])
+    assert out.read_text() == before
 
 
 def test_a_transformer_that_is_told_a_vector_of_the_text_is_measured(tmp_path: Path) -> None:
@@ -62,3 +73,69 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match="no usable CUDA device"):
         pick_device("cuda")
+
+
+def point(batch: int, frames: int = 1, degree: int = 1) -> ProfilePoint:
+    shape = ProfiledShape(batch=batch, bucket=Bucket(frames, 32, 32), text_tokens=8)
+    return ProfilePoint(module="dit", shape=shape, degree=degree)
+
+
+def test_the_ends_of_every_line_are_measured_first_and_nothing_is_left_out() -> None:
+    points = [point(batch, degree=degree) for degree in (1, 2) for batch in range(1, 8)]
+    ordered = by_information(points)
+    assert sorted(map(id, ordered)) == sorted(map(id, points))
+    assert [(one.shape.batch, one.degree) for one in ordered[:6]] == [(1, 1), (1, 2), (7, 1), (7, 2), (4, 1), (4, 2)]
+
+
+def test_bags_run_the_largest_batch_of_every_bucket() -> None:
+    shapes = [point(batch, frames).shape for frames in (1, 5) for batch in (1, 3)]
+    bags = [
+        (one.shape.bucket.frames, one.shape.batch, one.degree) for one in points_of(shapes, (2, 4)) if one.degree > 1
+    ]
+    assert bags == [(1, 3, 2), (5, 3, 2), (1, 3, 4), (5, 3, 4)]
+
+
+def test_long_samples_are_swept_over_batches() -> None:
+    wanted = ["data.buckets.table=[1x32x32, 17x480x832]", "data.batch.compute=0", "data.batch.memory_tokens=1e6"]
+    config = RunConfig.load(DEMO, wanted)
+    model, geometry = resolve(config.model)
+    profile = Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    found = [shape.batch for shape in shapes_of(config, geometry, profile) if shape.bucket.frames == 17]
+    assert geometry.tokens(17, 480, 832) > 20_000 and found[:5] == [1, 2, 4, 8, 16] and found[-1] > 16
+
+
+def test_what_runs_out_of_memory_is_a_limit_and_larger_points_are_spared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+        asked.append((module, shape.bucket.frames, shape.batch))
+        if module == "dit" and shape.bucket.frames * shape.batch >= 5:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
+    profile = read_profile(out)
+    assert not profile.fits("dit", 3, 5, 32, 48, 1) and profile.fits("dit", 1, 1, 32, 32, 1)
+    assert ("vae", 3, 5, 32, 48, 1) in profile.measured and ("dit", 3, 5, 32, 48, 1) not in profile.measured
+
+
+def test_degrees_that_cannot_be_measured_are_refused() -> None:
+    config = RunConfig.load(DEMO)
+    with pytest.raises(ConfigError, match=r"--degrees 3 is not legal for this model; use some of \[1, 2, 4\]"):
+        degrees_here(config, (1, 2, 4), [1, 3], "cpu")
+    assert degrees_here(config, (1, 2, 4), [1, 4], "cpu") == (4,)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
+    profile = read_profile(out)
+    assert {key[5] for key in profile.measured if key[0] == "dit"} == {1, 2}
+    assert profile.measured["dit", 3, 5, 32, 48, 2] > 0
+    assert "all-to-all of 2:" in capsys.readouterr().out

@@ -36,7 +36,7 @@ MODEL_HEADS = {
     "cogvideox-2b": 30,
     "cogvideox-5b": 48,
 }
-_NEWEST = 9  # measurements of a point that count
+NEWEST = 9  # measurements of a point that count
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
@@ -94,7 +94,7 @@ class LivePoint:
     """What a run has measured of one point: the median of the newest, so that one worker of many that is slower than
     is known yet, or a moment on a busy host, does not move it."""
 
-    newest: tuple[float, ...]  # seconds, at most _NEWEST of them
+    newest: tuple[float, ...]  # seconds, at most NEWEST of them
     count: int  # cascades in all
     text_tokens: int = 0  # mean of a sample
     refused: int = 0  # absurd ones since the last that was believed
@@ -102,7 +102,7 @@ class LivePoint:
     @classmethod
     def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
         """A point of so many equal measurements."""
-        return cls(newest=(seconds,) * min(count, _NEWEST), count=count, text_tokens=text_tokens)
+        return cls(newest=(seconds,) * min(count, NEWEST), count=count, text_tokens=text_tokens)
 
     @property
     def seconds(self) -> float:
@@ -110,7 +110,7 @@ class LivePoint:
 
     def after(self, seconds: float, text_tokens: int) -> LivePoint:
         """The point with one measurement more."""
-        newest = (*self.newest, seconds)[-_NEWEST:]
+        newest = (*self.newest, seconds)[-NEWEST:]
         return LivePoint(newest=newest, count=self.count + 1, text_tokens=text_tokens or self.text_tokens)
 
     def over(self, factor: float) -> LivePoint:
@@ -120,7 +120,7 @@ class LivePoint:
 
 @dataclass(kw_only=True, slots=True)
 class Profile:
-    """Latency and memory of one model on one device. Only `observe...` and `exceed` change it.
+    """Latency and memory of one model on one device. `measure`, `observe...` and `exceed` change it.
 
     What a run measures of a point (`live`) counts instead of what a file says of it (`measured`); points of the file
     that did not run, and what the cost model says, are corrected by what was found at the points that did (`Drift`).
@@ -378,6 +378,13 @@ class Profile:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
+    def measure(self, key: PointKey, seconds: float, peak_gib: float | None = None) -> None:
+        """Add a point as a file has it: measured apart from any run."""
+        self.measured[key] = seconds
+        if peak_gib is not None:
+            self.peak_gib[key] = peak_gib
+        self._forget(cast(Module, key[0]))
+
     def observe(
         self,
         module: Module,
@@ -446,6 +453,14 @@ class Profile:
             # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
             own = max(price + error * doubt / sum(doubts), 0.2 * price * seconds / sum(prices))
             self.observe(module, batch, frames, height, width, degree, own, text, overlap=overlap)
+
+    def forget(self, key: PointKey, overlap: float | None = None) -> None:
+        """Drop what was learned of a point, whose workers had another speed: the file or the model holds again."""
+        if overlap is None:
+            self.live.pop(key, None)
+        else:
+            self.spanning.pop((key, round(overlap, 2)), None)
+        self._forget(cast(Module, key[0]))
 
     def take_up(self, learned: Profile) -> None:
         """Go on with what another profile has learned of the same costs."""

@@ -400,3 +400,34 @@ def test_a_preview_tells_the_planner_of_the_same_items_as_a_run(make: Callable[[
     warm = items_from_data(feeder.dataset, 2, preview, MODEL)
     assert [item.cached for step in warm for item in step] == [("text", "vae")] * 2 + [()] * 2
     assert [feeder.items(step).items for step in range(2)] == warm
+
+
+def batches_of(data: StepSource, steps: range) -> list[list[tuple[str, tuple[str, ...]]]]:
+    found = []
+    for step in steps:
+        items = data.data(step).items
+        found.append([(f"{i.frames}x{i.height}x{i.width}", keys) for i, keys in zip(items.items, items.keys)])
+    return found
+
+
+def test_sizes_that_a_run_decided_on_hold_for_any_feeder_after_it(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided while it goes on, known from the start, and after a return to an earlier step: the same batches."""
+    live = source(clips, monkeypatch)
+    live.open(0)
+    before = batches_of(live, range(4))
+    at = live.next_unasked
+    assert at == 4
+    record: Any = {"from": at, "sizes": {"1x64x96": 2, "9x64x96": 1}}
+    live.resize(record)
+    after = batches_of(live, range(4, 12))
+    assert {len(keys) for items in after for bucket, keys in items if bucket == "1x64x96"} == {2}
+    assert {len(keys) for items in before for bucket, keys in items if bucket == "1x64x96"} != {2}
+    again = source(clips, monkeypatch)
+    again.resize(record)
+    again.open(0)
+    assert batches_of(again, range(12)) == before + after
+    live.open(2, live.token(2))  # the feeder was lost, and two steps with it
+    assert batches_of(live, range(2, 12)) == before[2:] + after
+    resumed = source(clips, monkeypatch)
+    resumed.open(8, again.token(8))  # from a checkpoint alone: its token has the decision
+    assert batches_of(resumed, range(8, 12)) == after[4:]

@@ -129,3 +129,28 @@ def test_points_of_a_file_that_did_not_run_follow_those_that_did() -> None:
         profile.observe("dit", 1, 17, 64, 96, 1, 6.0)
     assert profile.seconds("dit", 1, 17, 64, 96, 1) == pytest.approx(6.0, rel=1e-3)
     assert profile.seconds("dit", 1, 33, 64, 96, 1) == pytest.approx(15.0, rel=1e-3)
+
+
+def test_what_a_slow_worker_measured_before_it_was_known_is_forgotten() -> None:
+    """A bag with a worker of half the speed took 20 s, of which a normal one needs 10."""
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner, key = Planner(profile, PlannerConfig()), ("dit", 2, *CLIP, 2)
+    alone = [span(0, 7.0, bag=(0,), pieces=(Piece(item="b", bucket=IMAGE, batch=2),), cascade="d")]
+    planner.observe([span(0, 20.0), span(1, 20.0), *alone], TEXTS, Cluster(nodes=(2,)))
+    assert profile.live[key].seconds == 20.0
+    known = Cluster(nodes=(2,), speed=(1.0, 0.5))
+    planner.observe(alone, TEXTS, known)
+    assert key not in profile.live, "it was learned at a speed that was wrong"
+    assert profile.live["dit", 2, *IMAGE, 1].count == 2, "this one ran on a worker that is as quick as before"
+    planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, known)
+    assert profile.live[key].seconds == 10.0
+    planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, known)
+    assert profile.live[key].count == 2, "nothing is doubted twice"
+
+
+def test_another_generation_doubts_nothing() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner, key = Planner(profile, PlannerConfig()), ("dit", 2, *CLIP, 2)
+    planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)))
+    planner.observe([], TEXTS, Cluster(nodes=(3,), speed=(1.0, 0.5, 1.0)))
+    assert profile.live[key].seconds == 20.0

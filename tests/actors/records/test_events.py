@@ -66,6 +66,10 @@ WORDS = {  # a value for every field that an event has
     "room_gib": 3.0,
     "folder": "step-9",
     "speed": {"w0": 1.0},
+    "sizes": {"17x64x96": (4, 6)},
+    "change": 0.15,
+    "target_s": 2.0,
+    "applied": True,
 }
 
 

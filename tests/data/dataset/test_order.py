@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data.buckets import Choice
 from data.dataset import order as plan
-from data.dataset.order import BatchDraw, OrderState, Population, SampleOrder, Stage, uniform
+from data.dataset.order import BatchDraw, BatchSizes, OrderState, Population, SampleOrder, Stage, uniform
 from data.errors import DataError
 from data.types import Bucket
 
@@ -247,3 +247,68 @@ def test_a_samples_random_numbers_are_its_own_and_uniform() -> None:
     assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.02 and abs(np.quantile(numbers, 0.9) - 0.9) < 0.02
     assert uniform(7, 0, 1, 5, 0) == numbers[5] != uniform(7, 0, 2, 5, 0)
+
+
+# Sizes decided while a run goes on
+
+
+def resized(planner: SampleOrder, *decisions: BatchSizes) -> SampleOrder:
+    planner.adopt(decisions)
+    return planner
+
+
+@given(shapes, st.integers(1, 25), st.integers(0, 25), st.integers(1, 9), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_decided_sizes_are_data_of_every_resume(codes: list[int], at: int, stop: int, size: int, seed: int) -> None:
+    """Whether the decision was known from the start, came with the token, or was told again: the same batches."""
+
+    def planner() -> SampleOrder:
+        return SampleOrder([population(codes)], [stage(max_wait=60)], seed)
+
+    decision = BatchSizes(from_step=at, sizes={SMALL: size, LARGE: size + 1})
+    known = resized(planner(), decision)
+    steps = run(known, known.start(), 30)
+    live = planner()
+    state = live.start()
+    before = run(live, state, at)
+    live.adopt([decision])  # decided when step `at` is the first that nobody has asked for
+    assert before + run(live, state, 30 - at) == steps
+    half = known.start()
+    run(known, half, stop)
+    token = json.loads(json.dumps(known.token(half)))
+    told = planner()
+    assert run(told, told.restore(token), 30 - stop) == steps[stop:], "the token has the decision"
+    token.pop("resized")
+    old = resized(planner(), decision)  # a checkpoint of before the decision, and the run's file
+    assert run(old, old.restore(token), 30 - stop) == steps[stop:]
+
+
+def test_no_row_is_lost_and_no_batch_is_larger_when_sizes_change() -> None:
+    codes = [0, 1, 2] * 40
+    plain = SampleOrder([population(codes)], [stage()], 3)
+    new = {SMALL: 2, LARGE: 4, RARE: 1}
+    decided = resized(SampleOrder([population(codes)], [stage()], 3), BatchSizes(from_step=10, sizes=new))
+    one, other = plain.start(), decided.start()
+    assert run(plain, one, 10) == run(decided, other, 10)
+    after = run(decided, other, 40)
+    assert {len(micro.draws) for micros in after for micro in micros if micro.bucket == LARGE} == {4}
+    assert all(len(micro.draws) <= new[micro.bucket] for micros in after for micro in micros)
+    waiting = [d for queue in other.queues.values() for d in queue] + [d for m in other.ready for d in m.draws]
+    numbers = [d.number for micros in after for micro in micros for d in micro.draws] + [d.number for d in waiting]
+    first = {d.number for micros in run(plain, plain.start(), 10) for micro in micros for d in micro.draws}
+    assert sorted([*first, *numbers]) == list(range(other.drawn))
+
+
+def test_a_decision_holds_for_its_own_segment_alone() -> None:
+    stages = [stage(until_step=10), stage(batch={SMALL: 6, LARGE: 6, RARE: 6})]
+    planner = resized(
+        SampleOrder([population([0, 1, 2] * 40)], stages, 3), BatchSizes(from_step=5, sizes={SMALL: 2, LARGE: 2})
+    )
+    steps = run(planner, planner.start(), 20)
+    sizes = [{len(m.draws) for micros in part for m in micros} for part in (steps[:5], steps[5:10], steps[10:])]
+    assert sizes == [{5, 3, 4}, {2, 4}, {6}]
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(DataError, match="at least 1"):
+        BatchSizes.from_json({"from": 3, "sizes": {"1x64x96": 0}})

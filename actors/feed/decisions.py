@@ -1,0 +1,45 @@
+"""Batch sizes that a run has decided on, in `batches.json` of its folder: written before they hold, read by any start.
+
+Decisions follow from measured times, which no other machine repeats. That is why they are kept and never made again: a
+resume, also from an old checkpoint, forms the batches that the run had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from data.dataset.order import SizesRecord
+from data.errors import DataError
+
+DECISIONS = "batches.json"
+
+
+class BatchDecisions:
+    """The decisions of one run folder, in the order of their steps."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises DataError where the file is there and cannot be read: other batches would be trained."""
+        self._path = run_dir / DECISIONS
+        self.records: list[SizesRecord] = []
+        if not self._path.is_file():
+            return
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            self.records = [{"from": int(one["from"]), "sizes": dict(one["sizes"])} for one in found]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self._path} cannot be read ({error}); it says which batches this run forms. Restore it, or start "
+                f"a new run."
+            ) from None
+
+    def add(self, record: SizesRecord) -> None:
+        """Keep a decision, on disk when this returns."""
+        self.records = [*(one for one in self.records if one["from"] != record["from"]), record]
+        torn = self._path.with_name(f"{DECISIONS}.torn")
+        with torn.open("w", encoding="utf-8") as file:
+            json.dump(self.records, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(torn, self._path)

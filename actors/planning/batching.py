@@ -1,0 +1,110 @@
+"""Batch sizes from a profile: AdaptiveLoad's dual constraint with its limits found instead of guessed. Pure.
+
+`TargetBatch`: as many clips as train in `data.batch.target_s` seconds, by the profile's prices as they stand.
+`fitted_limits`: M_mem, M_comp and p of `data.batch.auto`. `best_sizes`: what either of them says now. `moved`: whether
+that is far enough from the sizes that a run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+
+from actors.plan.costs.fit import Fit, fit_form
+from actors.plan.costs.profile import Profile
+from data.buckets import batch_size
+from data.config import BatchConfig
+from data.types import Bucket
+from ops.geometry import Geometry
+
+_MOST = 4096  # clips of the smallest image bucket; more would not train better
+_TRIED = (1, 2, 4)  # clips of a bucket whose prices are fitted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetBatch:
+    """`data.buckets.BatchSize`: a pure function of the profile, so run and preview agree."""
+
+    profile: Profile
+    geometry: Geometry
+
+    def __call__(self, bucket: Bucket, limits: BatchConfig) -> int:
+        tokens = limits.text_tokens + self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
+        most = min(int(limits.memory_tokens // tokens), limits.max_batch or _MOST)
+        low, high = 1, max(1, most)
+        while low < high:  # seconds grow with the batch
+            middle = (low + high + 1) // 2
+            if self._seconds(middle, bucket, limits.text_tokens) <= limits.target_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _seconds(self, batch: int, bucket: Bucket, text_tokens: int) -> float:
+        """On the fewest workers that hold it; infinite where the profile knows no legal degree."""
+        modes = self.profile.modes("dit", batch, bucket.frames, bucket.height, bucket.width, text_tokens)
+        return modes[0][1] if modes else float("inf")
+
+
+def fitted_limits(
+    profile: Profile, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float = inf
+) -> tuple[BatchConfig, Fit]:
+    """(the limits with M_mem, M_comp, p and `target_s` filled in; the fit behind them), AdaptiveLoad sec. 3.2.
+
+    seconds = a + b B S^p is fitted to the DiT's prices of these buckets, p on [1.6, 2.4] for the best R^2, and
+    M_comp = (target_s - a) / b. Without a target it is what one clip of the longest bucket takes. M_mem are the rows
+    that fit `room_gib` of a worker; where no limit of memory is known, `memory_tokens` stays. Raises ValueError where
+    the profile prices nothing, and for a target that no batch can meet.
+    """
+    loads, seconds = [], []
+    for bucket in buckets:
+        shape = (bucket.frames, bucket.height, bucket.width)
+        for batch in _TRIED:
+            modes = profile.modes("dit", batch, *shape, limits.text_tokens)
+            if modes:
+                loads.append(profile.load_of("dit", batch, *shape, modes[0][0], limits.text_tokens))
+                seconds.append(modes[0][1])
+    if len(loads) < 3:
+        raise ValueError(
+            f"the profile prices {len(loads)} of the buckets' batches, too few to fit data.batch.auto. Measure them "
+            f"with heddle profile, or set data.batch.compute and auto: false."
+        )
+    fit = fit_form("adaptiveload", loads, seconds, f"fitted to {len(loads)} prices of {profile.device}")
+    fixed, slope = fit.coefficients
+    longest = max(profile.tokens(b.frames, b.height, b.width) for b in buckets) + limits.text_tokens
+    target = limits.target_s or fixed + slope * float(longest) ** fit.exponent
+    if slope <= 0 or target <= fixed:
+        raise ValueError(
+            f"data.batch.target_s is {target:g} s, and any cascade takes {fixed:g} s (the constant of the fit). "
+            f"Set it to more, or to 0 for what one clip of the longest bucket takes."
+        )
+    rows = profile.needs.most_rows(room_gib) if isfinite(room_gib) else inf
+    found = replace(
+        limits,
+        target_s=float(f"{target:.6g}"),
+        compute=float(f"{(target - fixed) / slope:.6g}"),
+        exponent=fit.exponent,
+        memory_tokens=float(int(rows)) if isfinite(rows) and rows >= 1 else limits.memory_tokens,
+    )
+    return found, fit
+
+
+def best_sizes(
+    profile: Profile, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float = inf
+) -> dict[Bucket, int]:
+    """Clips per batch of every bucket as this profile has it now."""
+    if not limits.auto:
+        timed = TargetBatch(profile=profile, geometry=profile.geometry)
+        return {bucket: timed(bucket, limits) for bucket in buckets}
+    found, _ = fitted_limits(profile, buckets, limits, room_gib)
+    return {bucket: batch_size(bucket, found, profile.geometry) for bucket in buckets}
+
+
+def moved(now: Mapping[Bucket, int], best: Mapping[Bucket, int], change: float) -> dict[Bucket, tuple[int, int]]:
+    """(size now, best size) of the buckets whose best size is off by more than this share of the size now."""
+    return {
+        bucket: (size, best[bucket])
+        for bucket, size in sorted(now.items())
+        if bucket in best and abs(best[bucket] / size - 1.0) > change
+    }

@@ -1,0 +1,145 @@
+"""The modules of a config on one device, or as a member of a bag, and a timer around one cascade of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from actors.plan.types import Module
+from app.device.points import PointTimes, ProfiledShape, timed
+from app.settings.config import RunConfig
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from ops.comm import Group
+    from ops.models.image import ImageEncoder
+    from ops.models.text import TextEncoder
+    from ops.models.vae import VAE
+
+WARM_UP = 1  # untimed runs: the first call of a shape pays for allocations and kernel choices
+
+
+class Bench:
+    """The modules of a config on one device, and a timer around one cascade of each."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelConfig,
+        geometry: Geometry,
+        device: torch.device,
+        group: Group | None = None,
+    ) -> None:
+        """`group`: the bag of which this process is a member; only DiT cascades run in one."""
+        import torch
+
+        from ops.attention.varlen import check_backend
+        from ops.comm import Group
+        from ops.models.first_frame import FirstFrame
+        from ops.models.load import build_dit
+
+        self.config, self.model, self.geometry, self.device = config, model, geometry, device
+        self.group = group or Group.solo()
+        dtype = getattr(torch, config.train.parameter_dtype)
+        queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
+        check_backend(model.dit.attention, device, queries, model.dit.head_dim)
+        self.dit = build_dit(model.dit, config.train.seed).to(device=device, dtype=dtype)
+        self.frame = FirstFrame.of(model)
+
+    @cached_property
+    def vae(self) -> VAE:
+        from ops.models.load import build_vae
+
+        return build_vae(self.model.vae, self.device)
+
+    @cached_property
+    def text(self) -> TextEncoder:
+        from ops.models.load import build_text
+
+        return build_text(self.model.text, self.device)
+
+    @cached_property
+    def image(self) -> ImageEncoder | None:
+        from ops.models.load import build_image
+
+        return build_image(self.model.image, self.device)
+
+    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
+        """Seconds of a cascade, several times after a warm-up, and the peak GiB it needed where the device counts."""
+        import torch
+
+        work = getattr(self, f"_{module}")(shape)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = tuple(timed(work, self.device, self.group) for _ in range(WARM_UP + repeats))[WARM_UP:]
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+        return PointTimes(seconds=seconds, peak_gib=peak)
+
+    def _text(self, shape: ProfiledShape) -> Callable[[], object]:
+        captions = [self._caption(shape.text_tokens)] * shape.batch
+        return lambda: self.text.encode(captions)
+
+    def _caption(self, tokens: int) -> str:
+        """A caption of about this many tokens."""
+        words = ["moving"]
+        while self.text.count(" ".join(words)) < min(tokens, self.model.text.max_length) and len(words) < 4096:
+            words.append("shape")
+        return " ".join(words)
+
+    def _vae(self, shape: ProfiledShape) -> Callable[[], object]:
+        import torch
+
+        bucket = shape.bucket
+        size = (shape.batch, bucket.frames, bucket.height, bucket.width, 3)
+        video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+        def work() -> None:
+            self.vae.encode(video.to(self.device))
+            if self.frame.channels:
+                self.vae.encode(self.frame.still(video).to(self.device))
+            if self.image is not None:
+                self.image.encode(video[:, 0])
+
+        return work
+
+    def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
+        """Forward and backward of one packed batch, gradients accumulated as in training."""
+        import torch
+
+        from ops.conditions import Conditions
+        from ops.flow import flow_loss
+        from ops.packing import Layout, Sequence
+
+        bucket, patch, group = shape.bucket, self.geometry.patch, self.group
+        grid = self.geometry.token_grid(bucket.frames, bucket.height, bucket.width)
+        generator = torch.Generator().manual_seed(0)
+        sequences = [Sequence(grid, shape.text_tokens, self.frame.image_tokens)] * shape.batch
+        layout = Layout(sequences, group.size, group.rank, self.device)
+        width = self.model.dit.out_channels * patch[0] * patch[1] * patch[2]
+        target = torch.randn(layout.local_tokens, width, generator=generator).to(self.device)
+        tokens = torch.randn(layout.local_tokens, self.frame.width, generator=generator).to(self.device)
+        text = torch.randn(shape.batch * shape.text_tokens, self.model.dit.text_dim, generator=generator).to(
+            self.device
+        )
+        times = torch.full((shape.batch,), 500.0, device=self.device)
+        weights = torch.full((shape.batch,), 1.0 / shape.batch, device=self.device)
+        dtype = next(self.dit.parameters()).dtype
+        image = pooled = None
+        if self.image is not None:
+            image = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
+            image = image.to(self.device, dtype)
+        if self.model.text.pooled:
+            pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)
+        told = Conditions(image=image, pooled=pooled)
+        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
+
+        def work() -> None:
+            with cast:
+                predicted = self.dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
+            flow_loss(predicted.float(), target, layout, weights).backward()
+
+        return work

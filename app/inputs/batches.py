@@ -1,0 +1,116 @@
+"""`data.batch: auto`: the limits of batches from a profile and the memory of a worker, found once for a run.
+
+A new run finds them and keeps them as numbers in its config.yaml; a resume takes those, whatever machine it is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+from actors.plan.costs.fit import Fit
+from actors.plan.costs.profile import Profile
+from actors.plan.places import state_place
+from actors.planning.batching import fitted_limits
+from actors.planning.memory import Shape, communicators_gib, forecast
+from app.settings.config import RunConfig
+from data.buckets import BucketTable
+from data.config import BatchConfig, BucketsConfig
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.typed import ConfigError
+
+
+def clips_of(config: RunConfig, geometry: Geometry) -> list[Shape]:
+    """The shapes of all buckets, of every segment of the run."""
+    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
+    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
+    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
+
+
+def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None, bool]:
+    """(GiB of a worker's device, None if unknown; whether it is a GPU). `known_gib`: what a cluster file says of it."""
+    import torch
+
+    here = config.workers.device != "cpu" and torch.cuda.is_available()
+    cuda = config.workers.device == "cuda" or here or known_gib > 0
+    found = known_gib or (torch.cuda.get_device_properties(0).total_memory / 2**30 if here else 0.0)
+    limits = [gib for gib in (found, config.workers.memory_gib) if gib]
+    return min(limits, default=None), cuda
+
+
+def batch_room_gib(config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile) -> float:
+    """GiB that a batch may take on one of `workers.min` workers, by the prediction of the model's memory, which the
+    profile is told; infinite where the size of a device is unknown."""
+    memory, cuda = device_gib(config)
+    if memory is None:
+        return inf
+    clips, workers, peers = clips_of(config, geometry), config.workers.min, config.planner.bag_peers
+    degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
+    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    profile.needs = found.needs
+    if cuda:
+        tokens = min(config.data.batch.text_tokens, model.text.max_length)
+        least = found.least_gib(geometry, clips, tokens, degrees, workers, peers)
+        found = replace(found, state=state_place(config.train.memory.state, memory, least))
+    return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers) if cuda else 0.0, cuda)
+
+
+def with_limits(
+    config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile
+) -> tuple[RunConfig, Fit | None]:
+    """The config with numbers in place of every `auto` that has none yet, and the fit behind those of the run itself.
+    Raises ConfigError where the profile or the target allow none."""
+    data = config.data
+    wanted = [data.batch, *(s.batch for s in data.segments if s.batch is not None)]
+    if not any(is_open(limits) for limits in wanted):
+        return config, None
+    room = batch_room_gib(config, model, geometry, profile)
+
+    def found(buckets: BucketsConfig, limits: BatchConfig) -> tuple[BatchConfig, Fit | None]:
+        if not is_open(limits):
+            return limits, None
+        try:
+            return fitted_limits(profile, BucketTable.build(buckets, geometry).buckets, limits, room)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    batch, fit = found(data.buckets, data.batch)
+    segments = tuple(
+        s if s.batch is None else replace(s, batch=found(s.buckets or data.buckets, s.batch)[0]) for s in data.segments
+    )
+    return replace(config, data=replace(data, batch=batch, segments=segments)), fit
+
+
+def is_open(limits: BatchConfig) -> bool:
+    """Whether `auto` has not been given numbers."""
+    return limits.auto and not limits.compute
+
+
+def with_limits_of(config: RunConfig, folder: Path) -> RunConfig:
+    """A resumed run's config: where it says `auto`, the numbers that the run has found."""
+    kept = folder / "config.yaml"
+    if not kept.is_file() or not config.data.batch.auto:
+        return config
+    before = RunConfig.load(kept).data
+    batch = _taken_up(config.data.batch, before.batch)
+    old: Sequence[BatchConfig | None] = [segment.batch for segment in before.segments]
+    segments = tuple(
+        replace(s, batch=_taken_up(s.batch, old[number])) if s.batch is not None and number < len(old) else s
+        for number, s in enumerate(config.data.segments)
+    )
+    return replace(config, data=replace(config.data, batch=batch, segments=segments))
+
+
+def _taken_up(limits: BatchConfig, before: BatchConfig | None) -> BatchConfig:
+    if before is None or not (is_open(limits) and before.auto):
+        return limits
+    return replace(
+        limits,
+        memory_tokens=before.memory_tokens,
+        compute=before.compute,
+        exponent=before.exponent,
+        target_s=limits.target_s or before.target_s,
+    )

@@ -1,0 +1,127 @@
+"""Batch sizes follow what a run measures, and what was decided is never decided again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.outcome import Events
+from actors.records.events import BatchesResized
+from actors.run.recalibrate import Recalibration, StageSizes, stages_of
+from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig
+from data.errors import DataError
+from data.types import Bucket
+from ops.geometry import Geometry
+
+IMAGE, CLIP = Bucket(1, 64, 96), Bucket(17, 64, 96)
+
+
+class Answer:
+    """Of a planner that takes its time."""
+
+    def __init__(self, best: dict[Bucket, int] | None, late: int) -> None:
+        self._best, self._late = best, late
+
+    @property
+    def there(self) -> bool:
+        self._late -= 1
+        return self._late < 0
+
+    def sizes(self) -> dict[Bucket, int] | None:
+        return self._best
+
+
+class Asked:
+    """A planner and a source: what they are asked and told."""
+
+    def __init__(self, best: dict[Bucket, int] | None, late: int = 0) -> None:
+        self.best, self.late, self.questions = best, late, 0
+        self.resized: list[Any] = []
+        self.next_unasked = 0
+        self.events: list[BatchesResized] = []
+
+    def ask_sizes(self, buckets: Any, limits: Any, room_gib: float) -> Any:
+        self.questions += 1
+        return Answer(self.best, self.late)
+
+    def resize(self, record: Any) -> None:
+        self.resized.append(record)
+
+    def on_event(self, event: Any) -> None:
+        self.events.append(event)
+
+
+def loop(asked: Any, folder: Path, mode: str = "on", until_step: int = 0) -> Recalibration:
+    limits = BatchConfig(target_s=1.0, recalibrate=mode, recalibrate_steps=10)  # type: ignore[arg-type]
+    stages = [StageSizes(until_step, limits, {IMAGE: 20, CLIP: 4})]
+    if until_step:
+        stages.append(StageSizes(0, BatchConfig(), {IMAGE: 8}))
+    return Recalibration.of(folder, stages, asked, asked, Events(asked))
+
+
+def steps(found: Recalibration, asked: Any, last: int) -> None:
+    for step in range(last):
+        asked.next_unasked = step + 3  # the feeder is asked ahead
+        found.collected(step)
+
+
+def test_sizes_change_once_at_a_boundary_when_measured_costs_have_moved_them(tmp_path: Path) -> None:
+    asked = Asked({IMAGE: 22, CLIP: 6}, late=2)
+    steps(loop(asked, tmp_path), asked, 40)
+    (decision,) = asked.resized
+    assert decision == {"from": 15, "sizes": {"1x64x96": 22, "17x64x96": 6}}  # asked at 9, answered at 12
+    (event,) = asked.events
+    assert event.applied and event.sizes == {"17x64x96": (4, 6)}, "10 % more images are no reason"
+    assert "from step 15 on: 17x64x96 4 -> 6" in event.describe()
+    assert json.loads((tmp_path / "batches.json").read_text()) == [decision]
+    assert asked.questions == 4  # at 9, 19, 29, 39
+
+
+def test_a_resume_follows_what_was_decided_and_asks_again_only_for_later_steps(tmp_path: Path) -> None:
+    first = Asked({IMAGE: 20, CLIP: 6})
+    steps(loop(first, tmp_path), first, 20)
+    second = Asked({IMAGE: 20, CLIP: 6})
+    resumed = loop(second, tmp_path)
+    assert second.resized == first.resized, "the feeder is told before it is opened"
+    steps(resumed, second, 20)
+    assert second.events == [], "nothing has moved since"
+
+
+@pytest.mark.parametrize(("mode", "applied"), [("suggest", 0), ("off", 0)])
+def test_only_on_changes_anything(mode: str, applied: int, tmp_path: Path) -> None:
+    asked = Asked({IMAGE: 40, CLIP: 8})
+    steps(loop(asked, tmp_path, mode), asked, 40)
+    assert len(asked.resized) == applied and not (tmp_path / "batches.json").exists()
+    assert [event.applied for event in asked.events] == ([False] if mode == "suggest" else [])
+
+
+def test_an_answer_that_never_comes_or_says_nothing_changes_nothing(tmp_path: Path) -> None:
+    for asked in (Asked({IMAGE: 40, CLIP: 8}, late=10**9), Asked(None)):
+        steps(loop(asked, tmp_path), asked, 40)
+        assert asked.resized == []
+
+
+def test_a_decision_does_not_reach_into_the_next_segment(tmp_path: Path) -> None:
+    asked = Asked({IMAGE: 40, CLIP: 8})
+    steps(loop(asked, tmp_path, until_step=12), asked, 40)
+    assert asked.resized == [], "step 13 would be the first of its sizes, in a segment with sizes of its own"
+
+
+def test_decisions_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
+    (tmp_path / "batches.json").write_text('[{"from": 3')
+    with pytest.raises(DataError, match="which batches this run forms"):
+        loop(Asked(None), tmp_path)
+
+
+def test_the_stages_are_sized_as_the_data_set_sizes_them() -> None:
+    config = DataConfig(
+        buckets=BucketsConfig(table=("1x64x96", "17x64x96")),
+        batch=BatchConfig(memory_tokens=400, text_tokens=26),
+        segments=(SegmentConfig(until_step=5), SegmentConfig(until_step=0, batch=BatchConfig(max_batch=2))),
+    )
+    first, second = stages_of(config, Geometry(), lambda bucket, limits: 1)
+    assert first.sizes == {IMAGE: 8, CLIP: 2} and second.sizes == {IMAGE: 2, CLIP: 2}
+    assert (first.until_step, second.until_step) == (5, 0)
