@@ -58,6 +58,7 @@ WORDS = {  # a value for every field that an event has
     "keeper": "run/keeper/a",
     "silent": ("run/keeper/a",),
     "repairs": 3,
+    "every": 20,
     "mib_needed": 9,
     "mib_room": 1,
     "cascade": "dit 17f 64x96 b2 sp1 s4",
