@@ -85,7 +85,8 @@ class DiffusersVAE:
                 f"{len(std)} latents_std values in its config.json. Give one of each per channel."
             )
         view = (1, self.channels, 1, 1, 1)
-        return torch.tensor(mean, device=self.device).view(view), torch.tensor(std, device=self.device).view(view)
+        tensors = [torch.as_tensor(part, device=self.device, dtype=torch.float32).view(view) for part in (mean, std)]
+        return tensors[0], tensors[1]
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whole runs of families whose text is more than rows of a T5: through Ray, through the cache, on other workers."""
+"""Whole runs of families whose text is more than rows of a T5: through Ray and through the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data.tools.synthetic import SynthConfig, synthesize
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
-SAME = 1e-5  # other workers, other order of sums
+SAME = 1e-5  # another plan, another order of sums
 MODELS = {
     # 20 numbers of CLIP in two rows of 16 behind those of the caption
     "hunyuan": """
@@ -38,7 +38,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def losses(folder: Path, family: str, name: str, *more: str) -> list[float]:
+def losses(folder: Path, family: str, name: str) -> list[float]:
     """Of the steps of a run on a Ray of its own."""
     file = folder / f"{family}.yaml"
     table = "[1x64x96, 1x32x48]" if family == "flux" else "[1x64x96, 9x64x96]"
@@ -55,7 +55,7 @@ data:
 train: {{steps: 4, optimizer: {{learning_rate: 1.0e-3}}}}
 workers: {{min: 2, max: 2, cpus_per_worker: 0.5, device: cpu}}
 """)
-    command = [sys.executable, "-m", "app.train", "--config", str(file), *more]
+    command = [sys.executable, "-m", "app.train", "--config", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / f"runs-{family}" / name / "metrics.jsonl").read_text().splitlines()
@@ -63,9 +63,7 @@ workers: {{min: 2, max: 2, cpus_per_worker: 0.5, device: cpu}}
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_run_is_the_same_from_the_cache_and_on_one_worker(family: str, clips: Path) -> None:
+def test_a_run_from_the_cache_is_the_same(family: str, clips: Path) -> None:
     first = losses(clips, family, "first")
     assert len(first) == 4 and len(set(first)) == 4
     assert losses(clips, family, "cached") == pytest.approx(first, rel=SAME)
-    alone = ["--set", "workers.min=1", "--set", "workers.max=1", "--set", "data.cache.path=''"]
-    assert losses(clips, family, "alone", *alone) == pytest.approx(first, rel=SAME)

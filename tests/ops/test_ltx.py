@@ -15,6 +15,7 @@ from ops.config import FlowConfig, TokenShift
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve, vae_numbers
+from ops.models.forecast import vae_need
 from ops.models.load import build_dit
 from ops.models.ltx.config import LTXConfig
 from ops.models.ltx.family import FAMILY
@@ -76,6 +77,12 @@ def test_latents_are_normalised_by_the_buffers_of_the_vae() -> None:
         decoded = model.decode(plain).sample.movedim(1, -1)
     again = (decoded + 1).mul(127.5).round().clamp(0, 255)
     assert (vae.decode(latents).float() - again).abs().max() <= 1  # rounding to 8 bits
+
+
+def test_what_the_vae_needs_is_predicted_without_weights(tmp_path: Path) -> None:
+    make_vae().model.save_pretrained(tmp_path / "vae")
+    need = vae_need(VAEConfig(kind="diffusers", path=str(tmp_path)), 1, 9, 32, 48)
+    assert need.peak_gib > 0 and need.weights_gib * 2**30 == 4 * sum(p.numel() for p in make_vae().model.parameters())
 
 
 def test_what_the_vae_cannot_do_is_refused() -> None:

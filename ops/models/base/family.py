@@ -44,7 +44,7 @@ class VAEClass:
 
     name: str
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
-    normalisation: Callable[[Json, int, Any], tuple[list[float], list[float]]] = config_normalisation
+    normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
 

@@ -28,11 +28,11 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("latent_channels", 128), (stride_t, stride_s, stride_s)
 
 
-def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[list[float], list[float]]:
-    """From the buffers of the loaded module; its config.json has the scale only."""
+def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[Tensor, Tensor]:
+    """From the buffers of the loaded module; its config.json has the scale only. Predictions have no values."""
     del channels
     scale = float(fields.get("scaling_factor", 1.0))
-    return module.latents_mean.tolist(), (module.latents_std / scale).tolist()
+    return module.latents_mean, module.latents_std / scale
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
