@@ -19,7 +19,7 @@ from ops.models.base.family import TextRecipe
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import check_safetensors, read_json, second_text_folder, text_folder, tokenizer_of
-from ops.models.place import on_device
+from ops.models.place import home_of, on_device, visiting
 from ops.models.text import Tokenizer, length_groups, text_dtype
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ class LlamaClipText:
     ) -> None:
         """`encoder` is without its last layers and its final norm; `config` is resolved."""
         self.device = torch.device(device)
-        self.encoder = on_device(encoder, self.device).eval().requires_grad_(False)
-        self.second = on_device(second, self.device).eval().requires_grad_(False)
+        self.place = config.place
+        home = home_of(self.place, self.device)
+        self.encoder = on_device(encoder, home).eval().requires_grad_(False)
+        self.second = on_device(second, home).eval().requires_grad_(False)
         self.tokenizer, self.second_tokenizer, self.recipe = tokenizer, second_tokenizer, recipe
         self.dim, self.pooled, self.tail = config.d_model, config.pooled, config.tail
         self.max_length = config.max_length
@@ -77,6 +79,10 @@ class LlamaClipText:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> list[Tensor]:
+        with visiting([self.encoder, self.second], self.place, self.device):
+            return self._encode(captions)
+
+    def _encode(self, captions: list[str]) -> list[Tensor]:
         tokens, vectors = [self._tokens(caption) for caption in captions], self._vectors(captions)
         result: list[Tensor | None] = [None] * len(captions)
         for group in length_groups([len(ids) for ids in tokens]):
