@@ -33,7 +33,7 @@ from torch import Tensor
 
 from app.bench.optimizer import FULL, Weights
 from ops.comm import CancelToken, Group, Groups
-from ops.gradients import GradientMemory
+from ops.gradient_places import GradientMemory
 from ops.sync import FlatSync
 
 WAYS: tuple[GradientMemory, ...] = ("own", "node")

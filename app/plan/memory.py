@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from actors.config import TrainConfig
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
-from actors.plan.places import state_place
+from actors.plan.places import chosen
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan, PlanError
 from actors.planning.memory import (
     CONTEXT_GIB,
@@ -73,8 +73,11 @@ def view_memory(
     profile.needs = found.needs
     if cuda and memory is not None:
         tokens = min(config.data.batch.text_tokens, model.text.max_length)
-        least = found.least_gib(geometry, clips, tokens, degrees, config.workers.min, config.planner.bag_peers)
-        found = replace(found, state=state_place(config.train.memory.state, memory, least))
+        possible = found.possible(config.train, max(cluster.nodes))
+        fewest, peers = config.workers.min, config.planner.bag_peers
+        least = [one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in possible]
+        places = chosen([one.places for one in possible], least, memory)
+        found = replace(found, places=places, per_node=max(cluster.nodes))
     view = MemoryView(
         found=found,
         memory_gib=memory,
@@ -122,6 +125,7 @@ def _check_workers(
         return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))
+    per_node = view.found.per_node
     if fewest is not None and fewest <= view.workers:
         if fewest > config.workers.min:
             raise PlanError(
@@ -132,7 +136,7 @@ def _check_workers(
     remedies = [f"{fewest} workers"] if fewest is not None else []
     for name, other_model, train in _alternatives(config, model):
         changed = forecast(other_model, geometry, train, clips, degrees, view.cuda)
-        if least(changed, view.workers) is not None:
+        if any(least(one, view.workers) is not None for one in changed.possible(train, per_node)):
             remedies.append(name)
     raise too_little(view.found, memory, view.workers, room, remedies)
 
@@ -153,6 +157,10 @@ def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, Mode
         found.append(("model.vae.tiling: true", replace(model, vae=replace(model.vae, tiling=True)), train))
     if train.memory.state != "host" and train.sync == "flat":
         found.append(("train.memory.state: host", model, replace(train, memory=replace(train.memory, state="host"))))
+    if train.memory.gradients == "own" and train.sync == "flat":
+        found.append(
+            ("train.memory.gradients: auto", model, replace(train, memory=replace(train.memory, gradients="auto")))
+        )
     if not model.dit.lora_rank:
         found.append(("model.dit.lora_rank: 16", replace(model, dit=replace(model.dit, lora_rank=16)), train))
     return found
@@ -162,8 +170,9 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     """The table of one GPU: states, the worst planned cascade of each module, communicators, what stays free."""
     states = view.found.states(view.workers)
     size = f" of {view.memory_gib:g}" if view.memory_gib is not None else ""
+    places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
     lines = [
-        f"memory    GiB of a GPU{size} on {view.workers} workers, predicted",
+        f"memory    GiB of a GPU{size} on {view.workers} workers{places}, predicted",
         f"          states {states.total:.2f} ({states.describe()})",
     ]
     worst = 0.0
@@ -183,8 +192,8 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     host = view.found.host_gib(view.workers, view.nodes)
     if host:
         parts = [
-            *(["optimizer state"] if view.found.state == "host" else []),
-            *(["gradients"] if view.found.node_gradient else []),
+            *(["optimizer state"] if view.found.places.state == "host" else []),
+            *(["gradients"] if view.found.places.gradients != "own" else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.cuda:

@@ -14,7 +14,7 @@ import torch
 
 from actors.config import TrainConfig
 from actors.messages import SumStart
-from actors.plan.places import state_place
+from actors.plan.places import StatePlace
 from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
@@ -22,6 +22,7 @@ from actors.step import StepSamples
 from actors.worker.executor import Executor, FinishedStep, Modules
 from ops.comm import CancelToken, Groups
 from ops.config import FlowConfig, OptimizerConfig
+from ops.gradient_places import GradientMemory, GradientsOf
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
@@ -85,16 +86,17 @@ def make_hosts(
     generation: int = 1,
     config: ModelConfig = MODEL,
     nodes: Sequence[int] | None = None,
+    gradients: GradientMemory | GradientsOf = "own",
     **hooks: Any,
 ) -> list[Host]:
-    """Executors that have formed one generation; `hooks` go to each of them. With `nodes`, the node of each of them,
-    they add their gradients in memory of the node. Optimizer state lies where the settings say."""
+    """Executors that have formed one generation; `hooks` go to each of them. `nodes` are the nodes of each of them,
+    in whose memory they may add their `gradients`. Optimizer state lies where the settings say."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
     model, geometry = resolve(config)
     hosts = []
-    state = state_place(train.memory.state, 0.0, 0.0)
+    state: StatePlace = "host" if train.memory.state == "host" else "device"
     for _ in range(world):
         dit = build_dit(model.dit, train.seed).to(dtype)
         # A DiT starts with zero gates; random ones let every parameter receive a gradient.
@@ -109,7 +111,7 @@ def make_hosts(
             text=build_text(model.text, "cpu"),
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, "own" if nodes is None else "node", state)
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state)
         hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 

@@ -15,6 +15,7 @@ from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
+from ops.peer_sum import PeerSum
 from tests.actors.exactness import (
     MODELS,
     Host,
@@ -25,17 +26,22 @@ from tests.actors.exactness import (
     run_step,
     train_config,
 )
+from tests.ops.peers import in_host, in_peers
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
 Nodes = tuple[int, ...] | None  # the node of each worker, in whose memory gradients are added; None: each has its own
-_CACHE: dict[tuple[int, torch.dtype, str, Nodes], list[Host]] = {}
+SHARED = {"shared": "node", "in GPUs": in_peers, "beside GPUs": in_host}
+_CACHE: dict[tuple[int, torch.dtype, str, Nodes, str], list[Host]] = {}
 
 
-def hosts_of(world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes = None) -> list[Host]:
+def hosts_of(
+    world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes = None, memory: str = "shared"
+) -> list[Host]:
     """Workers are kept between examples; each example ends with a clean gradient."""
-    key = (world, dtype, family, nodes)
+    key = (world, dtype, family, nodes, memory)
     if key not in _CACHE:
-        _CACHE[key] = make_hosts(world, dtype, train_config(), config=MODELS[family], nodes=nodes)
+        gradients = "own" if nodes is None else SHARED[memory]
+        _CACHE[key] = make_hosts(world, dtype, train_config(), config=MODELS[family], nodes=nodes, gradients=gradients)
     for host in _CACHE[key]:
         host.executor.sync.gradient().zero_()
         host.executor.sync.begin_step()
@@ -47,23 +53,43 @@ def hosts_of(world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes =
 def gradient(hosts: list[Host], nodes: Nodes = None) -> torch.Tensor:
     """The sum over workers, or over one worker of each node."""
     holders = hosts if nodes is None else [hosts[nodes.index(node)] for node in dict.fromkeys(nodes)]
+    if nodes is not None and isinstance(hosts[0].executor.sync.gradients.sum, PeerSum):
+        return parts(hosts)
     return torch.stack([host.executor.sync.gradient() for host in holders]).sum(0)
+
+
+def parts(hosts: list[Host]) -> torch.Tensor:
+    """The sum over nodes of what their workers hold."""
+    found = torch.zeros(hosts[0].executor.sync.total, dtype=torch.float64)
+    for host in hosts:
+        held = host.executor.sync.gradients.sum
+        for lo, hi in held._held:
+            found[lo:hi] += held.part(lo, hi)
+    return found
 
 
 def loss(hosts: list[Host]) -> float:
     return sum(float(value) for host in hosts for value in host.executor._losses.values())
 
 
-def compare(seed: int, world: int, dtype: torch.dtype, limit: float, family: str = "wan", nodes: Nodes = None) -> None:
+def compare(
+    seed: int,
+    world: int,
+    dtype: torch.dtype,
+    limit: float,
+    family: str = "wan",
+    nodes: Nodes = None,
+    memory: str = "shared",
+) -> None:
     rng = np.random.default_rng(seed)
     items = items_of(rng, int(rng.integers(1, 4)))
     reference = hosts_of(1, dtype, family)
     run_step(reference, items, one_worker(items), finish=False)
     expected, expected_loss = gradient(reference).clone(), loss(reference)
-    hosts = hosts_of(world, dtype, family, nodes)
+    hosts = hosts_of(world, dtype, family, nodes, memory)
     run_step(hosts, items, random_cascades(rng, items, world), finish=False)
     for host in hosts if nodes is not None else []:
-        host.executor.sync.gradients.add_waiting()
+        host.executor.sync.gradients.sum.flush()
     assert loss(hosts) == pytest.approx(expected_loss, rel=limit)
     found = gradient(hosts, nodes)
     difference = (found - expected).norm() / expected.norm()
@@ -143,6 +169,15 @@ def test_gradients_that_nodes_add_are_that_of_one_worker_in_fp64(seed: int, node
     compare(seed, len(nodes), torch.float64, FP64, nodes=nodes)
 
 
+@pytest.mark.parametrize("memory", ["in GPUs", "beside GPUs"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([(0, 0, 0, 1), (0, 1, 0, 2), (0,) * 4]))
+def test_gradients_that_gpus_of_nodes_add_are_that_of_one_worker_in_fp64(
+    memory: str, seed: int, nodes: tuple[int, ...]
+) -> None:
+    compare(seed, len(nodes), torch.float64, FP64, nodes=nodes, memory=memory)
+
+
 def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
     """The comparison above can fail: leaving out one cascade changes the gradient by far more than its limit."""
     rng = np.random.default_rng(1)
@@ -161,7 +196,13 @@ def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
 def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(
     world: int, nodes: Nodes, state: StatePlace
 ) -> None:
-    hosts = make_hosts(world, torch.float32, train_config(memory=TrainMemoryConfig(state=state)), nodes=nodes)
+    hosts = make_hosts(
+        world,
+        torch.float32,
+        train_config(memory=TrainMemoryConfig(state=state)),
+        nodes=nodes,
+        gradients="own" if nodes is None else "node",
+    )
     reference = make_hosts(1, torch.float32, train_config())
     rng = np.random.default_rng(0)
     for step in range(20):
