@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from actors.config import TrainMemoryConfig
 from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
+from actors.run.communicators import Communicators
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from ops.peer_sum import PeerSum
@@ -26,6 +27,7 @@ from tests.actors.exactness import (
     run_step,
     train_config,
 )
+from tests.nccl_rules import nccl_rules
 from tests.ops.peers import in_host, in_peers
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
@@ -269,3 +271,26 @@ def test_a_failed_cascade_refuses_the_rest_of_its_generation(
     executor.modules.vae, hosts[0].error = working, None
     with pytest.raises(later, match="an earlier task of generation 1 failed here" if later is not first else words):
         run_step(hosts, items, one_worker(items))
+
+
+@pytest.mark.parametrize(
+    ("memory", "nodes"),
+    [
+        ("shared", None),
+        ("in GPUs", (0, 0, 0, 1)),
+        pytest.param("beside GPUs", (0,) * 4, marks=pytest.mark.long),
+    ],
+)
+def test_plans_keep_the_rules_of_nccl(memory: str, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bags that are left and made anew, early sums, one-sided gradients: one order of launches, and equal sizes."""
+    peers, rng = 5, np.random.default_rng(4)
+    with nccl_rules(monkeypatch) as rules:
+        gradients = "own" if nodes is None else SHARED[memory]
+        hosts = make_hosts(4, torch.float32, train_config(), nodes=nodes, gradients=gradients)
+        account = Communicators(peers)
+        for step in range(3):
+            items = items_of(rng, 2, step)
+            run_step(hosts, items, random_cascades(rng, items, 4, step), step, account=account)
+        assert rules.collectives > 150
+        for rank in range(4):
+            assert 3 < rules.most_peers(rank) <= 3 + peers, "the world's, and bags within the limit"
