@@ -65,8 +65,9 @@ class CudaPeers:
         torch.cuda.empty_cache()  # what the allocator keeps for later is no room for the driver
         address, num_bytes = ctypes.c_uint64(), elements * dtype.itemsize
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        memory = torch.as_tensor(_Raw(address.value, num_bytes), device=self.device).view(dtype)
-        return memory.zero_()
+        memory = torch.as_tensor(_Raw(address.value, num_bytes), device=self.device).view(dtype).zero_()
+        self.wait()  # before another process is told of it
+        return memory
 
     def free(self, memory: Tensor) -> None:
         """Nobody uses it, here or elsewhere."""

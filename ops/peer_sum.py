@@ -209,6 +209,7 @@ class PeerSum:
         if (came := float(behind[0])) != len(ends):
             failure = f"of {len(ends)} workers of a node {came:g} could write into memory of one"
         behind.zero_()
+        self._peers.wait()
         _agree(failure, min(exchange(group, int(not failure), self._peers.device)) > 0)
 
     # -- additions -----------------------------------------------------------------------------------------------------
