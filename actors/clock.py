@@ -1,4 +1,4 @@
-"""The seconds by which others are judged."""
+"""The clock by which silent workers are judged: it stands still while the controller itself is blocked."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from ops.models.config import ModelConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
 _LEAST_START_S = 600.0  # for a device or file system that is slow to answer
+_OWN_BYTES_PER_S = 2.5e7  # that a worker gets of a slow storage
 _SHARED_BYTES_PER_S = 1e9  # of a storage that all workers read at the same time
 _GRADIENT_BYTES = 4  # per trained weight, whatever the parameters are
 _SHARED_GRADIENT_BYTES = 64 << 20  # below it is a trifle, and a sum in a fixed order is worth more
@@ -33,13 +34,20 @@ class WorkersConfig:
     # GiB of each worker's device that the run may use. 0: all of a GPU, and no limit on the CPU, where a number has the
     # tensors of every worker counted.
     memory_gib: float = 0.0
-    wait_s: float = 300.0  # below `min` for longer than this: checkpoint and stop with exit code 75
+    # Below `min` for longer than this: checkpoint and stop with exit code 75. It does not run while workers load that
+    # would make enough.
+    wait_s: float = 300.0
     heartbeat_s: float = 0.5
-    # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, and the time in which all
-    # workers read the weights from a storage of 1 GB/s together.
+    # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, the time in which it reads the
+    # weights at 25 MB/s, and that in which all workers read them from a storage of 1 GB/s together.
     start_s: float = 0.0
     suspect_s: float = 20.0  # silent for this long: suspected, then replaced
-    collective_timeout_s: float = 120.0  # a worker that waits for another one for longer gives the generation up
+    # A worker that waits for another one for longer gives the generation up, as one of them hangs; a death is noticed
+    # at once. The limit of a step is `patience_factor` times the seconds that its plan and its end should take, but no
+    # less than `collective_timeout_s`, and `first_step_s` more where a worker runs a shape for the first time: it may
+    # compile or tune kernels for minutes.
+    collective_timeout_s: float = 120.0
+    patience_factor: float = 5.0
     state_timeout_s: float = 1800.0  # to fetch a worker's part of the state from keepers that live, before a first step
     # In a generation that has not finished a step, a worker that is still busy when the others gave up is left alone
     # for so long: its first steps may compile or tune kernels for minutes, and a new worker would begin that anew.
@@ -63,12 +71,14 @@ class WorkersConfig:
             first_step_s=above(0, SECONDS),
             state_timeout_s=above(0, SECONDS),
             collective_timeout_s=above(0, SECONDS),
+            patience_factor=between(1, 1e9),
             stall_factor=above(0, 1e9),
         )
 
     def start_patience_s(self, weights_bytes: int) -> float:
         """How long a worker may load that reads so many bytes."""
-        return self.start_s or _LEAST_START_S + self.max * weights_bytes / _SHARED_BYTES_PER_S
+        read_s = weights_bytes / _OWN_BYTES_PER_S + self.max * weights_bytes / _SHARED_BYTES_PER_S
+        return self.start_s or _LEAST_START_S + read_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
 from ops.shards import ShardState
+from ops.waiting import Patience
 
 
 class SumStart(StrEnum):
@@ -43,6 +44,7 @@ class StaleGeneration(RuntimeError):
 STORE = -1  # the object store, where the rank of a producer is asked for
 
 SampleId = tuple[int, str, int]  # step, item, index
+Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +133,13 @@ class CascadeTask:
     keep: tuple[int, ...] = ()
     start_sum: SumStart = SumStart.NEVER
     leave: bool = False  # the bag is closed as the cascade ends, to make room for others
+    patience: Patience | None = None  # with the others of the bag; None: as the generation began
+
+
+def shapes_of(task: CascadeTask) -> set[Shape]:
+    """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
+    of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
+    return {(task.module, p.bucket, p.batch if task.module == "vae" else 0, len(task.bag)) for p in task.pieces}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +163,7 @@ class FinishTask:
     export: bool  # copy this worker's shard of the training state, for keepers and checkpoints
     cascades: tuple[str, ...]  # all that this worker was given since the end of the step before, early encodes included
     weight: float  # of the samples, good or bad, in the step's DiT cascades that this worker leads
+    patience: Patience | None = None  # with all other workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +209,7 @@ class Span:
     bag: tuple[int, ...] = ()  # ranks that ran it together
     work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum
     wait_s: float = 0.0  # for the others of the bag to come
+    exposed_s: float = 0.0  # of its work: nothing was computed because the result of a collective was awaited
     first_here: bool = False  # this process had not run its shape before: compilation and tuning are in it
 
     @property
@@ -232,6 +243,7 @@ class StepReport:
     bad_samples: tuple[str, ...] = ()
     # (item, its share of the loss here, weight of its good samples)
     item_losses: tuple[tuple[str, float, float], ...] = ()
+    peak_tflops: float = 0.0  # of the worker's device in the run's precision; 0: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +260,7 @@ class Progress:
     collectives: int  # collectives finished so far in this generation; the lowest count is the late worker
     waiting_in: str  # name of the collective it waits in, or ""
     leaving: bool = False
+    limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which process a number means: pids are given out again, together with the time of its birth they are not."""
+"""Names a process by its pid and the time of its start, since pids are used again."""
 
 from __future__ import annotations
 

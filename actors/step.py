@@ -9,6 +9,7 @@ from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepRepor
 from actors.plan.types import Cascade, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
+from ops.waiting import Patience
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +165,7 @@ class RunningStep:
     dispatch_s: float
     num_calls: int
     planning_s: float
+    patience: Patience  # of the waits inside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

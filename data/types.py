@@ -1,4 +1,4 @@
-"""Words of the data path: bucket, sample, item, step, batch. Plain data; no torch, no Ray."""
+"""Types of the data path: bucket, sample, item, step, batch. Plain data; no torch, no Ray."""
 
 from __future__ import annotations
 

@@ -1,48 +1,33 @@
-"""Process groups of one generation: cached bags, cancellable collectives, closing that never hangs on a dead peer.
+"""A group of workers that communicate: cancellable collectives, and a close that never hangs on a dead peer.
 
-Nothing here touches torch.distributed's default group. A `Group` wraps a raw ProcessGroup (Gloo on CPU, NCCL on CUDA)
-under a store prefix made of generation and members, so only the members of a bag take part in its creation and a name
-is never used twice (`new_group(use_local_synchronization=True)` counts live groups and hangs for dynamic bags).
+Nothing here touches torch.distributed's default group. A `Group` wraps a raw ProcessGroup, Gloo on CPU and NCCL on
+CUDA. `ops.groups` connects the groups of a generation.
 
 Waiting: Gloo cannot abort a collective from another thread, so every wait is a sequence of short waits that looks at
 the CancelToken and the deadline in between. NCCL waits only order streams; there the token aborts the communicators.
-
-Use, in the same order on all members of a bag:
-
-    groups = Groups(store, rank=2, world=(0, 1, 2, 3), backend="gloo", generation=7, timeout_s=60, cancel=token)
-    groups.prepare([(0, 1), (1, 2, 3)])      # optional: connect all bags of a plan in the background, in any order
-    groups.get((1, 2, 3)).all_reduce(tensor)
-    groups.close()
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.waiting import Cancelled, CancelToken, CollectiveProgress, GroupError, Pending, Work
-
-log = logging.getLogger(__name__)
-
-__all__ = ["CancelToken", "Cancelled", "CollectiveProgress", "Group", "GroupError", "Groups", "Pending"]
+from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
-_GRACE_SECONDS = 5.0  # the backend times out this long after us, so that our error names members and collective
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes
 
@@ -62,19 +47,25 @@ class Group:
         rank: int,
         timeout_s: float,
         cancel: CancelToken | None = None,
+        nodes: tuple[int, ...] = (),
+        store: dist.Store | None = None,
+        clock: WaitClock | None = None,
     ) -> None:
+        """`nodes` of the members: equal numbers share a node's memory; by default all are on one. `store` is that of
+        the members alone, for `install_default`; `clock` that of the generation."""
         self.members = members
         self.rank = rank
         self.size = len(members)
-        self.nodes = (0,) * self.size  # of the members: equal numbers share a node's memory; given by Groups
+        self.nodes = nodes or (0,) * self.size
         self.broken = ""  # why the group can no longer be used
         self.abandoned = False  # a collective may still write into its tensors: do not reuse them
+        self.clock = clock or WaitClock()
+        self.patience = Patience(limit_s=timeout_s)  # of the waits that begin from now on
         self._process_group = process_group
-        self._timeout_seconds = timeout_s
         self._cancel = cancel or CancelToken()
         self._outstanding: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._progress = CollectiveProgress(0, None, 0.0)
-        self._store: dist.Store | None = None  # given by Groups, for install_default
+        self._store = store
         self._is_default = False
 
     @staticmethod
@@ -253,7 +244,7 @@ class Group:
             dist.destroy_process_group()
         backend = "gloo" if self._process_group is None else self._process_group.name()
         store = dist.HashStore() if self._store is None else dist.PrefixStore("default", self._store)
-        timeout = timedelta(seconds=self._timeout_seconds or 60.0)
+        timeout = timedelta(seconds=self.patience.limit_s or 60.0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._is_default = True
 
@@ -281,7 +272,7 @@ class Group:
             work = launch(process_group)
         except RuntimeError as error:
             self._release(f"broken by {name}")
-            raise GroupError(f"{name} in group {self.members} could not start: {_first_line(error)}") from None
+            raise GroupError(f"{name} in group {self.members} could not start: {first_line(error)}") from None
         pending = Pending(self, work, name, finish, stream_ordered=tensor.is_cuda)
         self._outstanding.add(pending)
         return pending
@@ -291,7 +282,7 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self._wait_sliced(pending, begin + self._timeout_seconds)
+            self.clock.waited(lambda: self._wait_sliced(pending, begin, self.patience), pending.stream_ordered)
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")
@@ -305,7 +296,7 @@ class Group:
             self._outstanding.discard(pending)
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
-    def _wait_sliced(self, pending: Pending, deadline: float) -> None:
+    def _wait_sliced(self, pending: Pending, begin: float, patience: Patience) -> None:
         where = f"{pending.name} in group {self.members} (rank {self.rank})"
         while True:
             work = pending.work
@@ -322,13 +313,12 @@ class Group:
             except RuntimeError as error:
                 if completed or pending.stream_ordered:  # its own error: the end of a slice comes before the work's
                     self._cancel.check(where)
-                    raise GroupError(f"{where} failed: {_first_line(error)}") from None
+                    raise GroupError(f"{where} failed: {first_line(error)}") from None
             del work
             self._cancel.check(where)
-            if time.monotonic() > deadline:
+            if time.monotonic() > begin + patience.limit_s:
                 raise TimeoutError(
-                    f"{where}: not all members arrived within {self._timeout_seconds:g} s. One of {self.members} is "
-                    f"stuck or dead; raise workers.collective_timeout_s only if a cascade may take this long."
+                    f"{where}: not all members arrived within {patience}. One of {self.members} is stuck or dead."
                 )
 
     def _release(self, why: str) -> None:
@@ -405,254 +395,3 @@ def _as_bytes(source: Tensor, output_splits: list[int], input_splits: list[int])
     for length in source.shape[1:]:
         row *= length
     return source.view(-1).view(torch.uint8), [s * row for s in output_splits], [s * row for s in input_splits]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@dataclass
-class _Creation:
-    """A process group being connected in a thread of its own."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    process_group: dist.ProcessGroup | None = None
-    error: BaseException | None = None
-
-
-class Groups:
-    """The bags of one generation, as one worker sees them: made on demand by their members only, cached by members.
-
-    `rank` is this worker's number, `world` all workers of the generation. `store` is shared by all of them (the
-    controller's TCPStore); `address` is the IP of this node that peers can reach, by default the host name's.
-    `nodes` has the node of each worker of the world, in any numbers; None: all are on one.
-    Not thread-safe except `close` and `abort`, which any thread may call.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world: tuple[int, ...],
-        backend: str,
-        generation: int,
-        timeout_s: float,
-        cancel: CancelToken,
-        address: str | None = None,
-        nodes: Sequence[int] | None = None,
-    ) -> None:
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend {backend!r} is unknown; use gloo (CPU) or nccl (CUDA).")
-        if rank not in world:
-            raise ValueError(f"worker {rank} is not one of the generation's workers {world}.")
-        self.rank = rank
-        self.world = world
-        self.generation = generation
-        self._store = store
-        self._backend = backend
-        self._timeout_seconds = timeout_s
-        self._cancel = cancel
-        self._creations: dict[str, _Creation] = {}  # by name
-        self._groups: dict[tuple[int, ...], Group] = {}
-        self._lives: dict[tuple[int, ...], int] = {}  # how often a bag has been left: no name is used twice
-        self._world: Group | None = None
-        self._closed = False
-        self._threads: list[threading.Thread] = []
-        self._node_of = dict(zip(world, nodes or [0] * len(world), strict=True))
-        self._device = _gloo_device(address) if backend == "gloo" else None
-        if backend == "nccl":
-            cancel.on_set(self.abort)  # NCCL waits on the device: only aborting the communicator ends them
-
-    def prepare(self, bags: Iterable[tuple[int, ...]]) -> None:
-        """Begin to connect these bags in the background, in any order, so that `get` finds them ready."""
-        for members in bags:
-            self._check_members(members)
-            if self.rank in members and len(members) > 1 and members not in self._groups:
-                self._create(members, self._name(members))
-
-    def get(self, members: tuple[int, ...]) -> Group:
-        """The group of `members` in this rank order. Waits until all of them asked for it, if it is new.
-
-        Without `prepare`, members of overlapping bags must ask for new bags in one common order.
-        """
-        group = self._groups.get(members)
-        if group is None:
-            group = self._groups[members] = self._connect(members, self._name(members))
-        return group
-
-    def leave(self, members: tuple[int, ...]) -> None:
-        """Close a bag to make room for others; `get` connects it anew. Returns when no member uses it any more.
-
-        Every member calls it after the same collective of the bag; each has then ended all of them on its device.
-        """
-        if len(members) == 1:
-            return
-        group = self._groups.get(members)
-        if group is None:
-            raise ValueError(f"bag {members} cannot be left: it is not connected.")
-        what = f"leaving bag {members} of generation {self.generation}"
-        store = dist.PrefixStore(self._name(members), self._store)
-        if not self._meet(store, "left", group.rank, group.size):
-            self._cancel.check(what)
-            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        del self._groups[members]
-        self._lives[members] = self._lives.get(members, 0) + 1
-        group.close()
-
-    def world_group(self) -> Group:
-        """The group of all workers, from the first call to the end of the generation; a bag of all workers is another
-        one, which can be left."""
-        if self._world is None:
-            self._world = self._connect(self.world, f"heddle/{self.generation}/world")
-        return self._world
-
-    @property
-    def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
-        """Per bag, what the watchdog wants to know."""
-        found: dict[tuple[int, ...], CollectiveProgress] = {}
-        for group in self._all():  # the world and a bag of all workers count as one
-            one, other = group.progress, found.get(group.members)
-            if other is not None:
-                waits = one if one.name else other
-                one = CollectiveProgress(one.sequence + other.sequence, waits.name, waits.since)
-            found[group.members] = one
-        return found
-
-    def check(self, doing: str) -> None:
-        """Raise when the generation was cancelled or one of its bags has broken: on NCCL an aborted collective returns
-        without an error, and leaves anything in its tensors."""
-        self._cancel.check(doing)
-        for group in self._all():
-            if group.broken:
-                raise GroupError(f"{doing}: the group {group.members} is {group.broken}.")
-
-    def close(self) -> None:
-        """Close all bags. Returns at once also with dead or frozen peers."""
-        self._closed = True
-        for group in self._all():
-            group.close()
-        self._groups.clear()
-        self._world = None
-        for thread in self._threads:
-            thread.join(0.2)  # a thread that drops the last reference during interpreter exit ends in SIGABRT
-        self._creations.clear()
-
-    def abort(self) -> None:
-        """Like `close`, for a generation that has failed: communicators are aborted, waiting threads raise."""
-        for group in self._all():
-            group.abort()
-        self.close()
-
-    def _all(self) -> list[Group]:
-        return [*self._groups.values(), *([] if self._world is None else [self._world])]
-
-    def _check_members(self, members: tuple[int, ...]) -> None:
-        strangers = [m for m in members if m not in self.world]
-        if strangers or len(set(members)) != len(members):
-            raise ValueError(
-                f"bag {members} names {strangers or 'a member twice'}; generation {self.generation} has {self.world}."
-            )
-
-    def _connect(self, members: tuple[int, ...], name: str) -> Group:
-        self._check_members(members)
-        if self.rank not in members:
-            raise ValueError(f"worker {self.rank} asked for bag {members}, of which it is not a member.")
-        if len(members) == 1:
-            return Group.solo(members[0])
-        creation = self._create(members, name)
-        what = f"connecting bag {members} of generation {self.generation}"
-        deadline = time.monotonic() + self._timeout_seconds
-        while not creation.done.wait(_SLICE.total_seconds()):
-            self._cancel.check(what)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        self._creations.pop(name, None)
-        if creation.error is not None:
-            self._cancel.check(what)
-            raise GroupError(f"{what} failed: {_first_line(creation.error)}")
-        if creation.process_group is None:
-            self._cancel.check(what)
-            raise TimeoutError(f"{what}: not all members came within {self._timeout_seconds:g} s.")
-        rank = members.index(self.rank)
-        group = Group(creation.process_group, members, rank, self._timeout_seconds, self._cancel)
-        group._store = dist.PrefixStore(name, self._store)
-        group.nodes = tuple(self._node_of[member] for member in members)
-        return group
-
-    def _name(self, members: tuple[int, ...]) -> str:
-        life = self._lives.get(members, 0)
-        return f"heddle/{self.generation}/{'-'.join(map(str, members))}" + (f"/{life}" if life else "")
-
-    def _create(self, members: tuple[int, ...], name: str) -> _Creation:
-        if self._closed:
-            raise GroupError(f"bag {members}: the groups of generation {self.generation} are closed.")
-        creation = self._creations.get(name)
-        if creation is None:
-            creation = self._creations[name] = _Creation()
-            thread = threading.Thread(
-                target=self._make_backend, args=(members, name, creation), name=f"heddle-bag-{members}", daemon=True
-            )
-            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-            thread.start()
-        return creation
-
-    def _make_backend(self, members: tuple[int, ...], name: str, creation: _Creation) -> None:
-        # A TCPStore client serves one blocking wait at a time: with its own clone, a bag whose peer is missing does
-        # not hold up the others, nor the next generation.
-        timeout = timedelta(seconds=self._timeout_seconds + _GRACE_SECONDS)
-        rank = members.index(self.rank)
-        try:
-            store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
-            if not self._meet(store, "here", rank, len(members)):
-                return
-            if self._backend == "nccl":
-                creation.process_group = _make_nccl(store, rank, len(members), timeout)
-            else:
-                assert self._device is not None
-                creation.process_group = _make_gloo(store, rank, len(members), timeout, self._device)
-        except (RuntimeError, ValueError, OSError) as error:
-            creation.error = error
-        finally:
-            creation.done.set()
-
-    def _meet(self, store: dist.Store, where: str, rank: int, size: int) -> bool:
-        """Wait until all members are here, so that the backend's constructor, which nothing can stop, does not wait.
-
-        False when the generation ends first, or not all came in time.
-        """
-        store.set(f"{where}/{rank}", "1")
-        here = [f"{where}/{member}" for member in range(size)]
-        pause = 0.001
-        deadline = time.monotonic() + self._timeout_seconds
-        while not store.check(here):
-            if self._closed or self._cancel.is_set() or time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(0.02, 1.5 * pause)
-        return True
-
-
-def _gloo_device(address: str | None) -> dist.ProcessGroupGloo.Device:
-    make = dist.ProcessGroupGloo
-    return make.create_device(hostname=address) if address else make.create_default_device()
-
-
-def _make_gloo(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, device: dist.ProcessGroupGloo.Device
-) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = [device]
-    options._threads = 2
-    return _as_group(dist.ProcessGroupGloo(store, rank, size, options))
-
-
-def _make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
-
-
-def _as_group(backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL) -> dist.ProcessGroup:
-    """Backends have the collectives of a process group; only PyTorch's annotations do not say so."""
-    return cast(dist.ProcessGroup, backend)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ops.comm import Group, Pending
+from ops.comm import Group
 from ops.shards import Slot
+from ops.waiting import Pending
 
 Bounds = Sequence[tuple[int, int]]
 

@@ -113,7 +113,7 @@ class OwnGradients:
                 parameter.grad = view
 
     def received(self, index: int) -> None:
-        """Add what lies beside the sum. Raises RuntimeError behind the start of the bucket's sum."""
+        """Add what lies beside the sum. Raises RuntimeError after the sum of the bucket has begun."""
         if not self._in_place:
             parameter = self._parameters[index]
             assert parameter.grad is not None, "backward has just made it"

@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ops.comm import Group, Pending
+from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.shards import ShardState, Slot, cut, shard_bounds
+from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,15 @@
-"""Words of waiting: cancel tokens, errors of collectives, collectives in flight."""
+"""Waiting for other workers: cancel tokens, errors of collectives, collectives in flight."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
+
+import torch
 
 
 class Cancelled(RuntimeError):
@@ -50,6 +53,53 @@ class CancelToken:
     def check(self, doing: str) -> None:
         if self.is_set():
             raise Cancelled(f"{doing} cancelled: {self.reason}")
+
+
+class WaitClock:
+    """Seconds for which nothing was computed because the result of a collective was awaited: the communication that is
+    not hidden behind work.
+
+    On the CPU the host waits, and is timed. On CUDA (NCCL) a wait only orders streams: events before and after it on
+    the current stream say how long that stream stood still. One clock for all groups of a generation.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def waited(self, wait: Callable[[], None], on_stream: bool) -> None:
+        """Run a wait and book it."""
+        if on_stream:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            before.record()
+            wait()
+            after.record()
+            self._events.append((before, after))
+            return
+        began = time.perf_counter()
+        try:
+            wait()
+        finally:
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Seconds since the last `take`; waits for the last of the events."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        found = self._seconds + sum(float(before.elapsed_time(after)) / 1e3 for before, after in self._events)
+        self._seconds, self._events = 0.0, []
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long one may wait for others before they count as hung. A death is noticed otherwise, and at once."""
+
+    limit_s: float
+    why: str = ""  # where the limit comes from, as a sentence without its full stop
+
+    def __str__(self) -> str:
+        return f"{self.limit_s:g} s ({self.why})" if self.why else f"{self.limit_s:g} s"
 
 
 class Work(Protocol):
@@ -109,3 +159,8 @@ class CollectiveProgress:
     sequence: int
     name: str | None
     since: float  # time.monotonic() of the wait's begin, 0 when nothing is waited for
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, without its stack of C++ calls."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -29,8 +29,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-import ops.comm
-from ops.comm import Groups
+import ops.groups
+from ops.groups import Groups
 
 Launched = tuple[str, int]  # a communicator, and the number of its collective
 
@@ -188,7 +188,7 @@ class LazyGroup:
 def nccl_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rules]:
     """Gloo groups made meanwhile keep NCCL's rules."""
     rules, local = Rules(), threading.local()
-    make_backend, make_gloo = Groups._make_backend, ops.comm._make_gloo
+    make_backend, make_gloo = Groups._make_backend, ops.groups._make_gloo
 
     def remember(self: Groups, members: tuple[int, ...], name: str, creation: Any) -> None:
         local.facts = name, members, self.rank
@@ -200,5 +200,5 @@ def nccl_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rules]:
 
     with monkeypatch.context() as patch:
         patch.setattr(Groups, "_make_backend", remember)
-        patch.setattr(ops.comm, "_make_gloo", lazily)
+        patch.setattr(ops.groups, "_make_gloo", lazily)
         yield rules

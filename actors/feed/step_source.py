@@ -1,4 +1,4 @@
-"""The controller's side of feeder and planner: requests sent ahead, results kept until their step is committed."""
+"""The controller's side of the feeder: data asked for ahead of its step and kept until that is committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a worker keeps what is as large as the model; one rule for a run and for what is said before it."""
+"""Whether optimizer state lies on a worker's device or in host memory: one rule for runs, plans and previews."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of planning: item, cascade, cluster, plan. Plain data; no torch, no Ray."""
+"""Types of planning: item, cascade, cluster, plan. Plain data; no torch, no Ray."""
 
 from __future__ import annotations
 

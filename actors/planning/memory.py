@@ -154,8 +154,7 @@ def forecast(
     precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
     weights = [(p.numel(), p.requires_grad) for p in dit_skeleton(model.dit).parameters()]
     needs = Needs()
-    for kind, line in _dit_lines(model, geometry, clips, degrees, precision).items():
-        needs.predicted["dit", kind] = line
+    predict_dit(needs, model, geometry, clips, degrees, precision)
     image = image_need(model.image, 1) if model.image is not None else None
     picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
     vae_gib = 0.0
@@ -186,27 +185,44 @@ def _clip(shape: Shape) -> Samples:
     return Samples(count=1, frames=shape[0], height=shape[1], width=shape[2])
 
 
-def _dit_lines(
-    model: ModelConfig, geometry: Geometry, clips: Sequence[Shape], degrees: Sequence[int], precision: Precision
-) -> dict[str, NeedLine]:
-    """Two sizes alone; in a bag one, as what does not grow with the rows is the same there."""
+def predict_dit(
+    needs: Needs,
+    model: ModelConfig,
+    geometry: Geometry,
+    clips: Sequence[Shape],
+    degrees: Sequence[int],
+    precision: Precision,
+) -> None:
+    """Two sizes alone, one of them with the longest caption, too; one size at the lowest and the highest degree.
+
+    Captions are of any length, and a row of text takes less than one of video (where text is only attended to, a
+    thirtieth), so a line through clips with one caption would be below those with a shorter one. A rank of a bag holds
+    the whole text or a part of it, by the model; the whole is what counts.
+    """
     from ops.models.forecast import dit_need_gib
     from ops.packing import Sequence as PackedSequence
 
-    text = max(model.text.max_length, model.text.pad_to)
     t, h, w = geometry.token_grid(*max(clips, key=lambda clip: geometry.tokens(*clip)))
     images = model.image.tokens if model.image is not None else 0
-    large, small = (PackedSequence((t, h, size), text, images) for size in (max(w, 2), max(w, 2) // 2))
-    units = [float(s.tokens + s.text_tokens) for s in (small, large)]
-    peaks = [dit_need_gib(model.dit, [s], 1, precision) for s in (small, large)]
-    lines = {SOLO: line_through((units[0], units[1]), (peaks[0], peaks[1]))}
-    bags = [degree for degree in degrees if degree > 1]
+    longest = max(model.text.max_length, model.text.pad_to, 2)
+    large, small = (PackedSequence((t, h, size), 1, images) for size in (max(w, 2), max(w, 2) // 2))
+    told = replace(small, text_tokens=longest)
+    many, few, with_text = (dit_need_gib(model.dit, [s], 1, precision) for s in (large, small, told))
+    slope = (many - few) / (large.tokens - small.tokens)
+    text_gib = max(0.0, with_text - few) / (longest - 1)  # of a row
+    line = NeedLine(fixed_gib=few - slope * small.tokens - text_gib, gib_per_unit=slope)
+    needs.predicted["dit", SOLO], needs.text_rows[SOLO] = line, text_gib / slope
+    bags = sorted({degree for degree in degrees if degree > 1})
     if bags:
-        rows = units[1] / bags[0]
-        peak = dit_need_gib(model.dit, [large], bags[0], precision)
-        fixed = max(0.0, min(lines[SOLO].fixed_gib, peak))
-        lines[BAG] = NeedLine(fixed_gib=fixed, gib_per_unit=(peak - fixed) / rows)
-    return lines
+        rows = {degree: large.tokens / degree for degree in {bags[0], bags[-1]}}
+        peaks = {degree: dit_need_gib(model.dit, [large], degree, precision) - text_gib for degree in rows}
+        fixed = line.fixed_gib
+        if len(rows) > 1:  # the exchange takes a little more of each row at a higher degree
+            fixed = line_through((rows[bags[-1]], rows[bags[0]]), (peaks[bags[-1]], peaks[bags[0]])).fixed_gib
+        fixed = max(0.0, min(fixed, *peaks.values()))
+        slope = max((peaks[degree] - fixed) / rows[degree] for degree in rows)
+        needs.predicted["dit", BAG] = NeedLine(fixed_gib=fixed, gib_per_unit=slope)
+        needs.text_rows[BAG] = text_gib / slope
 
 
 def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:
@@ -262,14 +278,14 @@ def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degre
     one = [replace(_clip(clip), text_tokens=text_tokens)]
     sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
     return all(needs.fits(size, room) for size in sizes) and any(
-        needs.fits(footprint("dit", one, degree, geometry.tokens), room) for degree in degrees
+        needs.fits(footprint("dit", one, degree, geometry.tokens, needs.text_rows), room) for degree in degrees
     )
 
 
 def _need_gib(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int]) -> float:
     """The largest cascade of one clip, with the DiT at the degree at which it needs least."""
     one = [replace(_clip(clip), text_tokens=text_tokens)]
-    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens)) or 0.0 for degree in degrees)
+    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens, needs.text_rows)) or 0.0 for degree in degrees)
     return max(dit, *(needs.gib(footprint(module, one, 1, geometry.tokens)) or 0.0 for module in ("vae", "text")))
 
 

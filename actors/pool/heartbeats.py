@@ -22,9 +22,10 @@ class Stall:
 
     def __str__(self) -> str:
         late, waiting = self.first_late, ", ".join(self.waiting) or "nobody"
+        until = f", at most {late.limit_s:g} s" if late.limit_s else ""
         return (
             f"stall: {late.worker} has been in {late.activity!r} (phase {late.phase}, step {late.step}) for "
-            f"{self.running_s:.1f} s, planned {late.predicted_s:.1f} s; {waiting} wait for it"
+            f"{self.running_s:.1f} s, planned {late.predicted_s:.1f} s; {waiting} wait for it{until}"
         )
 
 

@@ -17,6 +17,7 @@ from actors.pool.membership_types import (
     Joined,
     Leaving,
     Loaded,
+    Loading,
     Refused,
     Resize,
     Resources,
@@ -64,7 +65,7 @@ class Lookout:
         self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
         self._watch = Watch(config)
         self._target = config.max
-        self._failed_starts = 0
+        self._failed_starts = self._loading = 0
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
         self._doing: dict[str, Progress] = {}  # at the last look
@@ -76,7 +77,7 @@ class Lookout:
         events = self._starts()
         report = self._report()
         if report is not None:
-            events += [*self._hanging_starts(report), *self._heartbeats(report), *self._wish()]
+            events += [*self._hanging_starts(report), *self._loads(report), *self._heartbeats(report), *self._wish()]
         return [*events, Resources(available=self._room())]
 
     def try_again(self) -> None:
@@ -141,6 +142,11 @@ class Lookout:
                 why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
                 events.append(self._failed_start(name, why))
         return events
+
+    def _loads(self, report: MonitorReport) -> list[Event]:
+        seen = [report.seen[name].progress for name in self._pool.pending if name in report.seen]
+        before, self._loading = self._loading, sum(progress.activity == LOADING for progress in seen)
+        return [Loading(count=self._loading)] if self._loading != before else []
 
     def _heartbeats(self, report: MonitorReport) -> list[Event]:
         self._doing = {name: seen.progress for name, seen in report.seen.items() if name in self._pool.names}

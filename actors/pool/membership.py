@@ -1,6 +1,6 @@
 """Who belongs to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
 
-The controller feeds what it sees and applies what comes out (all words are in actors.pool.membership_types):
+The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
     view, decisions = membership.observe(Loaded(worker=3), now=time.monotonic())
     for decision in decisions:
@@ -31,6 +31,7 @@ from dataclasses import replace
 
 from actors.outcome import Exit
 from actors.pool.membership_types import (
+    NOTICE_S,
     Alive,
     Boundary,
     Broken,
@@ -47,9 +48,11 @@ from actors.pool.membership_types import (
     Leaving,
     Limits,
     Loaded,
+    Loading,
     Member,
     NodeDead,
     Phase,
+    Planned,
     Refused,
     Replace,
     Request,
@@ -74,6 +77,8 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._gone: set[int] = set()
         self._available = 0
+        self._planned_s = 0.0
+        self._loading = 0
         self._requested = 0
         self._requested_at = 0.0
         self._waiting_since: float | None = None
@@ -137,6 +142,10 @@ class Membership:
                 self._requested = max(0, self._requested - event.count)
             case Broken():
                 self._broken(event, now)
+            case Planned():
+                self._planned_s = event.limit_s
+            case Loading():
+                self._loading = event.count
             case Resize():
                 self._limits = replace(self._limits, min=event.min, max=event.max)
             case Finished():
@@ -252,7 +261,8 @@ class Membership:
         if suspected is not None and (member.phase == "recovering" or now - suspected >= limits.confirm_s):
             return member.suspicion
         waited = now - member.since
-        recover_s = limits.recover_s if self._proven else max(limits.recover_s, limits.first_step_s)
+        recover_s = max(limits.recover_s, self._planned_s + NOTICE_S if self._planned_s else 0.0)
+        recover_s = recover_s if self._proven else max(recover_s, limits.first_step_s)
         if member.phase == "recovering" and waited >= recover_s:
             return f"did not leave its broken groups within {recover_s:g} s"
         if member.phase == "starting" and waited >= limits.start_s:
@@ -324,8 +334,8 @@ class Membership:
         self._out.append(Form(generation=self._generation, workers=self._workers, reason=reason, clean=clean))
 
     def _wait(self, have: int, now: float) -> None:
-        if self._waiting_since is None:
-            self._waiting_since = now
+        if self._waiting_since is None or have + self._loading >= self._limits.min:
+            self._waiting_since = now  # enough are on their way: those that load for too long are given up elsewhere
         self._state = "waiting"
         until = self._waiting_since + self._limits.wait_s
         if now >= until:

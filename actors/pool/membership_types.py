@@ -1,4 +1,4 @@
-"""Words of the worker pool: events in, decisions out, and the view between them. Plain data; no torch, no Ray."""
+"""Types of the worker pool: events in, decisions out, and the view between them. Plain data; no torch, no Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from actors.config import WorkersConfig
 
 Phase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
-_NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
+NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Limits:
     @staticmethod
     def of(config: WorkersConfig) -> Limits:
         """A survivor may still wait as long in its cascade as the one that gave up waiting for it has waited."""
-        recover_s = config.collective_timeout_s + _NOTICE_S
+        recover_s = config.collective_timeout_s + NOTICE_S
         return Limits(
             min=config.min,
             max=config.max,
@@ -146,6 +146,21 @@ class Broken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A step was dispatched in which workers may wait for each other for so long: should the generation end, a survivor
+    may be in a cascade that long before it answers."""
+
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loading:
+    """So many processes of requested workers are up and load their modules; how long they may is not decided here."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """The running generation has finished its first step: what ended the ones before it is forgiven."""
 
@@ -176,6 +191,8 @@ Event = (
     | Refused
     | Boundary
     | Broken
+    | Planned
+    | Loading
     | Finished
     | Resize
     | Tick

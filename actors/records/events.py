@@ -13,20 +13,29 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Self, dataclass_transform
 
 from actors.records.lines import line_of, record_of
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Something that happened to a run. Made by whoever saw it, stamped by the controller, written by the recorder."""
+    """Something that happened to a run. Made by whoever saw it, stamped by the controller, written by the recorder.
 
-    event: ClassVar[str]  # its name in events.jsonl
-    disturbs: ClassVar[bool] = False  # a step may take longer because of it
+    Each kind below is a frozen dataclass, without the decorator. It is declared with its name in events.jsonl (`event`)
+    and, if a step may take longer because of it, with `disturbs`.
+    """
+
+    event: ClassVar[str]
+    disturbs: ClassVar[bool]
 
     time: float = 0.0  # unix seconds
     generation: int | None = None  # the one that was running; left out of the line when None
+
+    def __init_subclass__(cls, *, event: str, disturbs: bool = False) -> None:
+        cls.event, cls.disturbs = event, disturbs
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def describe(self) -> str:
         """One line for a person; empty for events that nobody needs to read."""
@@ -52,22 +61,18 @@ def _because(why: str) -> str:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingsChanged(RunEvent):
+class SettingsChanged(RunEvent, event="changed"):
     """A resumed run trains on with other settings than before."""
 
-    event: ClassVar[str] = "changed"
     settings: tuple[str, ...]
 
     def describe(self) -> str:
         return f"settings changed since the last start: {', '.join(self.settings)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStarted(RunEvent):
+class RunStarted(RunEvent, event="start"):
     """The data is open and the state is found. `data` is what the index offers, `origin` where the state comes from."""
 
-    event: ClassVar[str] = "start"
     from_step: int
     pid: int
     data: Mapping[str, object]
@@ -77,22 +82,18 @@ class RunStarted(RunEvent):
         return f"data is ready; starting at step {self.from_step} (state: {self.origin})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStopping(RunEvent):
+class RunStopping(RunEvent, event="stopping"):
     """Somebody wants the run to end; the running steps are finished first."""
 
-    event: ClassVar[str] = "stopping"
     why: str
 
     def describe(self) -> str:
         return f"stopping{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFailed(RunEvent):
+class RunFailed(RunEvent, event="fail"):
     """The run cannot go on; `code` is its exit code."""
 
-    event: ClassVar[str] = "fail"
     why: str
     code: int
 
@@ -100,11 +101,9 @@ class RunFailed(RunEvent):
         return f"stopping{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFinished(RunEvent):
+class RunFinished(RunEvent, event="finish"):
     """All steps are committed and on disk. `ledger` accounts for every draw of the data."""
 
-    event: ClassVar[str] = "finish"
     step: int
     ledger: Mapping[str, object]
 
@@ -115,11 +114,9 @@ class RunFinished(RunEvent):
 # -- workers and generations -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerReady(RunEvent):
+class WorkerReady(RunEvent, event="ready"):
     """A worker has loaded its modules."""
 
-    event: ClassVar[str] = "ready"
     worker: str
     node: str
     pid: int
@@ -129,12 +126,9 @@ class WorkerReady(RunEvent):
         return f"worker {self.worker} is ready on {self.host}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerLost(RunEvent):
+class WorkerLost(RunEvent, event="lost", disturbs=True):
     """A worker did not start, or was lost before it was seated."""
 
-    event: ClassVar[str] = "lost"
-    disturbs: ClassVar[bool] = True
     worker: str
     why: str
 
@@ -142,12 +136,9 @@ class WorkerLost(RunEvent):
         return f"worker {self.worker} was lost{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerDied(RunEvent):
+class WorkerDied(RunEvent, event="dead", disturbs=True):
     """A worker died in a generation; `why` says in which cascade."""
 
-    event: ClassVar[str] = "dead"
-    disturbs: ClassVar[bool] = True
     worker: str
     why: str
 
@@ -155,23 +146,18 @@ class WorkerDied(RunEvent):
         return f"worker {self.worker} died{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSilent(RunEvent):
+class WorkerSilent(RunEvent, event="suspect"):
     """No heartbeat of a worker has come for workers.suspect_s."""
 
-    event: ClassVar[str] = "suspect"
     worker: str
 
     def describe(self) -> str:
         return f"worker {self.worker} is silent"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerReplaced(RunEvent):
+class WorkerReplaced(RunEvent, event="replace", disturbs=True):
     """A silent or frozen worker is ended and another takes its place."""
 
-    event: ClassVar[str] = "replace"
-    disturbs: ClassVar[bool] = True
     worker: str
     why: str
 
@@ -179,12 +165,9 @@ class WorkerReplaced(RunEvent):
         return f"worker {self.worker} is replaced{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryRanOut(RunEvent):
+class MemoryRanOut(RunEvent, event="memory", disturbs=True):
     """A cascade ran out of memory. Its step is planned again without it, as are those that come."""
 
-    event: ClassVar[str] = "memory"
-    disturbs: ClassVar[bool] = True
     worker: str
     step: int
     cascade: str
@@ -197,22 +180,18 @@ class MemoryRanOut(RunEvent):
         return f"{self.cascade} ran out of memory on {self.worker} ({self.peak_gib:.2f}{room} GiB); it is avoided"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerLeaving(RunEvent):
+class WorkerLeaving(RunEvent, event="leaving"):
     """A worker asks to leave: its node is about to be taken away, or an operator wants it."""
 
-    event: ClassVar[str] = "leaving"
     worker: str
 
     def describe(self) -> str:
         return f"worker {self.worker} announces that it leaves"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerDrained(RunEvent):
+class WorkerDrained(RunEvent, event="drain"):
     """A leaving worker has finished its steps and goes."""
 
-    event: ClassVar[str] = "drain"
     worker: str
     why: str
 
@@ -220,12 +199,9 @@ class WorkerDrained(RunEvent):
         return f"worker {self.worker} finishes and leaves{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerStalled(RunEvent):
+class WorkerStalled(RunEvent, event="stall", disturbs=True):
     """A cascade runs far beyond its prediction. `worker` is the one that the others wait for."""
 
-    event: ClassVar[str] = "stall"
-    disturbs: ClassVar[bool] = True
     detail: str
     worker: str
 
@@ -233,21 +209,16 @@ class WorkerStalled(RunEvent):
         return self.detail
 
 
-@dataclass(frozen=True, kw_only=True)
-class StackDumped(RunEvent):
+class StackDumped(RunEvent, event="stack"):
     """The stacks of a worker that is late; they are read in the file."""
 
-    event: ClassVar[str] = "stack"
     worker: str
     stack: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationFormed(RunEvent):
+class GenerationFormed(RunEvent, event="generation", disturbs=True):
     """A new set of workers goes on; `cluster` counts them by node, `seconds` is what forming took."""
 
-    event: ClassVar[str] = "generation"
-    disturbs: ClassVar[bool] = True
     workers: tuple[str, ...]
     cluster: tuple[int, ...]
     why: str
@@ -260,54 +231,42 @@ class GenerationFormed(RunEvent):
         return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationEnded(RunEvent):
+class GenerationEnded(RunEvent, event="end"):
     """A generation is over. No words: the next one tells it."""
 
-    event: ClassVar[str] = "end"
     why: str
     clean: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkersAwaited(RunEvent):
+class WorkersAwaited(RunEvent, event="wait", disturbs=True):
     """There are too few workers to go on."""
 
-    event: ClassVar[str] = "wait"
-    disturbs: ClassVar[bool] = True
     detail: str
 
     def describe(self) -> str:
         return self.detail
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanAdapted(RunEvent):
+class PlanAdapted(RunEvent, event="adapted"):
     """The workers cannot follow the planner's settings, so plans follow the nearest ones; empty: they can again."""
 
-    event: ClassVar[str] = "adapted"
     settings: tuple[str, ...]
 
     def describe(self) -> str:
         return "; ".join(self.settings) or "plans follow the settings of planner again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolResized(RunEvent):
+class PoolResized(RunEvent, event="resize"):
     """Somebody asked for another number of workers."""
 
-    event: ClassVar[str] = "resize"
     target: int
 
     def describe(self) -> str:
         return f"asked for {self.target} workers"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MonitorRestarted(RunEvent):
+class MonitorRestarted(RunEvent, event="monitor_restarted"):
     """The monitor was lost; a new one has been told what the old one knew."""
-
-    event: ClassVar[str] = "monitor_restarted"
 
     def describe(self) -> str:
         return "the monitor was lost and is started again"
@@ -316,11 +275,9 @@ class MonitorRestarted(RunEvent):
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsRecovered(RunEvent):
+class StepsRecovered(RunEvent, event="recovered"):
     """The first step has finished since a loss, which was so many seconds ago."""
 
-    event: ClassVar[str] = "recovered"
     step: int
     seconds: float
 
@@ -328,12 +285,9 @@ class StepsRecovered(RunEvent):
         return f"recovered: step {self.step} finished {self.seconds:.1f} s after the loss"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsLost(RunEvent):
+class StepsLost(RunEvent, event="fallback", disturbs=True):
     """No whole snapshot is newer than `to_step`: the committed steps after it are computed again."""
 
-    event: ClassVar[str] = "fallback"
-    disturbs: ClassVar[bool] = True
     to_step: int
     lost_steps: int
 
@@ -342,11 +296,9 @@ class StepsLost(RunEvent):
         return f"no whole snapshot is left: steps {first} to {last} run again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSkipped(RunEvent):
+class StepSkipped(RunEvent, event="skipped"):
     """The gradient of a step was not finite, so that it changed nothing. `samples` did not decode or are suspect."""
 
-    event: ClassVar[str] = "skipped"
     step: int
     loss: float
     grad_norm: float
@@ -356,34 +308,27 @@ class StepSkipped(RunEvent):
         return f"step {self.step} skipped: loss {self.loss}, gradient norm {self.grad_norm}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedsLearned(RunEvent):
+class SpeedsLearned(RunEvent, event="speeds"):
     """Plans count on other speed factors of the workers from now on."""
 
-    event: ClassVar[str] = "speeds"
     speed: Mapping[str, float]
 
     def describe(self) -> str:
         return "plans now count on speeds " + ", ".join(f"{w} {s:.2f}" for w, s in self.speed.items())
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileRefused(RunEvent):
+class ProfileRefused(RunEvent, event="profile_refused"):
     """What an earlier start of the run has learned of costs does not hold here; it is learned anew."""
 
-    event: ClassVar[str] = "profile_refused"
     why: str
 
     def describe(self) -> str:
         return f"costs are learned anew{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeederLost(RunEvent):
+class FeederLost(RunEvent, event="feeder_lost", disturbs=True):
     """What is not committed is decoded again, by a new feeder."""
 
-    event: ClassVar[str] = "feeder_lost"
-    disturbs: ClassVar[bool] = True
     why: str
 
     def describe(self) -> str:
@@ -393,11 +338,9 @@ class FeederLost(RunEvent):
 # -- snapshots and checkpoints -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotsForecast(RunEvent):
+class SnapshotsForecast(RunEvent, event="snapshots"):
     """What snapshots take of the memory of each node with a keeper."""
 
-    event: ClassVar[str] = "snapshots"
     keepers: int
     mib_per_keeper: float
 
@@ -405,11 +348,9 @@ class SnapshotsForecast(RunEvent):
         return f"snapshots take {self.mib_per_keeper:.1f} MiB of host memory on each of {self.keepers} nodes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryShort(RunEvent):
+class MemoryShort(RunEvent, event="memory_short"):
     """A node cannot spare what snapshots will take of it."""
 
-    event: ClassVar[str] = "memory_short"
     host: str
     mib_needed: int
     mib_room: int
@@ -418,23 +359,18 @@ class MemoryShort(RunEvent):
         return f"warning: snapshots take {self.mib_needed:,} MiB on {self.host}, which can spare {self.mib_room:,} MiB"
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeeperLost(RunEvent):
+class KeeperLost(RunEvent, event="keeper_lost", disturbs=True):
     """A keeper is gone; another takes its place."""
 
-    event: ClassVar[str] = "keeper_lost"
-    disturbs: ClassVar[bool] = True
     keeper: str
 
     def describe(self) -> str:
         return "a snapshot keeper was lost and is replaced"
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeeperSlow(RunEvent):
+class KeeperSlow(RunEvent, event="keeper_slow"):
     """A keeper is late, but alive."""
 
-    event: ClassVar[str] = "keeper_slow"
     keeper: str
     seconds: float
 
@@ -442,11 +378,9 @@ class KeeperSlow(RunEvent):
         return f"{self.keeper} has not answered for {self.seconds:.0f} s; it lives and is waited for"
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepersSilent(RunEvent):
+class KeepersSilent(RunEvent, event="keeper_silent"):
     """Keepers that may hold the newest state do not answer: the run ends rather than drop what they hold."""
 
-    event: ClassVar[str] = "keeper_silent"
     silent: tuple[str, ...]
     seconds: float
 
@@ -454,11 +388,9 @@ class KeepersSilent(RunEvent):
         return f"{', '.join(self.silent)} may hold the newest state and stayed silent; nothing is dropped"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitSlow(RunEvent):
+class CommitSlow(RunEvent, event="keepers_slow"):
     """A finished step waits for its keepers for long."""
 
-    event: ClassVar[str] = "keepers_slow"
     step: int
     seconds: float
 
@@ -466,11 +398,9 @@ class CommitSlow(RunEvent):
         return f"step {self.step} has waited for {self.seconds:.0f} s to be held by its keepers"
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepersRepaired(RunEvent):
+class KeepersRepaired(RunEvent, event="keepers_repaired"):
     """Keepers are replaced once more since the last commit."""
 
-    event: ClassVar[str] = "keepers_repaired"
     repairs: int
     why: str
 
@@ -478,11 +408,9 @@ class KeepersRepaired(RunEvent):
         return f"the keepers were repaired for the {self.repairs}. time without a commit{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotsFailed(RunEvent):
+class SnapshotsFailed(RunEvent, event="snapshots_failed"):
     """Repairs of the keepers do not help: the run ends."""
 
-    event: ClassVar[str] = "snapshots_failed"
     repairs: int
     why: str
 
@@ -490,11 +418,9 @@ class SnapshotsFailed(RunEvent):
         return f"the keepers cannot take the state{_because(self.why)}; the workers' own goes to disk"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointWritten(RunEvent):
+class CheckpointWritten(RunEvent, event="checkpoint"):
     """A checkpoint is whole on disk."""
 
-    event: ClassVar[str] = "checkpoint"
     step: int
     folder: str
 
@@ -502,11 +428,9 @@ class CheckpointWritten(RunEvent):
         return f"checkpoint after {self.step + 1} steps"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(RunEvent):
+class CheckpointFailed(RunEvent, event="checkpoint_failed"):
     """A checkpoint was not written."""
 
-    event: ClassVar[str] = "checkpoint_failed"
     step: int
     why: str
 
@@ -514,11 +438,9 @@ class CheckpointFailed(RunEvent):
         return f"the checkpoint after {self.step + 1} steps was not written{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointDamaged(RunEvent):
+class CheckpointDamaged(RunEvent, event="checkpoint_damaged"):
     """A whole checkpoint has other bytes than those that were written."""
 
-    event: ClassVar[str] = "checkpoint_damaged"
     folder: str
     why: str
 
@@ -526,11 +448,9 @@ class CheckpointDamaged(RunEvent):
         return f"checkpoint {self.folder} is passed over{_because(self.why)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPassedOver(RunEvent):
+class CheckpointPassedOver(RunEvent, event="checkpoint_passed_over"):
     """A newer checkpoint is not complete, so that the run continues from another one."""
 
-    event: ClassVar[str] = "checkpoint_passed_over"
     folder: str
     why: str
 
@@ -541,11 +461,9 @@ class CheckpointPassedOver(RunEvent):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnknownEvent(RunEvent):
+class UnknownEvent(RunEvent, event=""):
     """An event that another version has written. It is kept, not told."""
 
-    event: ClassVar[str] = ""
     name: str
     details: Mapping[str, object] = field(default_factory=dict)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.records.lines import line_of, record_of
 
 # Key of versions 0.1 and early 0.2 -> field.
 RENAMED = {"planned_s": "predicted_s", "plan_s": "planning_s"}
+
+
+# Fields that earlier versions did not write; left out of a line where nothing is known.
+_LATER = (
+    *("room_gib", "tokens", "tokens_per_s_with_text", "fbl_s", "mfu", "hfu", "tflops", "cv_tflops", "wait_sync_s"),
+    *("exposed_s", "corr_tokens", "corr_load", "load_exponent", "tflops_by_worker", "wait_sync_by_worker"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +56,30 @@ class StepMetrics:
     loss_by_bucket: Mapping[str, float]  # "17x64x96" -> mean loss of its samples
     room_gib: float | None = None  # memory for cascades, of the worker that has the least; None: no limit is known
     recomputed: bool = False  # an earlier execution of this step had been written before
+    # What earlier versions did not write; formulas and sources are in actors/plan/measures.py.
+    tokens: int = 0  # of the step's samples, text and video
+    tokens_per_s_with_text: float = math.nan
+    fbl_s: float = math.nan  # from the first DiT cascade's start to the last one's end
+    mfu: float | None = None  # None: the peak of a device is not known
+    hfu: float | None = None
+    tflops: float = math.nan  # TFLOP/s of a worker's DiT cascades over the step, recomputation included, mean
+    cv_tflops: float = math.nan
+    wait_sync_s: float = math.nan  # mean of the workers
+    exposed_s: float = math.nan  # communication that nothing was computed behind, mean of the workers
+    corr_tokens: float | None = None  # of step time and tokens, over the last steps
+    corr_load: float | None = None  # of step time and the sum of B S^p
+    load_exponent: float | None = None  # p, for which it is largest
+    tflops_by_worker: Mapping[str, float] = field(default_factory=dict)
+    wait_sync_by_worker: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, object]:
         """Its object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
         line = {name: _finite(value) for name, value in line_of(self).items()}
         if not self.recomputed:
             del line["recomputed"]
-        if self.room_gib is None:
-            del line["room_gib"]
+        for name in _LATER:
+            if line[name] in (None, {}) or (name == "tokens" and not self.tokens):
+                del line[name]
         return line
 
 

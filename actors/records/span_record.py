@@ -42,6 +42,9 @@ class SpanRecord:
     handoff_bytes: int
     handoff_s: float
     need_gib: float | None = None  # memory that it took beside the states; None: nobody counted
+    work_s: float | None = None  # apart from waiting for its bag and from the gradient sum; None: nobody measured it
+    wait_s: float = 0.0  # for the others of its bag to come
+    exposed_s: float = 0.0  # nothing was computed because the result of a collective was awaited
 
     @property
     def seconds(self) -> float:
@@ -57,8 +60,9 @@ class SpanRecord:
     def line(self) -> dict[str, object]:
         """Its object in timeline.jsonl."""
         line = line_of(self)
-        if self.need_gib is None:
-            del line["need_gib"]
+        for name in ("need_gib", "work_s", "wait_s", "exposed_s"):  # later than the first versions
+            if line[name] is None or (name != "need_gib" and not line[name]):
+                del line[name]
         return line
 
 

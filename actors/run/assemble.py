@@ -16,6 +16,7 @@ from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
+from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
 from actors.planning.client import PlannerClient
@@ -36,6 +37,7 @@ from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
 from actors.run.skips import Skips, skipped_before
 from actors.run.step_metrics import StepAccount
+from actors.run.waits import StepWaits
 from actors.state.assemble import assemble_state
 from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
@@ -69,6 +71,7 @@ def start_controller(
     device = device_of(config.workers)
     setting = setting_of(model, device)
     least_gib: tuple[float, ...] = ()
+    given = profile is not None
     if profile is None:
         profile = profile_of(config.planner, model, geometry, device)
         if uses_gpu(config.workers) or config.workers.memory_gib:
@@ -112,7 +115,8 @@ def start_controller(
         survivors=survivors,
         state=state,
         new_store=_new_store,
-        account=StepAccount(geometry=geometry, node_of=pool.node_of),
+        account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
+        measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
         state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
     )
@@ -135,9 +139,10 @@ def put_together(
     new_store: Callable[[], Rendezvous],
     account: StepAccount,
     skips: Skips,
+    measured: bool = True,
     state_gib: float = 0.0,
 ) -> Controller:
-    """A controller of these parts. Starts nothing."""
+    """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device."""
     committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
     forming = Forming(
         config=config,
@@ -147,6 +152,7 @@ def put_together(
         planner=planner,
         committer=committer,
         new_store=new_store,
+        waits=StepWaits(config=config.workers, measured=measured),
         state_gib=state_gib,
     )
     generations = GenerationManager(

@@ -117,7 +117,9 @@ class Controller:
         """Raises StopRun when somebody has asked the run to end, or no worker can start."""
         if self.lookout.stop and not self._stop_by:
             self.events.tell(RunStopping(why=self.lookout.stop))
-            self._stop_by = now + self.config.workers.collective_timeout_s
+            least = self.config.workers.collective_timeout_s
+            running = self.generations.runner.running if self.generations.runner is not None else []
+            self._stop_by = now + max([least, *(step.patience.limit_s for step in running)])
         # What runs is finished and committed first, if that does not take too long.
         runner = self.generations.runner
         quiet = (runner is None or not runner.running) and not self.committer.num_open
@@ -167,6 +169,7 @@ class Controller:
                     raise
                 self._await_a_fit(runner, error)
                 return
+            self.generations.dispatched(step)
             self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
 

@@ -20,6 +20,7 @@ from actors.pool.workers import Pool
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.steps import StepRunner, room_of
+from actors.run.waits import StepWaits
 from actors.step import Seat
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
@@ -45,6 +46,7 @@ class Forming:
     planner: PlannerClient
     committer: Committer
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
+    waits: StepWaits
     state_gib: float = 0.0  # of the training state that the workers of a generation share
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
@@ -71,6 +73,7 @@ class Forming:
         self._stores.append(self.new_store())
         address = (self._stores[-1].host, self._stores[-1].port)
         state, planning = self.committer.state, self.config.planner
+        self.waits.begin()
         tasks = form_tasks(generation, world, address, origin, state.keepers.of)
         return StepRunner(
             generation=generation,
@@ -81,6 +84,7 @@ class Forming:
             budget_s=planning.budget_s,
             first_budget_s=min(_FIRST_PLAN_S, planning.budget_s),
             lookahead=planning.lookahead,
+            waits=self.waits,
             bag_peers=planning.bag_peers,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,

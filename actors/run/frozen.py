@@ -1,4 +1,4 @@
-"""Weights that every worker reads or makes for itself must be the same on all: nothing else would ever tell. Pure."""
+"""Weights that every worker reads or makes for itself must be equal on all: no later check would notice. Pure."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from actors.pool.membership_types import (
     Finished,
     Form,
     HandedOver,
+    Planned,
     Replace,
     Request,
     View,
@@ -48,11 +49,13 @@ from actors.records.events import (
 )
 from actors.run.committer import Committer
 from actors.run.forming import Forming
-from actors.run.steps import StepRunner
+from actors.run.steps import StepRunner, has_failed
 from actors.state.survivors import Survivors
-from actors.step import CollectedStep, GenerationLost, Seat
+from actors.step import CollectedStep, GenerationLost, RunningStep, Seat
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between looks whether a worker could not form the generation
 
 
 @dataclass(kw_only=True)
@@ -132,6 +135,10 @@ class GenerationManager:
         items = self.forming.source.items(found.step)
         tokens = {item.id: item.text_tokens for item in items.items} if items is not None else {}
         return self.forming.planner.exceeded(found, tokens)
+
+    def dispatched(self, running: RunningStep) -> None:
+        """A step is on the workers: who would survive the end of the generation may be busy as long as it allows."""
+        self.observe(Planned(limit_s=running.patience.limit_s))
 
     def finished(self, done: CollectedStep) -> None:
         """All workers have finished a step: the run has recovered, and the generation has proven itself."""
@@ -213,9 +220,12 @@ class GenerationManager:
 
     def _await_formed(self) -> None:
         """Returns when every worker has formed the generation, or one has failed to, or time is up."""
-        forming = self.runner.forming if self.runner is not None else []
-        if forming:
-            wait(forming, num_returns=len(forming), timeout=self.config.workers.collective_timeout_s)
+        forming = list(self.runner.forming) if self.runner is not None else []
+        until = time.monotonic() + self.config.workers.state_timeout_s
+        while forming and time.monotonic() < until:
+            done, forming = wait(forming, num_returns=len(forming), timeout=_LOOK_S)
+            if any(has_failed(one) for one in done):
+                return
 
     def _remove(self, name: str, frozen: bool = False) -> None:
         self.pool.remove(name, frozen=frozen)

@@ -1,63 +1,95 @@
 """How fast each worker is compared with the others, from measured cascades. Pure; the planner gives a slow one less.
 
-Only cascades on one worker tell: inside a bag everybody takes the time of the slowest.
+Only cascades on one worker tell: inside a bag everybody takes the time of the slowest. Workers are compared on the same
+work alone, seconds = work / speed: what a plan expected of a shape is no measure, as it may be wrong for a shape that
+always the same worker gets.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from actors.messages import Span, StepReport
 from actors.planning.observations import cannot_be, work_of
 
-_MEMORY = 0.98  # weight of the past at each step
+_NEWEST = 50  # cascades of a shape that a worker is known by: later ones count with 1 / 50
 _NOTICEABLE = 0.3  # smaller deviations are noise (shared CPUs: 20 %) and change no plan
-_LEAST_SPANS = 40  # before a worker is judged
+_LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
+_ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
+
+Work = tuple[object, ...]  # what makes two cascades the same work
 
 
 @dataclass
 class Speeds:
-    """Running ratio of planned to measured seconds per worker."""
+    """Running means of the logarithm of seconds, by worker and work."""
 
-    _ratio: dict[str, float] = field(default_factory=dict)
-    _spans: dict[str, int] = field(default_factory=dict)
+    _known: dict[tuple[str, Work], tuple[float, int]] = field(default_factory=dict)  # mean, count
     _told: dict[str, float] = field(default_factory=dict)
 
     def observe(self, reports: Iterable[StepReport], planned_with: Mapping[str, float]) -> None:
         """Take in a finished step; `planned_with` are the factors its plan already counted on."""
         for report in reports:
-            alone = [
-                s
-                for s in report.spans
-                if s.degree == 1 and s.module != "finish" and _planned(s) > 0 and not s.first_here and not cannot_be(s)
-            ]
-            measured = sum(work_of(s) for s in alone)
-            if measured <= 0:
-                continue
-            ratio = sum(_planned(s) for s in alone) * planned_with.get(report.worker, 1.0) / measured
-            before = self._ratio.get(report.worker, ratio)
-            self._ratio[report.worker] = _MEMORY * before + (1 - _MEMORY) * ratio
-            self._spans[report.worker] = self._spans.get(report.worker, 0) + len(alone)
+            for span in report.spans:
+                if span.degree > 1 or span.module == "finish" or span.first_here or cannot_be(span):
+                    continue
+                work, seconds = _work(span), work_of(span)
+                if len(span.pieces) > 1:  # packs are hardly ever the same: as a share of what was expected of them
+                    expected = (span.planned_end_s - span.planned_start_s) * planned_with.get(report.worker, 1.0)
+                    if expected <= 0:
+                        continue
+                    seconds /= expected
+                mean, count = self._known.get((report.worker, work), (0.0, 0))
+                count = min(count + 1, _NEWEST)
+                self._known[report.worker, work] = mean + (math.log(seconds) - mean) / count, count
 
     def factors(self, workers: Sequence[str]) -> tuple[float, ...]:
         """Speed of each worker beside the median one, 1 for normal and for who is not known yet; empty when all are."""
-        known = {w: self._ratio[w] for w in workers if self._spans.get(w, 0) >= _LEAST_SPANS}
+        known = self._fitted(workers)
         if len(known) < max(2, len(workers) / 2):
             return ()
         middle = statistics.median(known.values())
-        for worker, ratio in known.items():
-            speed = max(ratio / middle, 0.1)
+        for worker, speed in known.items():
+            found = max(math.exp(speed - middle), 0.1)
             told = self._told.get(worker, 1.0)
-            if abs(speed - 1) < _NOTICEABLE:
+            if abs(found - 1) < _NOTICEABLE:
                 self._told[worker] = 1.0
-            elif abs(speed - told) > _STAYS:
-                self._told[worker] = round(speed, 2)
+            elif abs(found - told) > _STAYS:
+                self._told[worker] = round(found, 2)
         factors = tuple(self._told.get(worker, 1.0) for worker in workers)
         return factors if any(speed != 1.0 for speed in factors) else ()
 
+    def _fitted(self, workers: Sequence[str]) -> dict[str, float]:
+        """Logarithm of the speed of every worker that has run enough of what others ran, too: least squares of
+        log seconds = log work - log speed, by turns for work and workers."""
+        number = {worker: n for n, worker in enumerate(workers)}
+        rows = [(number[w], work, mean, count) for (w, work), (mean, count) in self._known.items() if w in number]
+        shared: dict[Work, int] = {}
+        for _, work, _, _ in rows:
+            shared[work] = shared.get(work, 0) + 1
+        rows = [row for row in rows if shared[row[1]] > 1]
+        if not rows:
+            return {}
+        works = {work: n for n, work in enumerate(dict.fromkeys(row[1] for row in rows))}
+        who, what = np.array([row[0] for row in rows]), np.array([works[row[1]] for row in rows])
+        mean, count = np.array([row[2] for row in rows]), np.array([float(row[3]) for row in rows])
+        of_worker = np.bincount(who, count, len(workers))
+        of_work = np.bincount(what, count, len(works))
+        speed = np.zeros(len(workers))
+        for _ in range(_ROUNDS):
+            size = np.bincount(what, count * (mean + speed[who]), len(works)) / of_work
+            speed = np.bincount(who, count * (size[what] - mean), len(workers)) / np.maximum(of_worker, 1.0)
+        return {worker: float(speed[n]) for worker, n in number.items() if of_worker[n] >= _LEAST_SPANS}
 
-def _planned(span: Span) -> float:
-    return span.planned_end_s - span.planned_start_s
+
+def _work(span: Span) -> Work:
+    """Equal for cascades that cost the same; of packs the shapes."""
+    if len(span.pieces) > 1:
+        return (span.module, "packed", *sorted({piece.bucket for piece in span.pieces}))
+    return (span.module, *((piece.bucket, piece.batch) for piece in span.pieces))

@@ -1,20 +1,42 @@
 """What a committed step writes: its line of metrics and its bars of the timeline, from the reports of its workers.
 
-idle_ratio  1 - busy / (workers * step time), busy: inside a cascade     Arachne sec. 2; the gradient sum is idle
-Of a packed cascade (several items in one) every number is the sum over its pieces.
+Of a packed cascade (several items in one) every number is the sum over its pieces; S are text and video tokens, as
+plans count them.
 
-cv_step     (len_max - len_min) / len_max of tokens per worker         AdaptiveLoad sec. 4.1
-cv_compute  standard deviation / mean of B S^2 per worker              AdaptiveLoad sec. 4.1
-wir         largest / smallest DiT seconds per worker                  KnapFormer sec. 4 (workload imbalance ratio)
+idle_ratio    1 - busy / (workers * step time), busy: inside a cascade    Arachne sec. 2; the gradient sum is idle
+cv_step       (len_max - len_min) / len_max of tokens per worker        AdaptiveLoad sec. 4.1
+cv_compute    standard deviation / mean of B S^2 per worker             AdaptiveLoad sec. 4.1, 4.3.2
+wir           largest / smallest DiT seconds per worker                 KnapFormer sec. 4 (workload imbalance ratio)
+tflops        computed FLOPs of a worker's DiT cascades / step time     Arachne Fig. 10; with recomputation
+cv_tflops     their standard deviation / mean over the workers          Arachne Fig. 10, 11
+mfu           model FLOPs / (step time * sum of peaks)                  PaLM, appendix B; without recomputation
+fbl_s         first DiT cascade's start to the last one's end           KnapFormer sec. 4.2 (forward-backward latency)
+hfu           computed FLOPs / (fbl_s * sum of peaks)                   KnapFormer sec. 4.2: F + 2F + F recomputed
+wait_sync_s   waiting for a bag, and for the last at the gradient sum   AdaptiveLoad sec. 3.2, mean of the workers
+exposed_s     waiting for results of collectives after all have come    ScaleFusion sec. 4.3; of idle fetches, too
+corr_tokens   Pearson's r of step time and tokens, last 200 steps       AdaptiveLoad sec. 3.2: 0.35 there
+corr_load     the same of step time and sum of B S^p, for the best p    AdaptiveLoad sec. 3.2: 0.92 there
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from actors.messages import Piece, Span, StepReport
+from actors.plan.costs.flops import DiTWork
+from actors.plan.measures import (
+    EXPONENTS,
+    correlation,
+    cv_step,
+    flops_utilization,
+    variation,
+    wait_sync,
+    workload_imbalance,
+)
 from actors.plan.types import StepPlan
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import PieceRecord, SpanRecord
@@ -37,6 +59,41 @@ class StepFacts:
     num_tokens: int
     dispatch_s: float  # the controller's time to submit the step's calls
     num_calls: int
+    text_tokens: Mapping[str, int] = field(default_factory=dict)  # by item: mean of a sample
+
+
+class LoadHistory:
+    """Seconds of the last steps beside their tokens and their loads B S^p: does time follow the one or the other?"""
+
+    def __init__(self, steps: int = 200) -> None:
+        self._steps: deque[tuple[float, float, tuple[float, ...]]] = deque(maxlen=steps)
+
+    def add(self, seconds: float, samples: Iterable[tuple[int, int]]) -> None:
+        """A step of these (samples, tokens of one)."""
+        counted = list(samples)
+        tokens = float(sum(count * length for count, length in counted))
+        loads = tuple(sum(count * float(length) ** p for count, length in counted) for p in EXPONENTS)
+        self._steps.append((seconds, tokens, loads))
+
+    def clear(self) -> None:
+        """Other workers run the next steps."""
+        self._steps.clear()
+
+    @property
+    def with_tokens(self) -> float | None:
+        """Correlation of step time with tokens."""
+        return correlation([tokens for _, tokens, _ in self._steps], [seconds for seconds, _, _ in self._steps])
+
+    @property
+    def with_load(self) -> tuple[float, float] | None:
+        """(correlation of step time with B S^p, p): p by grid search, as AdaptiveLoad fits it (sec. 3.2)."""
+        seconds = [seconds for seconds, _, _ in self._steps]
+        found = [
+            (r, p)
+            for n, p in enumerate(EXPONENTS)
+            if (r := correlation([loads[n] for _, _, loads in self._steps], seconds)) is not None
+        ]
+        return max(found, default=None)
 
 
 @dataclass(kw_only=True)
@@ -45,12 +102,15 @@ class StepAccount:
 
     geometry: Geometry
     node_of: Callable[[str], str]  # of a worker, as people read it
+    work: DiTWork | None = None  # of the run's transformer
+    _history: LoadHistory = field(default_factory=LoadHistory)
     _last_ended_at: float = 0.0  # unix seconds: when the step before the next one ended, or the generation began
     _data_wait_s: float = 0.0  # since the last committed step
 
     def begin(self, at: float) -> None:
         """The run or a generation begins (unix seconds): its first step is counted from here."""
         self._last_ended_at = at
+        self._history.clear()
 
     def waited_for_data(self, seconds: float) -> None:
         """The workers had nothing to do meanwhile; the next committed step says so."""
@@ -65,7 +125,7 @@ class StepAccount:
         timeline = [
             record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin)
         ]
-        return step_metrics(facts, done.reports, self.geometry), timeline
+        return step_metrics(facts, done.reports, self.geometry, self.work, self._history), timeline
 
     def _facts(self, done: CollectedStep, started: float) -> StepFacts:
         running, samples = done.running, done.running.data.samples
@@ -81,22 +141,35 @@ class StepAccount:
             dispatch_s=running.dispatch_s,
             num_calls=running.num_calls,
             num_tokens=sum(len(s) * self.geometry.tokens(*samples.buckets[i]) for i, s in samples.samples.items()),
+            text_tokens={item.id: item.text_tokens for item in running.data.items.items},
         )
 
 
-def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geometry) -> StepMetrics:
-    """One line of metrics.jsonl."""
+def step_metrics(
+    facts: StepFacts,
+    reports: Sequence[StepReport],
+    geometry: Geometry,
+    work: DiTWork | None = None,
+    history: LoadHistory | None = None,
+) -> StepMetrics:
+    """One line of metrics.jsonl. FLOPs are told where `work` counts them, correlations with a `history`, which learns
+    of this step."""
     first = reports[0]
     spans = {r.worker: r.spans for r in reports}
-    busy = [
-        sum(s.end - s.start for s in of)
-        for of in ([s for s in spans_ if s.module != "finish"] for spans_ in spans.values())
-    ]
-    tokens = [_tokens(of, geometry) for of in spans.values()]
-    compute = [_pressure(of, geometry) for of in spans.values()]
-    dit = [sum(s.end - s.start for s in of if s.module == "dit") for of in spans.values()]
+    cascades = [[s for s in of if s.module != "finish"] for of in spans.values()]
+    loads = [worker_load(of, facts.text_tokens, geometry) for of in cascades]
     step_s = max(facts.step_s, 1e-9)
     finish = [s for of in spans.values() for s in of if s.module == "finish"]
+    tokens = sum(count * length for of in loads for count, length in of)
+    dits = [s for of in cascades for s in of if s.module == "dit"]
+    fbl_s = max((s.end for s in dits), default=0.0) - min((s.start for s in dits), default=0.0)
+    computed = [sum(count * work.computed_tflop(1, length) for count, length in of) if work else 0.0 for of in loads]
+    trained = sum(count * work.model_tflop(1, length) for of in loads for count, length in of) if work else 0.0
+    peaks = [r.peak_tflops for r in reports] if work else []
+    waits = dict(zip(spans, wait_of(cascades, finish), strict=True))
+    if history is not None and dits:
+        history.add(facts.step_s, _samples_of(dits, facts.text_tokens, geometry))
+    with_load = history.with_load if history is not None else None
     return StepMetrics(
         step=facts.step,
         time=facts.finished_at,
@@ -107,10 +180,12 @@ def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geom
         generation=facts.generation,
         step_s=round(facts.step_s, 6),
         data_wait_s=round(facts.data_wait_s, 6),
-        idle_ratio=round(max(0.0, 1 - sum(busy) / (len(reports) * step_s)), 4),
-        cv_step=round((max(tokens) - min(tokens)) / max(tokens), 4) if max(tokens) else 0.0,
-        cv_compute=round(statistics.pstdev(compute) / statistics.fmean(compute), 4) if any(compute) else 0.0,
-        wir=round(max(dit) / min(dit), 4) if min(dit) > 0 else None,
+        idle_ratio=round(
+            max(0.0, 1 - sum(s.end - s.start for of in cascades for s in of) / (len(reports) * step_s)), 4
+        ),
+        cv_step=round(cv_step([sum(n * length for n, length in of) for of in loads]), 4),
+        cv_compute=round(variation([sum(n * length**2 for n, length in of) for of in loads]), 4),
+        wir=_rounded(workload_imbalance([sum(s.end - s.start for s in of if s.module == "dit") for of in cascades])),
         tokens_per_s=round(facts.num_tokens / step_s, 1),
         videos_per_s=round(facts.num_samples / step_s, 3),
         predicted_s=round(facts.plan.makespan_s, 6),
@@ -127,7 +202,62 @@ def step_metrics(facts: StepFacts, reports: Sequence[StepReport], geometry: Geom
         good_weight=round(first.weight, 6),
         loss_by_bucket=loss_by_bucket(reports),
         room_gib=min((round(r.room_gib, 6) for r in reports if r.room_gib is not None), default=None),
+        tokens=round(tokens),
+        tokens_per_s_with_text=round(tokens / step_s, 1),
+        fbl_s=round(fbl_s, 6),
+        mfu=_rounded(flops_utilization(trained, step_s, peaks)),
+        hfu=_rounded(flops_utilization(sum(computed), fbl_s, peaks)),
+        tflops=round(statistics.fmean(computed) / step_s, 6) if work else math.nan,
+        cv_tflops=round(variation(computed), 4) if work else math.nan,
+        wait_sync_s=round(statistics.fmean(waits.values()), 6),
+        exposed_s=round(statistics.fmean(exposed_of(spans.values(), waits.values())), 6),
+        corr_tokens=_rounded(history.with_tokens) if history is not None else None,
+        corr_load=round(with_load[0], 4) if with_load is not None else None,
+        load_exponent=with_load[1] if with_load is not None else None,
+        tflops_by_worker={w: round(done / step_s, 6) for w, done in zip(spans, computed, strict=True)} if work else {},
+        wait_sync_by_worker={worker: round(seconds, 6) for worker, seconds in waits.items()},
     )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def worker_load(spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry) -> list[tuple[float, int]]:
+    """(samples, tokens of one) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
+    return [
+        (piece.batch / span.degree, _length(piece, text_tokens, geometry))
+        for span in spans
+        if span.module == "dit"
+        for piece in span.pieces
+    ]
+
+
+def wait_of(cascades: Sequence[Sequence[Span]], finish: Sequence[Span]) -> list[float]:
+    """`wait_sync` of every worker of a step, which have one `finish` span each; without them only waits inside bags."""
+    waited = [sum(s.wait_s for s in of) for of in cascades]
+    return wait_sync(waited, [s.start for s in finish]) if len(finish) == len(cascades) else waited
+
+
+def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[float]:
+    """Communication of every worker that nothing was computed behind: collectives of its bags, fetches for which it was
+    idle, and the gradient sum less what was waited for the last worker there."""
+    found = []
+    for of, waited in zip(spans, waits, strict=True):
+        bags = sum(s.exposed_s + (s.fetch_s or 0.0) for s in of if s.module != "finish")
+        inside = sum(s.wait_s for s in of)
+        found.append(bags + max(0.0, sum(s.exposed_s for s in of if s.module == "finish") - (waited - inside)))
+    return found
+
+
+def _samples_of(dits: Sequence[Span], text_tokens: Mapping[str, int], geometry: Geometry) -> list[tuple[int, int]]:
+    """(samples, tokens of one) of a step; every worker of a bag tells of the same cascade."""
+    once = {span.cascade: span for span in dits}
+    return [(piece.batch, _length(piece, text_tokens, geometry)) for s in once.values() for piece in s.pieces]
+
+
+def _length(piece: Piece, text_tokens: Mapping[str, int], geometry: Geometry) -> int:
+    return geometry.tokens(*piece.bucket) + text_tokens.get(piece.item, 0)
 
 
 def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
@@ -181,6 +311,9 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             handoff_bytes=s.handoff_bytes,
             handoff_s=round(s.handoff_s, 6),
             need_gib=None if s.need_gib is None else round(s.need_gib, 6),
+            work_s=None if s.work_s is None else round(s.work_s, 6),
+            wait_s=round(s.wait_s, 6),
+            exposed_s=round(s.exposed_s, 6),
         )
         for s in report.spans
     ]
@@ -188,13 +321,3 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
 
 def _pieces(spans: Sequence[Span]) -> list[Piece]:
     return [piece for span in spans if span.module == "dit" for piece in span.pieces]
-
-
-def _tokens(spans: Sequence[Span], geometry: Geometry) -> float:
-    dit = [s for s in spans if s.module == "dit"]
-    return sum(p.batch * geometry.tokens(*p.bucket) / s.degree for s in dit for p in s.pieces)
-
-
-def _pressure(spans: Sequence[Span], geometry: Geometry) -> float:
-    dit = [s for s in spans if s.module == "dit"]
-    return sum(p.batch * geometry.tokens(*p.bucket) ** 2 / s.degree for s in dit for p in s.pieces)

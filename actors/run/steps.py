@@ -23,6 +23,7 @@ from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
 from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
+from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class StepRunner:
     last_step: int  # exclusive
     forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
     first_budget_s: float | None = None  # the same for the first plan of the generation
+    waits: StepWaits
     bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
@@ -97,10 +99,15 @@ class StepRunner:
             self._holdings,
             bags.left,
         )
+        patience = self.waits.of(step, assignment.cascades, [(call.rank, call.task) for call in calls])
+        calls = [replace(call, task=replace(call.task, patience=patience)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         export = self.exports(step)
-        finishes = [finish_of(rank, calls, self.generation, step, export) for rank in range(len(self.world))]
+        finishes = [
+            replace(finish_of(rank, calls, self.generation, step, export), patience=patience)
+            for rank in range(len(self.world))
+        ]
         running = RunningStep(
             step=step,
             generation=self.generation,
@@ -116,6 +123,7 @@ class StepRunner:
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
             planning_s=planning_s,
+            patience=patience,
         )
         self.running.append(running)
         self._remember_early(assignment, step)
@@ -136,6 +144,7 @@ class StepRunner:
             return None
         answers = [get(reference) for reference in running.finishes]
         self._check_weights([report for report, _ in answers])
+        self.waits.finished([report for report, _ in answers])
         self.running.pop(0)
         return CollectedStep(
             running=running,
@@ -316,6 +325,15 @@ def failure_of(call: Ref[object], exceeded: list[MemoryExceeded] | None = None) 
     except ray.exceptions.RayError as error:
         return _last_line(str(error))
     return ""
+
+
+def has_failed(call: Ref[object]) -> bool:
+    """Whether an ended call has raised, or its worker is gone."""
+    try:
+        get(call)
+    except ray.exceptions.RayError:
+        return True
+    return False
 
 
 def _last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the workers of an ended generation still hold of the run's state. This alone asks for it and keeps it."""
+"""What the workers of an ended generation still hold of the run's state: asked for and kept here alone."""
 
 from __future__ import annotations
 

@@ -7,18 +7,16 @@ over all workers is the exact gradient of the step (whatever the plan was).
 
 from __future__ import annotations
 
-import logging
 import math
-import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actors.messages import (
     CascadeTask,
@@ -26,69 +24,41 @@ from actors.messages import (
     MemoryExceeded,
     OutOfMemory,
     SampleId,
+    Shape,
     Span,
     StaleGeneration,
     StepSample,
     SumStart,
+    shapes_of,
 )
+from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
+from actors.worker.loading import Modules
 from actors.worker.meter import Meter, Unmetered, ran_out, release
 from actors.worker.stopwatch import stopwatch_of
-from ops.comm import Group, Groups
+from actors.worker.work_done import FinishedStep, WorkDone
+from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.flow import draw_sigma, is_first_frame_given, sequence_losses
-from ops.geometry import Geometry
-from ops.models.config import ModelConfig
+from ops.groups import Groups
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.noise import NoiseKey
-from ops.packing import Layout, patchify
+from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
-from ops.sync import StepIncomplete, StepResult, Sync
+from ops.sync import Sync
 from ops.train_pass import NoisyClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
-    from ops.models.image import ImageEncoder
-    from ops.models.text import TextEncoder
-    from ops.models.vae import VAE
-
-log = logging.getLogger(__name__)
 
 Phase = Callable[[str], None]
-Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
 def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
     """No cache is kept: the encode results go to their DiT cascades alone."""
-
-
-_MAX_DIMS = 6
-_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
-
-
-@dataclass(kw_only=True, slots=True)
-class Modules:
-    """What a worker hosts."""
-
-    config: ModelConfig
-    geometry: Geometry
-    dit: nn.Module
-    vae: VAE
-    text: TextEncoder
-    image: ImageEncoder | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedStep:
-    """Result of a step on this worker: the sum over all workers, and what this one did."""
-
-    result: StepResult
-    spans: tuple[Span, ...]
-    bad_samples: tuple[str, ...]
-    item_losses: tuple[tuple[str, float, float], ...]  # (item, share of the loss here, weight of its good samples)
 
 
 class Executor:
@@ -119,13 +89,7 @@ class Executor:
         self.world: tuple[int, ...] = ()
         self.broken: str | None = None
         self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
-        self._spans: list[Span] = []
-        self._losses: dict[int, Tensor] = {}
-        self._weights: dict[int, float] = {}
-        self._bad_weights: dict[int, float] = {}
-        self._ran: set[str] = set()  # cascades since the end of the last step
-        self._bad: list[str] = []
-        self._item_losses: dict[str, tuple[float, float]] = {}
+        self.work = WorkDone()
         self._seen: set[Shape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
 
@@ -151,13 +115,7 @@ class Executor:
         self.store.clear()
         if self.copies is not None:
             self.copies.clear()
-        self._spans.clear()
-        self._losses.clear()
-        self._weights.clear()
-        self._bad_weights.clear()
-        self._ran.clear()
-        self._bad.clear()
-        self._item_losses.clear()
+        self.work = WorkDone()
         self.generation = -1
 
     def admit(self, generation: int) -> None:
@@ -173,6 +131,10 @@ class Executor:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
 
+    def _wait_as(self, task: CascadeTask | FinishTask) -> None:
+        if self.groups is not None and task.patience is not None:
+            self.groups.allow(task.patience)
+
     def leave_bag(self, bag: tuple[int, ...]) -> None:
         """Close a bag whose collectives have all ended here; its other members do the same."""
         assert self.groups is not None, "form() comes before the first bag"
@@ -185,36 +147,16 @@ class Executor:
     # -- cascades ------------------------------------------------------------------------------------------------------
 
     def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
-        """Encode the captions of the task's samples. Over a bag, captions are dealt round robin and shared."""
-        with _Measure(self, task) as measure:
-            group = measure.meet()
-            mine = range(group.rank, len(task.samples), group.size)
-            measure.phase("encode")
-            with torch.no_grad():
-                rows = measure.in_parts(lambda part: self.modules.text.encode([captions[i] for i in part]), mine)
-            # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
-            found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
-            if group.size > 1:
-                measure.phase("handoff")
-                found = _share(found, len(task.samples), group, self.device)
-            return self._deliver(task, [EncodeResult(id=s.id, rows=found[i]) for i, s in enumerate(task.samples)])
+        """Encode the captions of the task's samples."""
+        with CascadeMeasure(self, task) as measure:
+            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device)
+            return self._deliver(task, [EncodeResult(id=s.id, rows=rows[i]) for i, s in enumerate(task.samples)])
 
     def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
-        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order). A bag deals out the tiles.
-
-        Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
-        """
-        with _Measure(self, task) as measure:
-            group, frame, patch = measure.meet(), self.frame, self.modules.geometry.patch
+        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
+        with CascadeMeasure(self, task) as measure:
             pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
-            latents = list(self._latents(pixels, group, measure))
-            if frame.channels:
-                still = list(self._latents(frame.still(pixels), group, measure))
-                latents = [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
-            rows = [patchify(latent.float(), patch) for latent in latents]
-            if frame.tail:
-                images = self._images(pixels[:, 0], group, measure)
-                rows = [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
+            rows = encode_clips(self.modules, self.frame, pixels, measure.meet(), measure, self.device)
             return self._deliver(
                 task, [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
             )
@@ -226,7 +168,7 @@ class Executor:
 
         `fetched` came through the object store, `fetch_s` after its producer's end, if that could be measured.
         """
-        with _Measure(self, task) as measure:
+        with CascadeMeasure(self, task) as measure:
             group, modules = measure.meet(), self.modules
             compute = self._compute_dtype()
             measure.phase("handoff")
@@ -267,9 +209,8 @@ class Executor:
                 conditions=self._conditions(inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
-            self._account(task, inputs.ok, done.loss, group)
             losses = sequence_losses(done.predicted, done.target, layout, done.weights)
-            self._account_items(task, inputs.ok, losses, group)
+            self.work.add_losses(task, inputs.ok, done.loss, losses, counts=group.rank == 0)
 
     def finish(self, task: FinishTask) -> FinishedStep:
         """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it.
@@ -277,13 +218,13 @@ class Executor:
         Raises StepIncomplete, before the sum, when a cascade that the task names has not run here.
         """
         self.admit(task.generation)
+        self._wait_as(task)
         started = time.time()
         marks: dict[str, float] = {}
         phase_of = _PhaseClock(marks, self.on_phase)
         try:
-            self._check_complete(task)
-            loss = float(self._losses.pop(task.step, torch.zeros(())))
-            weight, bad = self._weights.pop(task.step, 0.0), self._bad_weights.pop(task.step, 0.0)
+            self.work.check_complete(task)
+            loss, weight, bad = self.work.take_losses(task.step)
             result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of, bad_weight=bad)
             if self.groups is not None:
                 self.groups.check(f"finish of step {task.step}")
@@ -291,9 +232,10 @@ class Executor:
             self.broken = f"finish of step {task.step}: {error!r}"
             raise
         phase_of("done")
+        exposed_s = self.groups.clock.take() if self.groups is not None else 0.0
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
-        self._spans.append(
+        self.work.spans.append(
             Span(
                 name=f"finish s{task.step}",
                 module="finish",
@@ -303,27 +245,10 @@ class Executor:
                 end=time.time(),
                 degree=len(self.world),
                 phases=marks,
+                exposed_s=exposed_s,
             )
         )
-        done = FinishedStep(
-            result=result,
-            spans=tuple(self._spans),
-            bad_samples=tuple(self._bad),
-            item_losses=tuple((item, *values) for item, values in self._item_losses.items()),
-        )
-        self._spans, self._bad, self._item_losses, self._ran = [], [], {}, set()
-        return done
-
-    def _check_complete(self, task: FinishTask) -> None:
-        """Ray does not run a call whose argument is lost, and says so only to who asks for that call's result."""
-        if missing := [cascade for cascade in task.cascades if cascade not in self._ran]:
-            raise StepIncomplete(f"step {task.step} has not run {', '.join(missing)} here; it is computed again.")
-        ran = self._weights.get(task.step, 0.0) + self._bad_weights.get(task.step, 0.0)
-        if abs(ran - task.weight) > _WEIGHT_ERROR:
-            raise StepIncomplete(
-                f"step {task.step} has run samples of weight {ran:g} here, planned were {task.weight:g}; "
-                f"it is computed again."
-            )
+        return self.work.finished(result)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -331,46 +256,6 @@ class Executor:
     def widths(self) -> tuple[int, int]:
         """(P, E): width of a row of the VAE's results and of a text row."""
         return self.frame.width, self.modules.text.dim
-
-    def _latents(self, pixels: Tensor, group: Group, measure: _Measure) -> Tensor:
-        """[B, C, t, h, w] of [B, T, H, W, 3], on every rank of the bag."""
-        vae, (frames, height, width) = self.modules.vae, pixels.shape[1:4]
-        measure.phase("encode")
-        with torch.no_grad():
-            if group.size == 1:
-                parts = measure.in_parts(
-                    lambda part: [vae.encode(pixels[part.start : part.stop].to(self.device))], range(len(pixels))
-                )
-                return parts[0] if len(parts) == 1 else torch.cat(parts)
-            tiles = vae.plan_tiles(frames, height, width)
-            units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
-            found = {
-                u: vae.encode_tile(pixels[b : b + 1].to(self.device), tiles[t]).float()
-                for u, (b, t) in enumerate(units)
-                if u % group.size == group.rank
-            }
-            measure.phase("handoff")
-            found = _share(found, len(units), group, self.device)
-            shape = (frames, height, width)
-            per_clip = len(tiles)
-            return torch.cat(
-                [
-                    vae.blend([(tiles[t], found[b * per_clip + t]) for t in range(per_clip)], shape)
-                    for b in range(pixels.shape[0])
-                ]
-            )
-
-    def _images(self, pictures: Tensor, group: Group, measure: _Measure) -> list[Tensor]:
-        """[tokens, dim] of each picture of [B, H, W, 3]; a bag deals them round robin."""
-        encoder = self.modules.image
-        assert encoder is not None
-        measure.phase("encode")
-        mine = range(group.rank, len(pictures), group.size)
-        found = dict(zip(mine, encoder.encode(pictures[list(mine)]), strict=True)) if len(mine) else {}
-        if group.size > 1:
-            measure.phase("handoff")
-            found = _share(found, len(pictures), group, self.device)
-        return [found[i] for i in range(len(pictures))]
 
     def _clean_frames(self, sample: StepSample) -> int:
         """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
@@ -412,30 +297,6 @@ class Executor:
             self.copies.start((task.generation, task.cascade), published)
         return []
 
-    def _account(self, task: CascadeTask, ok: list[bool], loss: Tensor, group: Group) -> None:
-        if group.rank == 0:  # the bag's samples count once
-            for weights, wanted in ((self._weights, True), (self._bad_weights, False)):
-                weight = sum(s.weight for s, good in zip(task.samples, ok, strict=True) if good == wanted)
-                weights[task.step] = weights.get(task.step, 0.0) + weight
-            self._bad.extend(s.key for s, good in zip(task.samples, ok) if not good)
-        value = loss.double().cpu()
-        if not torch.isfinite(value):
-            log.warning(
-                "step %d: loss of %s is %s; samples %s",
-                task.step,
-                task.name,
-                value.item(),
-                ", ".join(s.key for s in task.samples),
-            )
-            self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
-        self._losses[task.step] = self._losses.get(task.step, torch.zeros((), dtype=torch.float64)) + value
-
-    def _account_items(self, task: CascadeTask, ok: list[bool], losses: Tensor, group: Group) -> None:
-        for sample, good, loss in zip(task.samples, ok, losses.tolist(), strict=True):
-            before = self._item_losses.get(sample.item, (0.0, 0.0))
-            counted = sample.weight if good and group.rank == 0 else 0.0
-            self._item_losses[sample.item] = (before[0] + loss, before[1] + counted)
-
 
 class _PhaseClock:
     """Seconds between calls, booked on the phase that ended."""
@@ -451,7 +312,7 @@ class _PhaseClock:
         self._then(phase)
 
 
-class _Measure:
+class CascadeMeasure:
     """Times one cascade, refuses stale ones, and marks the executor broken when it fails."""
 
     def __init__(self, executor: Executor, task: CascadeTask) -> None:
@@ -462,8 +323,9 @@ class _Measure:
         self._exceeded_gib: float | None = None
         self._shapes = shapes_of(task)
 
-    def __enter__(self) -> _Measure:
+    def __enter__(self) -> CascadeMeasure:
         self._executor.admit(self._task.generation)
+        self._executor._wait_as(self._task)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
@@ -483,6 +345,8 @@ class _Measure:
         if group.size > 1:
             group.barrier(executor.device)
             self._met = executor._watch.mark()
+            if executor.device.type != "cuda":
+                group.clock.take()  # what was waited until here is `wait_s`
         return group
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
@@ -527,12 +391,16 @@ class _Measure:
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
+        wait_s = executor._watch.seconds(self._came, self._met)
+        exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
+        if executor.device.type == "cuda":
+            exposed_s = max(0.0, exposed_s - wait_s)
         first_here = not self._shapes <= executor._seen
         executor._seen |= self._shapes
         ended = time.time()
         if task.leave:
             executor.leave_bag(task.bag)
-        executor._spans.append(
+        executor.work.add_cascade(
             self._with_handoff(
                 Span(
                     name=task.name,
@@ -551,12 +419,12 @@ class _Measure:
                     exceeded_gib=self._exceeded_gib,
                     bag=task.bag,
                     work_s=executor._watch.seconds(self._met, worked),
-                    wait_s=executor._watch.seconds(self._came, self._met),
+                    wait_s=wait_s,
+                    exposed_s=exposed_s,
                     first_here=first_here,
                 )
             )
         )
-        executor._ran.add(task.cascade)
 
     def _with_handoff(self, span: Span) -> Span:
         """The span with what its inputs took to get here."""
@@ -582,36 +450,3 @@ class _Measure:
             peak_gib=peak_gib,
             room_gib=self._room_gib,
         )
-
-
-def shapes_of(task: CascadeTask) -> set[Shape]:
-    """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
-    of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
-    return {(task.module, p.bucket, p.batch if task.module == "vae" else 0, len(task.bag)) for p in task.pieces}
-
-
-def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:
-    """All ranks of a bag end with all units; unit u was made by rank u % size. Shapes travel first, then fp32 data."""
-    dims = torch.zeros(units, _MAX_DIMS, dtype=torch.int64, device=device)
-    for u, unit in found.items():
-        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device)
-    group.all_reduce(dims)
-    shapes = [tuple(n for n in row if n) for row in dims.tolist()]
-    sizes = [math.prod(shape) for shape in shapes]
-    owned = [range(r, units, group.size) for r in range(group.size)]
-    output_splits = [0 if r == group.rank else sum(sizes[u] for u in owned[r]) for r in range(group.size)]
-    flat = [found[u].to(device, torch.float32).reshape(-1) for u in owned[group.rank]]
-    mine = torch.cat(flat) if flat else torch.empty(0, device=device)
-    input_splits = [0 if r == group.rank else mine.numel() for r in range(group.size)]
-    received = torch.empty(sum(output_splits), device=device)
-    group.all_to_all(received, mine.repeat(group.size - 1), output_splits, input_splits)
-    result, offset = dict(found), 0
-    for u in (u for r in range(group.size) if r != group.rank for u in owned[r]):
-        result[u] = received[offset : offset + sizes[u]].reshape(shapes[u])
-        offset += sizes[u]
-    return result
-
-
-def peak_rss_gib() -> float:
-    """Largest resident set of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,4 @@
-"""What a worker says of itself while its task thread works, and how it hears that its generation has ended."""
+"""A worker's heartbeats, sent by a thread of their own: its progress, and the answer when its generation has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from actors.config import WorkersConfig
 from actors.messages import LOADING, Orders, Progress
 from actors.ray_calls import get
 from actors.refs import Method
-from ops.comm import CancelToken, Groups
+from ops.groups import Groups
+from ops.waiting import CancelToken, Patience
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Heartbeat:
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
         self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile
+        self._patience = Patience(limit_s=config.collective_timeout_s, why="workers.collective_timeout_s")
 
     @property
     def progress(self) -> Progress:
@@ -80,12 +82,24 @@ class Heartbeat:
         self._now = (replace(self.progress, generation=generation), CancelToken())
         return self.cancel
 
-    def activity(self, activity: str, phase: str, step: int, predicted_s: float) -> None:
-        """What the worker does from now on, and how long it should take."""
-        self._since = time.monotonic()  # first: the heartbeat thread must not see a new activity with an old time
+    def activity(
+        self, activity: str, phase: str, step: int, predicted_s: float, patience: Patience | None = None
+    ) -> None:
+        """What the worker does from now on, how long it should take, and when it counts as hung."""
+        # These first: the heartbeat thread must not see a new activity with an old time or limit.
+        self._since = time.monotonic()
+        self._patience = patience or Patience(
+            limit_s=self._config.collective_timeout_s, why="workers.collective_timeout_s"
+        )
         self._set(
             replace(
-                self.progress, activity=activity, phase=phase, step=step, since=time.time(), predicted_s=predicted_s
+                self.progress,
+                activity=activity,
+                phase=phase,
+                step=step,
+                since=time.time(),
+                predicted_s=predicted_s,
+                limit_s=self._patience.limit_s,
             )
         )
 
@@ -96,7 +110,9 @@ class Heartbeat:
     def idle(self) -> None:
         """The worker waits for a call."""
         self._since = time.monotonic()
-        self._set(replace(self.progress, activity="idle", phase="idle", since=time.time(), predicted_s=0.0))
+        self._set(
+            replace(self.progress, activity="idle", phase="idle", since=time.time(), predicted_s=0.0, limit_s=0.0)
+        )
 
     def beat(self) -> None:
         """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again."""
@@ -112,7 +128,7 @@ class Heartbeat:
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
         elif groups is not None and self._hangs(progress):
-            cancel.set(f"{progress.activity!r} has not ended within {self._config.collective_timeout_s:g} s")
+            cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())
 
@@ -129,8 +145,7 @@ class Heartbeat:
 
     def _hangs(self, progress: Progress) -> bool:
         waited = time.monotonic() - self._since
-        patience = max(self._config.collective_timeout_s, 2 * progress.predicted_s)
-        return self._waits_on_device and progress.activity != "idle" and waited > patience
+        return self._waits_on_device and progress.activity != "idle" and waited > self._patience.limit_s
 
 
 def _stacks() -> str:

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
+from actors.plan.devices import device_speed
 from actors.plan.places import chosen
-from actors.worker.executor import Modules
 from ops.attention.varlen import check_backend
+from ops.geometry import Geometry
 from ops.gradient_places import GradientMemory
+from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
+from ops.models.config import ModelConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState
 from ops.sync import Sync, initial_shard, trainable
+
+if TYPE_CHECKING:
+    from ops.models.image import ImageEncoder
+    from ops.models.text import TextEncoder
+    from ops.models.vae import VAE
+
+
+@dataclass(kw_only=True, slots=True)
+class Modules:
+    """What a worker hosts."""
+
+    config: ModelConfig
+    geometry: Geometry
+    dit: nn.Module
+    vae: VAE
+    text: TextEncoder
+    image: ImageEncoder | None = None
 
 
 class FirstWeights:
@@ -37,6 +59,14 @@ class FirstWeights:
         if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
             return initial_shard(named, lo, hi)
         return initial_shard(named, lo, hi, first_values(config, self._seed))
+
+
+def peak_tflops(device: torch.device, train: TrainConfig) -> float:
+    """Of a worker's device in the precision in which the DiT multiplies: from the table of devices, else measured."""
+    precision = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
+    if device.type == "cuda" and (known := device_speed(torch.cuda.get_device_name(device))) is not None:
+        return known.peak_tflops(precision)
+    return matmul_tflops(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)
 
 
 def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:

@@ -6,6 +6,7 @@ A cascade is bracketed by `start` and `stop`. Between two cascades `room_gib` sa
 from __future__ import annotations
 
 import gc
+import resource
 import traceback
 from typing import Protocol
 
@@ -146,3 +147,8 @@ def release(error: BaseException | None) -> None:
         error.__traceback__, error = None, error.__context__
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def peak_rss_gib() -> float:
+    """Largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

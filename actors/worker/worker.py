@@ -40,22 +40,25 @@ from actors.process import birth
 from actors.ray_calls import bar, get, node_address, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
-from actors.worker.executor import Executor, FinishedStep, nobody, peak_rss_gib
+from actors.worker.executor import Executor, nobody
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of
+from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
 from actors.worker.meeting import meet, own_shards
-from actors.worker.meter import meter_of, release
+from actors.worker.meter import meter_of, peak_rss_gib, release
+from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
-from ops.comm import Groups
+from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.shards import ShardState
 from ops.sync import trainable
+from ops.waiting import Patience
 
 log = logging.getLogger(__name__)
 
+_GATHER_BYTES_PER_S = 1e8  # of a network that is slow but works
 _LOOK_S = 0.25  # between looks whether an encode call has failed instead of leaving a result
 
 
@@ -78,6 +81,7 @@ class Worker:
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
+        self._peak_tflops = peak_tflops(self.device, settings.train)
         self.heartbeat.idle()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -105,7 +109,8 @@ class Worker:
         Returns a snapshot of it when nobody else holds that state in memory (a new run, or one from a checkpoint).
         """
         patience = self.settings.workers.state_timeout_s
-        self.heartbeat.activity(f"form g{task.generation}", "form", -1, patience)
+        name, fetching = f"form g{task.generation}", Patience(limit_s=patience, why="workers.state_timeout_s")
+        self.heartbeat.activity(name, "form", -1, patience, fetching)
         self._holds = None
         self.executor.leave()  # watched by the heartbeat: it may hang
         cancel = self.heartbeat.begin(task.generation)
@@ -129,7 +134,9 @@ class Worker:
             self._first.trained()
         shards = own_shards(task, self.executor.sync.layout[-1].hi, self._first_shard, cancel, patience)
         meet(store, task.generation, task.rank, task.world, cancel, patience)
-        self.heartbeat.activity(f"form g{task.generation}", "gather", -1, 0.0)
+        gathering = self._gathering()
+        self.heartbeat.activity(name, "gather", -1, 0.0, gathering)
+        groups.allow(gathering)
         self.heartbeat.groups = groups
         self.executor.form(task.generation, groups, world, shards)
         del shards
@@ -214,7 +221,7 @@ class Worker:
     def finish_step(self, task: FinishTask) -> tuple[StepReport, Snapshot | None]:
         """Gradient sum, update, snapshot."""
         name = f"finish s{task.step}"
-        self.heartbeat.activity(name, "reduce", task.step, 0.0)
+        self.heartbeat.activity(name, "reduce", task.step, 0.0, task.patience)
         self._holds = None
         self._first.trained()
         with bar(name):
@@ -267,6 +274,13 @@ class Worker:
             name=self.name,
         )
 
+    def _gathering(self) -> Patience:
+        """For the first collectives of a generation, in which all get all parameters."""
+        least, weights = self.settings.workers.collective_timeout_s, trainable(self.executor.modules.dit)
+        moved_s = sum(p.numel() * p.element_size() for _, p in weights) / _GATHER_BYTES_PER_S
+        why = f"workers.collective_timeout_s, and {moved_s:.0f} s for the parameters at 0.1 GB/s"
+        return Patience(limit_s=round(least + moved_s, 3), why=why)
+
     def _gpu_gib(self) -> float:
         """Of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
@@ -316,6 +330,7 @@ class Worker:
             bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
             item_losses=done.item_losses,
+            peak_tflops=self._peak_tflops,
         )
 
     def _done(self, task: CascadeTask, published: list[EncodeResult]) -> list[PublishedResult]:
@@ -332,7 +347,8 @@ class Worker:
     # -- progress ------------------------------------------------------------------------------------------------------
 
     def _activity_of(self, task: CascadeTask) -> None:
-        self.heartbeat.activity(task.name, task.module, task.step, task.planned_end_s - task.planned_start_s)
+        planned_s = task.planned_end_s - task.planned_start_s
+        self.heartbeat.activity(task.name, task.module, task.step, planned_s, task.patience)
 
     def _phase(self, phase: str) -> None:
         self.heartbeat.phase(phase)

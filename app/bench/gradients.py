@@ -32,9 +32,11 @@ import typer
 from torch import Tensor
 
 from app.bench.optimizer import FULL, Weights
-from ops.comm import CancelToken, Group, Groups
+from ops.comm import Group
 from ops.gradient_places import GradientMemory
+from ops.groups import Groups
 from ops.sync import FlatSync
+from ops.waiting import CancelToken
 
 WAYS: tuple[GradientMemory, ...] = ("own", "node")
 _PASSES = (3, 1, 0, 2)

@@ -28,7 +28,7 @@ import typer
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
 from actors.plan.places import Places, gpu_places
-from actors.plan.types import USABLE
+from actors.plan.types import USABLE, Module
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communicators_gib, forecast
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
@@ -193,9 +193,10 @@ def _planned(
 ) -> Figures:
     frames, height, width = shape
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
+    at: tuple[tuple[Module, int], ...] = (("dit", degree), ("vae", 1), ("text", 1))
     dit, vae, text = (
-        found.needs.gib(footprint(module, one, degree if module == "dit" else 1, geometry.tokens)) or 0.0
-        for module in ("dit", "vae", "text")
+        found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs.text_rows)) or 0.0
+        for module, bag in at
     )
     states = tuple(replace(found, places=way, per_node=PER_NODE).states(workers).total for way in WAYS)
     return Figures(states=states, dit=dit, vae=vae, text=text, communicators=other)
@@ -279,10 +280,10 @@ def _row(fields: dict[str, Any]) -> Headroom:
 
 
 def run(
-    models: Annotated[str, typer.Option(help="Of configs/models.")] = "wan2.1-1.3b,wan2.1-14b,hunyuan-13b",
-    workers: Annotated[str, typer.Option(help="GPUs.")] = "1,8,16,64",
-    clips: Annotated[str, typer.Option(help="Sizes of the one clip of a cascade.")] = ",".join(CLIPS),
-    memory_gib: Annotated[float, typer.Option(help="GiB of a GPU.")] = 79.2,
+    models: Annotated[str, typer.Option(help="Names in configs/models.")] = "wan2.1-1.3b,wan2.1-14b,hunyuan-13b",
+    workers: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,8,16,64",
+    clips: Annotated[str, typer.Option(help="Sizes of clip, one per cascade.")] = ",".join(CLIPS),
+    memory_gib: Annotated[float, typer.Option(help="Memory of a GPU in GiB.")] = 79.2,
     text: Annotated[str, typer.Option(help="Where text encoders lie: device or host.")] = "host",
     keep: Annotated[Path | None, typer.Option(help="A file of what has been computed, to go on from.")] = None,
     out: Annotated[Path | None, typer.Option(help="A Markdown file for the table, besides the terminal.")] = None,

@@ -30,9 +30,12 @@ from app.settings.config import RunConfig
 
 if TYPE_CHECKING:
     from ray._private.node import Node
+    from ray.cluster_utils import Cluster
 
     from actors.outcome import Outcome
     from actors.worker.worker import Worker
+
+log = logging.getLogger(__name__)
 
 TINY: Mapping[str, Mapping[str, object]] = {
     "model": {
@@ -60,9 +63,6 @@ class Lab:
     """Owns the cluster of this process; `close` ends everything it started."""
 
     def __init__(self, folder: Path, clips: int = 60) -> None:
-        import ray
-        from ray.cluster_utils import Cluster
-
         from data.tools.synthetic import SynthConfig, synthesize
 
         self.folder = folder
@@ -73,12 +73,7 @@ class Lab:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
-        # The head has room for decoding only: a worker takes two (logical) CPUs.
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20},
-        )
-        ray.init(address=self.cluster.address, namespace="heddle", log_to_driver=False, logging_level=logging.ERROR)
+        self.cluster = _cluster()
         self.nodes: list[Node] = []
         self.runs: list[LabRun] = []
 
@@ -330,6 +325,33 @@ class LabRun:
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
         return None
+
+
+def _cluster() -> Cluster:
+    """A Ray cluster of this machine, joined; tried again where one of its processes comes up too late."""
+    try:
+        return _started_cluster()
+    except Exception as error:  # Ray raises many kinds
+        log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
+        return _started_cluster()
+
+
+def _started_cluster() -> Cluster:
+    """A head that has room for decoding only: a worker takes two (logical) CPUs."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()  # what a start that failed has left
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20},
+    )
+    try:
+        ray.init(address=cluster.address, namespace="heddle", log_to_driver=False, logging_level=logging.ERROR)
+    except BaseException:
+        cluster.shutdown()
+        raise
+    return cluster
 
 
 def _merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:

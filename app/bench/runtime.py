@@ -19,7 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
 from actors.ray_calls import put
 from actors.step import Position, StepBatches, StepItems
-from actors.worker.executor import Executor, Modules, _Measure
+from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
+from actors.worker.loading import Modules
 from actors.worker.worker import Worker
 from app.bench import memory
 from app.bench.lab import Lab
@@ -61,10 +63,11 @@ class TimedExecutor(Executor):
         self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
     ) -> None:
         self._wait(task)
-        self._weights[task.step] = 1.0
+        if self.groups is not None and self.groups.rank == task.bag[0]:  # the bag's samples count once
+            self.work.add_weights(task.step, sum(sample.weight for sample in task.samples), 0.0)
 
     def _wait(self, task: CascadeTask) -> list[EncodeResult]:
-        with _Measure(self, task) as measure:
+        with CascadeMeasure(self, task) as measure:
             measure.meet()
             time.sleep(task.planned_end_s - task.planned_start_s)
             return self._deliver(task, [EncodeResult(id=s.id, rows=torch.zeros(1, 1)) for s in task.samples])
@@ -75,7 +78,8 @@ class TimedWorker(Worker):
 
     def _load(self) -> Executor:
         layer = torch.nn.Linear(64, 64)
-        modules = Modules(config=self.settings.model, geometry=None, dit=layer, vae=None, text=None)  # type: ignore[arg-type]
+        nothing: Any = SimpleNamespace()  # no encoder is asked for anything
+        modules = Modules(config=self.settings.model, geometry=nothing, dit=layer, vae=nothing, text=nothing)
         train = self.settings.train
         return TimedExecutor(modules, FlatSync(layer, train.optimizer, train.steps), train, self.device, self._phase)
 

@@ -27,12 +27,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from app.bench.timing import peak_bytes
-from ops.comm import CancelToken, Group, Groups, Pending
+from ops.comm import Group
+from ops.groups import Groups
 from ops.sequence_parallel import sequence_parallel_attention
 from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
 from ops.spatial_temporal.ulysses import frames_exchange
+from ops.waiting import CancelToken, Pending
 
 SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
 ULYSSES = "Ulysses"

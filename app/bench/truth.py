@@ -155,8 +155,8 @@ def run(
     steps: Annotated[int, typer.Option(help="Steps that the run learns from.")] = 200,
     unseen: Annotated[int, typer.Option(help="Steps after them, on which it is judged.")] = 20,
     budget: Annotated[float, typer.Option(help="Seconds of search per step.")] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of noise and of the items.")] = 0,
-    strategy: Annotated[str, typer.Option(help="Only this one.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of noise and items.")] = 0,
+    strategy: Annotated[str, typer.Option(help="Measure this strategy alone.")] = "",
 ) -> None:
     """A table of all strategies."""
     print("| strategy | error before | after, median and 90 % | step over that of the truth, before and after |")

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Plan
 from actors.planning.make_plan import make_plan
@@ -60,7 +59,7 @@ def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
     plan = make_plan(steps, profile, cluster, preview_options(config))
     check(plan, steps, profile, cluster)
     inputs = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config))
-    _print_plan(config, plan, profile, inputs.bound(plan), cluster.num_workers)
+    _print_plan(config, plan, inputs)
     if view is not None:
         print("\n".join(memory_lines(view, plan, inputs.items(plan), profile)))
 
@@ -108,15 +107,15 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(os.fspath(existing)).free
 
 
-def _print_plan(config: RunConfig, plan: Plan, profile: Profile, bound: float, workers: int) -> None:
-    balance = step_figures(plan, workers)
+def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
+    balance, workers = step_figures(plan, inputs), inputs.cluster.num_workers
     seconds = statistics.fmean(step.makespan_s for step in plan.steps)
     idle = statistics.fmean(figure.idle_ratio for figure in balance)
     print(
         f"plan      {plan.strategy} on {workers} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
-        f"per step (bound {bound:.3f} s), idle {100 * idle:.1f}%, planned in "
+        f"per step (bound {inputs.bound(plan):.3f} s), idle {100 * idle:.1f}%, planned in "
         f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )
     print(f"          {config.train.steps} steps take about {seconds * config.train.steps / 60:.1f} minutes")
-    if not profile.measured:
+    if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")

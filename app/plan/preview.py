@@ -195,7 +195,7 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
     """One line per strategy: means over the steps; peak memory and planning time are the largest."""
     rows = [HEAD]
     for plan in plans:
-        balance = step_figures(plan, problem.cluster.num_workers)
+        balance = step_figures(plan, problem)
         seconds = _mean([step.makespan_s for step in plan.steps])
         bound = problem.bound(plan)
         peak = peak_gib(plan, problem)
@@ -223,10 +223,17 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
     )
 
 
-def step_figures(plan: Plan, workers: int) -> list[StepFigures]:
+def step_figures(plan: Plan, problem: PlanInputs) -> list[StepFigures]:
     """Balance of each step of a plan."""
-    cascades = [cascade for step in plan.steps for cascade in step.cascades]
-    return [figures(cascades, window, workers) for window in windows(cascades, [step.step for step in plan.steps])]
+    items, workers = problem.items(plan), problem.cluster.num_workers
+
+    def tokens_of(step: int, name: str) -> int:
+        item = items[step, name]
+        return problem.profile.tokens(item.frames, item.height, item.width) + item.text_tokens
+
+    cascades, numbers = [cascade for step in plan.steps for cascade in step.cascades], [s.step for s in plan.steps]
+    spans = windows(cascades, numbers)
+    return [figures(cascades, span, workers, step, tokens_of) for span, step in zip(spans, numbers, strict=True)]
 
 
 def peak_gib(plan: Plan, problem: PlanInputs) -> float:

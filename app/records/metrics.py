@@ -35,11 +35,25 @@ TAGS = {
     "wir": "balance/wir",
     "cv_step": "balance/cv_step",
     "cv_compute": "balance/cv_compute",
+    "cv_tflops": "balance/cv_tflops",
+    "wait_sync_s": "balance/wait_sync_s",
+    "exposed_s": "perf/exposed_s",
+    "fbl_s": "perf/fbl_s",
+    "mfu": "perf/mfu",
+    "hfu": "perf/hfu",
+    "tflops": "perf/tflops_per_gpu",
+    "tokens_per_s_with_text": "perf/tokens_per_s_with_text",
+    "corr_tokens": "balance/corr_step_time_tokens",
+    "corr_load": "balance/corr_step_time_load",
+    "load_exponent": "balance/load_exponent",
     "predicted_s": "plan/predicted_s",
     "planning_s": "plan/planning_s",
     "workers": "elastic/workers",
     "generation": "elastic/generation",
 }
+
+
+PER_WORKER = "_by_worker"  # how the names of mappings from workers end; the others are of buckets
 
 
 class Metrics:
@@ -113,7 +127,7 @@ def scalars(record: StepMetrics) -> list[tuple[str, float]]:
         if name in ("step", "time"):
             continue
         if isinstance(value, Mapping):
-            group = f"train/{name}" if name.startswith("loss") else f"run/{name}"
+            group = f"workers/{name[: -len(PER_WORKER)]}" if name.endswith(PER_WORKER) else f"train/{name}"
             tagged += [(f"{group}/{key}", float(child)) for key, child in value.items() if _is_number(child)]
         elif _is_number(value):
             tagged.append((TAGS.get(name, f"run/{name}"), float(value)))

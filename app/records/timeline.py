@@ -34,6 +34,9 @@ DETAILS = (
     "handoff_bytes",
     "handoff_s",
     "need_gib",
+    "work_s",
+    "wait_s",
+    "exposed_s",
 )
 COLOURS = {
     "text": "rail_response",

@@ -1,13 +1,14 @@
-"""Where a run's curves can be seen besides its own files: TensorBoard, and Weights & Biases.
+"""Where a run's curves can be seen besides its own files: TensorBoard, Weights & Biases, and Ray's own metrics.
 
-`track: [tensorboard, wandb]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is left out for
-the rest of the run, with a warning, and never ends it.
+`track: [tensorboard, wandb, ray]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is left
+out for the rest of the run, with a warning, and never ends it.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,9 +101,59 @@ class WandbTracker:
         self._run.finish()
 
 
+class RayTracker:
+    """Gauges of Ray (`ray.util.metrics`), which its nodes export to Prometheus; docker/grafana/heddle.json shows them.
+
+    The tag perf/mfu is the gauge `heddle_perf_mfu`, which Prometheus sees as `ray_heddle_perf_mfu`, with the label
+    `run`. Curves of workers and of buckets have the label `of`: workers/tflops/w0 is `heddle_workers_tflops{of="w0"}`.
+    A worker that has left stands at 0. In a process without Ray there is nobody to tell.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
+        self._run = folder.name
+        self._gauges: dict[str, Any] = {}
+        self._labels: dict[str, set[str]] = {}  # of the step before, by gauge
+
+    def log(self, step: int, time: float, scalars: Scalars) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        labels: dict[str, set[str]] = {}
+        for tag, value in [*scalars, ("step", float(step))]:
+            if not math.isfinite(value):
+                continue
+            name, label = gauge_of(tag)
+            labels.setdefault(name, set()).add(label)
+            self._set(name, label, value)
+        for name, known in self._labels.items():
+            for gone in known - labels.get(name, known):
+                self._set(name, gone, 0.0)
+        self._labels = labels
+
+    def _set(self, name: str, label: str, value: float) -> None:
+        from ray.util.metrics import Gauge
+
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, description="Heddle: see README.md, Metrics", tag_keys=("run", "of"))
+        self._gauges[name].set(value, tags={"run": self._run, "of": label})
+
+    def forget(self, step: int) -> None:
+        """Gauges show the present alone."""
+
+    def close(self) -> None: ...
+
+
+def gauge_of(tag: str) -> tuple[str, str]:
+    """(name of the gauge, label `of`) of a tag: "workers/tflops/w0" -> ("heddle_workers_tflops", "w0")."""
+    parts = tag.split("/", 2)
+    return "heddle_" + "_".join(parts[:2]), parts[2] if len(parts) > 2 else ""
+
+
 TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
+    "ray": RayTracker,
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 
 from app.drawing.svg import EventMark, Series, line_chart
 from app.report.figures import Curve
 from app.report.totals import StepTotals
-from app.report.words import short
+from app.report.words import percent, short
 
 
 def loss_html(steps: StepTotals) -> str:
@@ -46,15 +47,52 @@ def balance_html(steps: StepTotals) -> str:
             height=180,
         ),
     ]
+    if utilization := _chart(steps, {"mfu": "c1", "hfu": "c2"}):
+        medians = f"medians {percent(steps.values['mfu'].median)} and {percent(steps.values['hfu'].median)}"
+        parts.append(f"<h3>MFU of the step, HFU of forward and backward (orange), {medians}</h3>{utilization}")
+    if waits := _chart(steps, {"wait_sync_s": "c1", "exposed_s": "c2"}):
+        parts.append(f"<h3>Seconds a worker waits for others, and for exposed communication (orange)</h3>{waits}")
     for title, name in [
         ("Idle share of all workers", "idle_ratio"),
         ("WIR: most over least DiT seconds", "wir"),
         ("CV of tokens per worker", "cv_step"),
         ("CV of compute per worker", "cv_compute"),
+        ("CV of TFLOP/s per worker", "cv_tflops"),
     ]:
         if chart := line_chart([_series(name, steps.curves[name], hover=True)], height=120, zero=True):
             parts.append(f"<h3>{escape(title)}, median {short(steps.values[name].median)}</h3>{chart}")
-    return "".join(parts)
+    return "".join(parts) + field_html(steps)
+
+
+def field_html(steps: StepTotals) -> str:
+    """Medians in the words of the papers, and what the step time follows; nothing of a version without."""
+    last = steps.last
+    assert last is not None
+    medians = {name: values.median for name, values in steps.values.items()}
+    rows = [
+        ("FBL, forward-backward latency", f"{short(medians['fbl_s'])} s"),
+        ("TPS, video tokens", short(medians["tokens_per_s"])),
+        ("TPS with text tokens", short(medians["tokens_per_s_with_text"])),
+        ("TFLOP/s of a worker, recomputation included", short(medians["tflops"])),
+        ("MFU, HFU", f"{percent(medians['mfu'])}, {percent(medians['hfu'])}"),
+        ("wait_sync of a worker", f"{short(medians['wait_sync_s'])} s"),
+        ("exposed communication of a worker", f"{short(medians['exposed_s'])} s"),
+    ]
+    if last.corr_tokens is not None:
+        rows.append(("correlation of step time with tokens", short(last.corr_tokens)))
+    if last.corr_load is not None and last.load_exponent is not None:
+        rows.append((f"with B S^p, best at p = {last.load_exponent:g}", short(last.corr_load)))
+    if all(value.startswith("-") for _, value in rows[2:]):
+        return ""
+    cells = "".join(f"<tr><td class='words'>{escape(name)}</td><td>{value}</td></tr>" for name, value in rows)
+    note = "<p class='soft'>Medians of the steps; correlations are of the last 200.</p>"
+    return f"<h3>In the words of the papers</h3><div class='wide'><table class='narrow'>{cells}</table></div>{note}"
+
+
+def _chart(steps: StepTotals, styles: Mapping[str, str]) -> str:
+    """Curves of the same unit over each other."""
+    series = [_series(name, steps.curves[name], css=css, hover=True) for name, css in styles.items()]
+    return line_chart(series, height=120, zero=True)
 
 
 def _series(name: str, curve: Curve, css: str = "c1", hover: bool = False) -> Series:

@@ -75,6 +75,7 @@ def _totals(steps: StepTotals, spans: SpanTotals) -> str:
         (short(steps.last_losses.median), "loss, last tenth"),
         (f"{short(medians['step_s'])} s", "per step, median"),
         (short(medians["tokens_per_s"]), "tokens per second"),
+        (percent(medians["mfu"]), "MFU, median"),
         (percent(medians["idle_ratio"]), "idle, median"),
         (short(medians["wir"]), "WIR, median"),
         (percent(spans.plan_error), "plan error per cascade"),

@@ -64,8 +64,11 @@ class Generations:
 class StepTotals:
     """All that a report says of metrics.jsonl. `count` lines are expected."""
 
-    CURVES = ("loss", "step_s", "predicted_s", "data_wait_s", "idle_ratio", "wir", "cv_step", "cv_compute")
-    MEDIANS = (*CURVES[1:], "tokens_per_s")
+    CURVES = (
+        *("loss", "step_s", "predicted_s", "data_wait_s", "idle_ratio", "wir", "cv_step", "cv_compute", "cv_tflops"),
+        *("mfu", "hfu", "wait_sync_s", "exposed_s"),
+    )
+    MEDIANS = (*CURVES[1:], "tokens_per_s", "tokens_per_s_with_text", "tflops", "fbl_s")
 
     def __init__(self, count: int) -> None:
         self._half, self._tail = count // 2, count - max(count // 10, 1)

@@ -160,7 +160,8 @@ class ClipWorker:
         """Be one rank of a bag of all workers; all call it at once."""
         import torch.distributed as dist
 
-        from ops.comm import CancelToken, Groups
+        from ops.groups import Groups
+        from ops.waiting import CancelToken
 
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         backend = "nccl" if self._model.device.type == "cuda" else "gloo"

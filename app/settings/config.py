@@ -52,7 +52,7 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
-    track: tuple[TrackerName, ...] = ("tensorboard",)  # where curves go besides metrics.jsonl
+    track: tuple[TrackerName, ...] = ("tensorboard", "ray")  # where curves go besides metrics.jsonl
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ops.ranges import SEED, above, between, check_numbers
 
-TrackerName = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard", "wandb", "ray"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

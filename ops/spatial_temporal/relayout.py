@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ops.comm import Group, Pending
+from ops.comm import Group
 from ops.kernels.base.autograd import Context, Gradients
 from ops.spatial_temporal.schedule import Grid, axis_of, length_of, returned_at_once, returned_later
+from ops.waiting import Pending
 
 
 @dataclass(slots=True)

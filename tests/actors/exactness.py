@@ -19,10 +19,12 @@ from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.step import StepSamples
-from actors.worker.executor import Executor, FinishedStep, Modules
-from ops.comm import CancelToken, Groups
+from actors.worker.executor import Executor
+from actors.worker.loading import Modules
+from actors.worker.work_done import FinishedStep
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
+from ops.groups import Groups
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
@@ -30,6 +32,7 @@ from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
 from ops.sync import FlatSync
+from ops.waiting import CancelToken
 
 MODEL = ModelConfig(
     dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
@@ -87,6 +90,7 @@ def make_hosts(
     config: ModelConfig = MODEL,
     nodes: Sequence[int] | None = None,
     gradients: GradientMemory | GradientsOf = "own",
+    executor: type[Executor] = Executor,
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. `nodes` are the nodes of each of them,
@@ -112,7 +116,7 @@ def make_hosts(
             image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state)
-        hosts.append(Host(Executor(modules, sync, train, torch.device("cpu"), **hooks)))
+        hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:

@@ -298,6 +298,7 @@ def test_deepspeed_takes_the_same_steps_and_survives_a_death(lab: Lab, undisturb
     assert_same_training(run, undisturbed)
 
 
+@pytest.mark.long
 def test_a_short_soak_ends_with_equal_parameters_and_the_undisturbed_losses(lab: Lab) -> None:
     result = soak(lab, steps=30, faults=5, seed=1)
     assert result.loss_difference <= FP32 and result.equal_parameters

@@ -1,4 +1,4 @@
-"""Any legal plan gives the gradient of one worker: design.md section 4."""
+"""Any legal plan gives the gradient of one worker."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from actors.config import TrainMemoryConfig
 from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
 from actors.run.communicators import Communicators
+from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from ops.peer_sum import PeerSum
@@ -47,8 +48,7 @@ def hosts_of(
     for host in _CACHE[key]:
         host.executor.sync.gradient().zero_()
         host.executor.sync.begin_step()
-        host.executor._losses.clear()
-        host.executor._weights.clear()
+        host.executor.work = WorkDone()
     return _CACHE[key]
 
 
@@ -71,7 +71,7 @@ def parts(hosts: list[Host]) -> torch.Tensor:
 
 
 def loss(hosts: list[Host]) -> float:
-    return sum(float(value) for host in hosts for value in host.executor._losses.values())
+    return sum(host.executor.work.loss(0) for host in hosts)
 
 
 def compare(

@@ -189,6 +189,7 @@ def test_no_step_is_committed_without_a_sample_whichever_argument_or_call_is_los
     assert storm.losses() == pytest.approx(calm.losses(), rel=BF16)
 
 
+@pytest.mark.long
 def test_results_that_come_from_the_cache_are_not_missed_in_silence_either(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

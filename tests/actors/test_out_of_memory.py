@@ -105,6 +105,7 @@ def test_random_cascades_run_out_of_memory_and_the_training_is_the_same(lab: Lab
         assert_avoided(run, event)
 
 
+@pytest.mark.long
 def test_plans_stay_below_the_limit_of_a_worker(lab: Lab) -> None:
     """Less than the largest cascade of a run without a limit took: others are planned, and the training is the same."""
     model = {"dit": {"num_heads": 6, "ffn_dim": 4096}}  # wide enough to need more than the other modules

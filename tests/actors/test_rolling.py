@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.config import WorkersConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
@@ -16,6 +17,7 @@ from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPla
 from actors.planning.make_plan import make_plan, rolling_cut
 from actors.run.dispatch import Holdings, calls_of
 from actors.run.steps import StepRunner
+from actors.run.waits import StepWaits
 from actors.step import Seat, StepAssignment, StepSamples
 from ops.geometry import Geometry
 from ops.models.config import TextConfig, VAEConfig
@@ -133,6 +135,7 @@ def test_what_is_encoded_steps_ahead_is_encoded_once_and_found(lookahead: int) -
         next_step=0,
         last_step=100,
         forming=[],
+        waits=StepWaits(config=WorkersConfig()),
     )
     for _ in range(12):
         running = runner.dispatch()

@@ -42,6 +42,7 @@ def formed(run: LabRun) -> list[GenerationFormed]:
     return [event for event in run.events if isinstance(event, GenerationFormed)]
 
 
+@pytest.mark.long
 def test_workers_join_leave_and_die_in_an_addition_and_the_training_is_that_of_one_worker(
     lab: Lab, undisturbed: list[float]
 ) -> None:

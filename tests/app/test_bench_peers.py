@@ -63,7 +63,7 @@ def backward(recipe: Recipe, micro: MicroBatch) -> float:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["ddp", "ddp + ulysses"])
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.long), "ddp + ulysses"])
 def test_a_loop_under_torchrun_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:
     path, samples, losses = prepared
     seen = train(PEERS[name], path, STEPS, 2, tmp_path / "run")
@@ -75,7 +75,7 @@ def test_a_loop_under_torchrun_trains_what_one_process_trains(name: str, prepare
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["ray + deepspeed", "heddle static"])
+@pytest.mark.parametrize("name", [pytest.param("ray + deepspeed", marks=pytest.mark.long), "heddle static"])
 def test_a_loop_on_ray_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:
     path, _, losses = prepared
     seen = train(PEERS[name], path, STEPS, 2, tmp_path / "run")

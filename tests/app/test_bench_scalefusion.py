@@ -32,9 +32,11 @@ from app.bench.scalefusion_ranks import (
     ThrottledGroup,
     predicted,
 )
-from ops.comm import CancelToken, Group, Groups
+from ops.comm import Group
+from ops.groups import Groups
 from ops.spatial_temporal.schedule import DSP, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate
+from ops.waiting import CancelToken
 
 torch.set_num_threads(1)
 SEED = threading.Lock()

@@ -11,17 +11,15 @@ import pytest
 from app.sampling import live as live_samples
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
+from tests.rays import local_ray
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=1, log_to_driver=False):
+        yield
 
 
 def samples(folder: Path, every: int) -> LiveSamples:

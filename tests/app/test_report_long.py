@@ -104,6 +104,7 @@ def _write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
+@pytest.mark.long
 def test_the_report_of_300_000_steps_holds_a_few_records_and_adds_up(long_run: RunDir) -> None:
     facts = read_facts(long_run)
     steps = facts.steps

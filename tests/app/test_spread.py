@@ -24,6 +24,7 @@ from app.sampling.model import load_model
 from app.sampling.spread import ClipJob, ClipRecord, ClipWork, ClipWorker, MadeClip, PromptQueue, check_together, spread
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
+from tests.rays import local_ray
 
 torch.set_num_threads(1)
 PROMPTS = [f"a disc number {index}" for index in range(5)]
@@ -104,13 +105,10 @@ def test_a_record_continues_its_own_job_only(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    import ray
-
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": path}}
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env=environment)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=3, log_to_driver=False, runtime_env=environment):
+        yield
 
 
 @pytest.fixture(scope="module")

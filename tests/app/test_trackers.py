@@ -1,14 +1,16 @@
 import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
 
-from app.records.metrics import Metrics
-from app.records.trackers import TRACKERS, Trackers, check_installed
+from app.records.metrics import Metrics, scalars
+from app.records.trackers import TRACKERS, Trackers, check_installed, gauge_of
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 from tests.app.test_metrics import line
 
+ROOT = Path(__file__).parents[2]
 RUN = "run: {name: tracked}\ndata: {sources: [{path: clips.tar}]}\n"
 
 
@@ -71,7 +73,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
 def test_trackers_are_named_in_the_run_file_and_may_change_on_resume() -> None:
     from app.run.resume import kind_of
 
-    assert RunConfig.from_yaml(RUN).track == ("tensorboard",)
+    assert RunConfig.from_yaml(RUN).track == ("tensorboard", "ray")
     assert RunConfig.from_yaml(RUN + "track: [tensorboard, wandb]\n").track == ("tensorboard", "wandb")
     assert RunConfig.from_yaml(RUN + "track: []\n").track == ()
     assert kind_of("track") == "free"
@@ -85,7 +87,7 @@ def test_an_unknown_tracker_is_refused_with_those_there_are() -> None:
 
 
 def test_every_tracker_that_a_run_file_may_name_is_there() -> None:
-    assert set(TRACKERS) == {"tensorboard", "wandb"}
+    assert set(TRACKERS) == {"tensorboard", "wandb", "ray"}
     RunConfig.from_yaml(RUN + f"track: [{', '.join(TRACKERS)}]\n")
 
 
@@ -117,3 +119,36 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
     assert runs and all((folder / "wandb.id").read_text() in run.name for run in runs)
     stored = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
     assert b"train/loss" in stored and b"report.html" in stored
+
+
+def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    import ray.util.metrics
+
+    told: dict[tuple[str, str, str], float] = {}
+
+    class FakeGauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            told[self.name, tags["run"], tags["of"]] = value
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util.metrics, "Gauge", FakeGauge)
+    tracker = TRACKERS["ray"](Path("runs/demo"), {})
+    for step, workers in ((0, {"w0": 1.5, "w1": 2.5}), (1, {"w0": 1.25})):
+        tracker.log(step, 0.0, scalars(line(step, loss=0.5, mfu=0.25, tflops_by_worker=workers)))
+    assert told["heddle_perf_mfu", "demo", ""] == 0.25 and told["heddle_train_loss", "demo", ""] == 0.5
+    assert told["heddle_workers_tflops", "demo", "w0"] == 1.25
+    assert told["heddle_workers_tflops", "demo", "w1"] == 0.0, "it has left"
+    assert told["heddle_step", "demo", ""] == 1.0
+
+
+def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
+    board = json.loads((ROOT / "docker/grafana/heddle.json").read_text())
+    values = dict.fromkeys(("mfu", "hfu", "corr_tokens", "corr_load"), 0.5) | {"loss": 1.0, "step_s": 1.0, "workers": 2}
+    values |= {"tflops_by_worker": {"w0": 1.0}, "wait_sync_by_worker": {"w0": 1.0}}  # type: ignore[dict-item]
+    gauges = {f"ray_{gauge_of(tag)[0]}" for tag, _ in scalars(line(0, **values))}
+    asked = {target["expr"].partition("{")[0] for panel in board["panels"] for target in panel["targets"]}
+    assert asked and asked <= gauges

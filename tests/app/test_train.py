@@ -225,11 +225,17 @@ def files(run: Path) -> dict[str, bytes]:
     return {name: (run / name).read_bytes() for name in ("config.yaml", "run_id")}
 
 
-def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole: list[dict]) -> None:
+def test_beside_a_live_run_nobody_starts_and_terminated_it_ends_resumable(folder: Path, whole: list[dict]) -> None:
     """SIGTERM to the whole process group, as supervisors send it: what runs is finished, a checkpoint is written
     although none was due."""
     process = running(folder, "two", 3, "--set", "train.steps=100000")  # it must not end by itself
     run = folder / "runs" / "two"
+    before = files(run)
+    for option in ("--resume", "--overwrite"):
+        second = train(folder, "--set", "run.name=two", option)
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert "two is alive (process" in second.stderr and "Traceback" not in second.stderr
+        assert files(run) == before and process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
@@ -243,20 +249,6 @@ def test_a_terminated_run_ends_resumable_with_its_last_step(folder: Path, whole:
     assert [line["step"] for line in lines] == list(range(reached + 4))
     same = min(len(lines), STEPS)
     assert [x["loss"] for x in lines[:same]] == pytest.approx([x["loss"] for x in whole[:same]], rel=SAME_RUN)
-
-
-def test_beside_a_live_run_nobody_else_starts(folder: Path) -> None:
-    process = running(folder, "alive", 3, "--set", "train.steps=100000")
-    run = folder / "runs" / "alive"
-    before = files(run)
-    for option in ("--resume", "--overwrite"):
-        second = train(folder, "--set", "run.name=alive", option)
-        assert second.returncode == 2, second.stdout + second.stderr
-        assert "alive is alive (process" in second.stderr and "Traceback" not in second.stderr
-        assert files(run) == before and process.poll() is None
-    os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 75, output
 
 
 def copied(folder: Path, name: str) -> Path:

@@ -20,6 +20,7 @@ from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
+from tests.rays import local_ray
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
@@ -32,26 +33,25 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, A
     from actors.pool.workers import start_monitor
 
     folder = tmp_path_factory.mktemp("live")
-    ray.init(address="local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
-    monitor = start_monitor(run_id(folder))
-    for name in ("w0", "w1"):
-        ray.get(
-            monitor.beat.remote(
-                Progress(
-                    worker=name,
-                    generation=3,
-                    step=7,
-                    activity="dit 17f 64x96 b4 sp1 s7",
-                    phase="backward",
-                    since=time.time(),
-                    predicted_s=1.0,
-                    collectives=4,
-                    waiting_in="",
+    with local_ray(num_cpus=1, namespace=NAMESPACE, log_to_driver=False):
+        monitor = start_monitor(run_id(folder))
+        for name in ("w0", "w1"):
+            ray.get(
+                monitor.beat.remote(
+                    Progress(
+                        worker=name,
+                        generation=3,
+                        step=7,
+                        activity="dit 17f 64x96 b4 sp1 s7",
+                        phase="backward",
+                        since=time.time(),
+                        predicted_s=1.0,
+                        collectives=4,
+                        waiting_in="",
+                    )
                 )
             )
-        )
-    yield folder, monitor
-    ray.shutdown()
+        yield folder, monitor
 
 
 def test_list_shows_what_every_worker_does(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:

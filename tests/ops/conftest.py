@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ops.comm import CancelToken, Group, Groups
+from ops.comm import Group
+from ops.groups import Groups
+from ops.waiting import CancelToken
 
 RunRanks = Callable[[int, Callable[[Group], Any]], list[Any]]
 

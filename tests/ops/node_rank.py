@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.bench.gpu.node_peers import NodePeers
-from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups
+from ops.comm import Group
+from ops.groups import Groups
 from ops.host_sum import HostSum
 from ops.node_gradients import NodeGradients
 from ops.node_memory import RangeLock
@@ -29,6 +30,7 @@ from ops.node_sum import NodeSum, SharedSum
 from ops.peer_sum import PeerSum
 from ops.shards import shard_bounds
 from ops.sync import slots
+from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.ops.peers import HostCopies
 
 SIZES = (1 << 18, 7, 1 << 19, 13)

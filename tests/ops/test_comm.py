@@ -21,7 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Cancelled, CancelToken, Group, GroupError, Groups
+from ops.comm import Group
+from ops.groups import Groups
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -135,7 +137,7 @@ def test_reduce_scatter_and_all_gather_of_unpadded_ranges(bounds: list[tuple[int
 
 def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the backend's own time-out; only who waits has a limit."""
-    monkeypatch.setattr("ops.comm._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.0)
     bounds = [(0, 5), (5, 5)]  # all of it belongs to rank 0
 
     def work(rank: int, groups: Groups) -> list[float]:
@@ -284,6 +286,25 @@ def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
     assert seen[0].name == "broadcast" and seen[0].sequence == 2 and seen[0].since > 0
 
 
+def test_a_limit_that_follows_the_plan_holds_for_the_next_wait_and_is_named() -> None:
+    def work(rank: int, groups: Groups) -> str:
+        groups.world_group().barrier()
+        if rank == 1:
+            time.sleep(1.0)
+            groups.world_group().barrier()
+            time.sleep(1.5)
+            return ""
+        groups.allow(Patience(limit_s=30.0, why="5 x 6 s of step 7"))
+        groups.world_group().barrier()  # longer than the limit at the beginning
+        groups.allow(Patience(limit_s=0.4, why="5 x 0.08 s of step 8"))
+        with pytest.raises(TimeoutError) as error:
+            groups.world_group().barrier()
+        return str(error.value)
+
+    text = run_ranks(2, work, timeout_s=0.5)[0]
+    assert "within 0.4 s (5 x 0.08 s of step 8). One of (0, 1) is stuck or dead" in text
+
+
 def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
     token = CancelToken()
     groups = Groups(dist.HashStore(), 0, (0, 1), "gloo", 3, 0.3, token, "127.0.0.1")
@@ -299,7 +320,8 @@ def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
 
 LEAVER = """
 import threading, time, torch, torch.distributed as dist
-from ops.comm import CancelToken, Groups
+from ops.groups import Groups
+from ops.waiting import CancelToken
 store, token = dist.HashStore(), CancelToken()
 both = [Groups(store, rank, (0, 1), "gloo", 0, 60.0, token, "127.0.0.1") for rank in (0, 1)]
 both[1].prepare([(0, 1)])
@@ -323,7 +345,8 @@ def test_a_process_with_a_pending_collective_ends_cleanly_and_at_once() -> None:
 SURVIVOR = """
 import json, sys, threading, time, torch, torch.distributed as dist
 from datetime import timedelta
-from ops.comm import CancelToken, Groups
+from ops.groups import Groups
+from ops.waiting import CancelToken
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
 def say(**fields): print(json.dumps({"rank": rank, **fields}), flush=True)
@@ -448,6 +471,24 @@ def test_a_bag_that_was_left_is_connected_anew_and_the_others_stay() -> None:
 
     found = run_ranks(3, work)
     assert found[0] == found[1] == [111.0, 11.0] * 3 + [333.0] and found[2] == [111.0] * 3 + [333.0]
+
+
+def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:
+    """Of waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
+
+    def work(rank: int, groups: Groups) -> list[int]:
+        counts = []
+        for members in ((0, 1, 2), (0, 1, 2), (0, 1) if rank < 2 else (2,)):
+            for _ in range(3):
+                groups.get(members).barrier()
+                counts.append(sum(bag.sequence for bag in groups.progress.values()))
+            groups.leave(members)
+            counts.append(sum(bag.sequence for bag in groups.progress.values()))
+        return counts
+
+    first, second, third = run_ranks(3, work)
+    assert first == second == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9]
+    assert third == [*first[:8], 6, 6, 6, 6]
 
 
 def test_who_leaves_a_bag_waits_for_its_members() -> None:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.comm import Cancelled, CancelToken, Group, Groups
+from ops.comm import Group
 from ops.gradient_sum import cut_buckets
+from ops.groups import Groups
 from ops.shards import Slot
 from ops.sync import FlatSync
+from ops.waiting import Cancelled, CancelToken
 from tests.ops.test_sync import FULL, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, flat_weights, on_threads, sample_loss
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops.comm import Groups
+from ops.groups import Groups
 from tests.nccl_rules import AgainstNccl, nccl_rules
 from tests.ops.test_comm import run_ranks
 
@@ -16,7 +16,7 @@ from tests.ops.test_comm import run_ranks
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a rank that has raised gives up soon."""
-    monkeypatch.setattr("ops.comm._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.2)
 
 
 FIRST, SECOND = (0, 1), (0, 1, 2)

@@ -20,12 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ops.comm import Cancelled, CancelToken, Group, Groups
+from ops.comm import Group
 from ops.gradient_places import gradients_in
+from ops.groups import Groups
 from ops.node_gradients import NodeGradients, routes
 from ops.node_memory import NodeMemory, RangeLock
 from ops.node_sum import SharedSum
 from ops.sync import slots
+from ops.waiting import Cancelled, CancelToken
 from tests.ops.node_rank import STEPS
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.comm import CancelToken, Group, Groups
+from ops.comm import Group
 from ops.flow import flow_loss
+from ops.groups import Groups
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
 from ops.packing import Layout, Sequence
 from ops.routing import assign, make_routing, parse_topology, plan, replicate, route, unroute, workload
+from ops.waiting import CancelToken
 
 torch.set_num_threads(1)
 WIDTH = 64

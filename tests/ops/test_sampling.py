@@ -11,13 +11,15 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch.distributed import HashStore
 
-from ops.comm import CancelToken, Group, Groups
+from ops.comm import Group
 from ops.config import TokenShift
 from ops.geometry import Geometry
+from ops.groups import Groups
 from ops.models.folders import dit_json
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.waiting import CancelToken
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
 DIT = WanConfig(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ops.comm import Group, Pending
+from ops.comm import Group
 from ops.sequence_parallel import sequence_parallel_attention
 from ops.spatial_temporal.layers import Layer, run_layers
 from ops.spatial_temporal.schedule import (
@@ -31,6 +31,7 @@ from ops.spatial_temporal.schedule import (
     length_of,
 )
 from ops.spatial_temporal.ulysses import frames_exchange
+from ops.waiting import Pending
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the largest entry

@@ -27,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.comm import CancelToken, Group, Groups
+from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
+from ops.groups import Groups
 from ops.optimizer import lr_at
 from ops.shards import ShardState, cut
 from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
+from ops.waiting import CancelToken
 from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)

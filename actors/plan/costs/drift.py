@@ -1,4 +1,4 @@
-"""How far what a run measures is off what its profile says, carried from the points that ran to those that did not."""
+"""How far measured costs are from the profile's: learnt from the points that ran, applied to those that did not."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from actors.plan.costs.fit import Fit
 from ops.models.base.config import DiTConfig
 
@@ -38,3 +40,42 @@ def flop_coefficients(
 
 def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:
     return Fit(source="FLOP model", form=form, coefficients=coefficients)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTWork:
+    """FLOPs of a transformer's cascades as KnapFormer counts them (sec. 3.1 Eq. 1: 24 S d^2 + 4 S^2 d per block and
+    forward), with the real width of the MLP. Encoders are not counted, nor are projections of cross-attention (2 % of
+    Wan2.1-1.3B, 7 % of 14B)."""
+
+    layers: int
+    dim: int
+    ffn_dim: int
+    recomputes: bool  # gradient checkpointing computes every forward once more
+    frozen: bool = False  # LoRA: of products with frozen weights the backward computes one side of two
+
+    @classmethod
+    def of(cls, dit: DiTConfig) -> DiTWork:
+        return cls(
+            layers=sum(dit.block_counts),
+            dim=dit.dim,
+            ffn_dim=dit.ffn_dim,
+            recomputes=dit.gradient_checkpointing,
+            frozen=dit.lora_rank > 0,
+        )
+
+    def model_tflop(self, samples: int, length: int) -> float:
+        """TFLOP of forward and backward of so many samples of `length` text and video tokens: three times the forward,
+        without what checkpointing computes again. This is what MFU counts (PaLM, appendix B)."""
+        linear, attention = self._forward(length)
+        return samples * ((2.0 if self.frozen else 3.0) * linear + 3.0 * attention) / 1e12
+
+    def computed_tflop(self, samples: int, length: int) -> float:
+        """The same with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2): what HFU counts."""
+        again = sum(self._forward(length)) if self.recomputes else 0.0
+        return self.model_tflop(samples, length) + samples * again / 1e12
+
+    def _forward(self, length: int) -> tuple[float, float]:
+        """FLOPs of one sample's products with weights, and of its attention."""
+        d = self.dim
+        return self.layers * length * (8.0 * d * d + 4.0 * d * self.ffn_dim), self.layers * 4.0 * length * length * d

@@ -1,15 +1,16 @@
 """What a cascade needs of a worker's memory beside the states: predicted, measured, and what was too much.
 
 A need is a line, GiB = fixed + slope x units, for cascades of one kind (`Footprint.kind`). The DiT's units are rows of
-a rank over all its samples (video and text, divided by the degree): its need is exactly linear in them. Those of a VAE
-are clips of one shape, those of a text encoder tokens. A line is predicted from the model, before anything has run, and
+a rank over all its samples: its need is exactly linear in them. Those of video are divided by the degree, those of text
+count as the part of a row that they take (`Needs.text_rows`). Units of a VAE are clips of one shape, those of a text
+encoder tokens. A line is predicted from the model, before anything has run, and
 replaced by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.plan.types import Module
@@ -46,12 +47,19 @@ class Footprint:
 
 
 def footprint(
-    module: Module, samples: Sequence[Samples], degree: int, tokens: Callable[[int, int, int], int]
+    module: Module,
+    samples: Sequence[Samples],
+    degree: int,
+    tokens: Callable[[int, int, int], int],
+    text_rows: Mapping[str, float] | None = None,
 ) -> Footprint:
-    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width)."""
+    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `text_rows` as
+    `Needs` has them."""
     if module == "dit":
-        rows = sum(s.count * (tokens(s.frames, s.height, s.width) + s.text_tokens) for s in samples)
-        return Footprint(module=module, kind=SOLO if degree == 1 else BAG, units=rows / degree)
+        kind = SOLO if degree == 1 else BAG
+        share = degree * text_rows[kind] if text_rows and kind in text_rows else 1.0
+        rows = sum(s.count * (tokens(s.frames, s.height, s.width) + share * s.text_tokens) for s in samples)
+        return Footprint(module=module, kind=kind, units=rows / degree)
     if module == "text":
         count = sum(s.count for s in samples)
         longest = max(s.text_tokens for s in samples)
@@ -99,6 +107,9 @@ class Needs:
     limits: dict[Kind, float] = field(default_factory=dict)  # units at which memory ran out
     tries: dict[tuple[Kind, float], int] = field(default_factory=dict)  # times it did, by kind and units
     missing: dict[tuple[Kind, float], float] = field(default_factory=dict)  # GiB that it lacked at least
+    # By SOLO and BAG: rows of video that take as much of a rank of the DiT as one row of text, which every rank of a
+    # bag holds. Where nothing was predicted, text counts as video does, and is divided like it.
+    text_rows: dict[str, float] = field(default_factory=dict)
     _learned: dict[Kind, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:
@@ -124,6 +135,10 @@ class Needs:
         need = self.gib(found)
         tried = self.tries.get((found.line, _rounded(found.units)), 0)
         return tried < TRIES and (need is None or need <= room_gib)
+
+    def text_share(self, degree: int) -> float:
+        """Rows of video, divided by the degree, that are no less than a row of text in bags up to this one."""
+        return max(1.0, self.text_rows.get(SOLO, 1.0), degree * self.text_rows.get(BAG, 1.0 / degree))
 
     def most_rows(self, room_gib: float) -> float:
         """DiT rows of a worker that fit, in a bag or alone."""

@@ -304,7 +304,7 @@ class Profile:
 
     def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
         """The size of a cascade of these samples, as `needs` knows it."""
-        return footprint(module, samples, degree, self.tokens)
+        return footprint(module, samples, degree, self.tokens, self.needs.text_rows)
 
     def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
         """Whether one sample may run at this degree although one ran out of memory there."""

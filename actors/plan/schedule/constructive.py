@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
-TARGETS_OF_PATH = (1.0, 1.2)  # target times, as multiples of the longest path
-TARGETS_OF_AREA = (0.5, 0.7, 1.0, 1.25, 1.6, 2.2)  # and of the jobs' area over all workers
+# Target times, as multiples of the longest path and of the jobs' area over all workers.
+TARGETS_OF_PATH = (1.0, 1.2)
+TARGETS_OF_AREA = (0.5, 0.7, 1.0, 1.25, 1.6, 2.2)
 ENCODE_SHARES = (0.12, 0.2, 0.3)  # of the area: seconds that an encode may take while nodes encode side by side
 
 Start = tuple[list[int], list[int]]  # order of jobs, degree of every job

@@ -1,10 +1,14 @@
-"""A Plan of timed cascades, with its figures: makespan, idle share, WIR, CV_step, compute CV; and bounds."""
+"""A Plan of timed cascades, with its figures: makespan, idle share, WIR, CV_step, compute CV; and bounds.
+
+CV_step and compute CV are AdaptiveLoad's (sec. 4.1): of tokens, and of B S^2, per worker, as metrics.jsonl has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from actors.plan.measures import cv_step, variation
 from actors.plan.schedule.problem import Problem
 from actors.plan.types import MODULES, Cascade, Module, Plan, StepPlan
 
@@ -15,9 +19,13 @@ class StepFigures:
 
     busy_s: tuple[float, ...]  # per worker, within the step's window
     wir: float  # largest over smallest busy time (KnapFormer); infinite when a worker has none
-    cv_step: float  # (max - min) / max of busy time (AdaptiveLoad)
-    cv_compute: float  # standard deviation over mean of busy time
+    cv_busy: float  # standard deviation over mean of busy time
+    cv_step: float  # (max - min) / max of tokens per worker; NaN where nobody counts them
+    cv_compute: float  # standard deviation over mean of B S^2 per worker
     idle_ratio: float
+
+
+TokensOf = Callable[[int, str], int]  # step and item -> text and video tokens of one of its samples
 
 
 def windows(cascades: Sequence[Cascade], steps: Sequence[int]) -> list[tuple[float, float]]:
@@ -33,8 +41,14 @@ def windows(cascades: Sequence[Cascade], steps: Sequence[int]) -> list[tuple[flo
     return result
 
 
-def figures(cascades: Sequence[Cascade], window: tuple[float, float], num_workers: int) -> StepFigures:
-    """Busy times of every worker inside a window, and their spread."""
+def figures(
+    cascades: Sequence[Cascade],
+    window: tuple[float, float],
+    num_workers: int,
+    step: int = 0,
+    tokens_of: TokensOf | None = None,
+) -> StepFigures:
+    """Busy times of every worker inside a window, and their spread; with `tokens_of` the balance of the step's load."""
     low, high = window
     busy = [0.0] * num_workers
     for cascade in cascades:
@@ -42,17 +56,30 @@ def figures(cascades: Sequence[Cascade], window: tuple[float, float], num_worker
         if share > 0:
             for worker in cascade.workers:
                 busy[worker] += share
-    mean = sum(busy) / num_workers
-    top, bottom = max(busy), min(busy)
-    spread = (sum((b - mean) ** 2 for b in busy) / num_workers) ** 0.5
+    top, bottom, mean = max(busy), min(busy), sum(busy) / num_workers
     length = high - low
+    balance = None if tokens_of is None else _balance(cascades, num_workers, step, tokens_of)
     return StepFigures(
         busy_s=tuple(busy),
         wir=top / bottom if bottom > 0 else (1.0 if top == 0 else float("inf")),
-        cv_step=(top - bottom) / top if top > 0 else 0.0,
-        cv_compute=spread / mean if mean > 0 else 0.0,
+        cv_busy=variation(busy),
+        cv_step=float("nan") if balance is None else balance[0],
+        cv_compute=float("nan") if balance is None else balance[1],
         idle_ratio=max(0.0, 1.0 - mean / length) if length > 0 else 0.0,
     )
+
+
+def _balance(cascades: Sequence[Cascade], workers: int, step: int, tokens_of: TokensOf) -> tuple[float, float]:
+    """(CV_step, compute CV) of a step's DiT cascades; a bag of k gives each of its workers 1 / k of every sample."""
+    tokens, pressure = [0.0] * workers, [0.0] * workers
+    for cascade in cascades:
+        if cascade.step == step and cascade.module == "dit":
+            for part in cascade.parts:
+                length = tokens_of(step, part.item)
+                for worker in cascade.workers:
+                    tokens[worker] += part.count * length / cascade.degree
+                    pressure[worker] += part.count * length**2 / cascade.degree
+    return cv_step(tokens), variation(pressure)
 
 
 def end_with_credit(problem: Problem, cascades: Sequence[Cascade], last: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,10 +25,10 @@ class Strategy(Protocol):
 
 def one_by_one(problem: Problem, plan_step: Callable[[int], list[Cascade]]) -> list[Cascade]:
     """Every step planned alone by `plan_step(number)`: steps run one after the other, nothing overlaps."""
-    return concatenated([plan_step(step) for step in problem.numbers])
+    return concatenated(plan_step(step) for step in problem.numbers)
 
 
-def concatenated(plans: Sequence[Sequence[Cascade]]) -> list[Cascade]:
+def concatenated(plans: Iterable[Sequence[Cascade]]) -> list[Cascade]:
     """Steps one after the other."""
     offset = 0.0
     result: list[Cascade] = []

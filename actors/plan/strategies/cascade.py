@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from actors.plan.schedule.constructive import allot, list_by_tail
 from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.figures import end_with_credit
 from actors.plan.schedule.problem import EncodeKey, Placement, PlannedJob, Problem, StepContext
 from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.strategies.knapsack import knapsack_step
 from actors.plan.strategies.search import native
-from actors.plan.strategies.search.step import PlannedStep, plan_step, rough_step
-from actors.plan.strategies.search.step_jobs import StepsAhead
+from actors.plan.strategies.search.step import PlannedStep, plan_step
+from actors.plan.strategies.search.step_jobs import StepsAhead, own_jobs
 from actors.plan.types import Cascade, PlanError
 
 WORTHS = ((1.05, 0.8), (1.4, 1.1))  # see StepsAhead.worths; a short horizon is planned with the first pair only
@@ -67,10 +68,18 @@ def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
                     later = StepsAhead(ahead, worth)
                     planned = plan_step(problem, past.context, step, later, seed + number, share)
                 else:
-                    planned = rough_step(problem, past.context, step)
+                    planned = _rough_step(problem, past.context, step)
                 trials.append(past.after(planned))
         beam = _best(problem, trials, width)
     return min(beam, key=lambda past: past.context.barrier_s).cascades(problem)
+
+
+def _rough_step(problem: Problem, context: StepContext, step: int) -> PlannedStep:
+    """Some legal plan of the step's own jobs, in a millisecond: a run plans the step again before it is executed."""
+    jobs = own_jobs(problem, context, step)
+    degrees = allot(problem, jobs, sum(job.area for job in jobs) / sum(problem.topology.speed))
+    schedule = list_by_tail(problem, jobs, degrees, context)
+    return PlannedStep(schedule, tuple(schedule.free))
 
 
 def _best(problem: Problem, trials: list[EarlierSteps], width: int) -> list[EarlierSteps]:

@@ -117,10 +117,11 @@ def _units(problem: Problem, step: int) -> list[Unit]:
 def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
     kinds = sorted(set(sizes))
     costs = np.full((len(units), len(kinds)), np.inf)
-    tokens = np.zeros(len(units))
+    tokens, share = np.zeros(len(units)), problem.profile.needs.text_share(max(sizes))
     for row, unit in enumerate(units):
         item = problem.items[unit.key]
-        tokens[row] = unit.count * (item.text_tokens + problem.profile.tokens(item.frames, item.height, item.width))
+        visual = problem.profile.tokens(item.frames, item.height, item.width)
+        tokens[row] = unit.count * (share * item.text_tokens + visual)
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
             if seconds is not None:

@@ -19,10 +19,11 @@ import torch.multiprocessing as multiprocessing
 
 from app.bench.gpu.measurement import Earlier, Figures, Place
 from app.bench.gpu.node_peers import NodePeers
-from ops.comm import CancelToken, Groups
 from ops.cuda_memory import CudaPeers
+from ops.groups import Groups
 from ops.peer_sum import PeerSum
 from ops.shards import STAGE, Slot, shard_bounds
+from ops.waiting import CancelToken
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

@@ -161,7 +161,7 @@ def fig8_right(quick: bool) -> Reproduction:
 
 def _spread(plan: Plan, workers: int) -> float:
     cascades = plan.steps[0].cascades
-    return figures(cascades, windows(cascades, [plan.steps[0].step])[0], workers).cv_compute
+    return figures(cascades, windows(cascades, [plan.steps[0].step])[0], workers).cv_busy
 
 
 def fig10(quick: bool) -> Reproduction:

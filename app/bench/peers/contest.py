@@ -65,8 +65,12 @@ def run(
     warm: Annotated[int, typer.Option(help="Steps before them.")] = 3,
     rounds: Annotated[int, typer.Option(help="How often every peer runs.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 2,
-    only: Annotated[list[str] | None, typer.Option("--peer", help=f"Besides {REFERENCE}. Repeatable; all.")] = None,
-    buckets: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}. Repeatable; all.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--peer", help=f"A peer to run besides {REFERENCE}; default: all. Repeatable.")
+    ] = None,
+    buckets: Annotated[
+        list[str] | None, typer.Option("--set", help=f"One of {', '.join(SETS)}; default: all. Repeatable.")
+    ] = None,
     config: Annotated[Path, typer.Option(help="Model, data and training of all peers.")] = CONFIG,
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:

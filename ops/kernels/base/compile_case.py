@@ -1,4 +1,4 @@
-"""What the ahead-of-time gate is told of a kernel."""
+"""What the ahead-of-time compile gate must know of a kernel."""
 
 from __future__ import annotations
 

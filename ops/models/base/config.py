@@ -1,4 +1,4 @@
-"""What every family of transformers is told. Each family adds its own settings: `ops/models/<family>/config.py`.
+"""Settings that every family of transformers has. Each family adds its own: `ops/models/<family>/config.py`.
 
 Imports neither torch nor Ray.
 """

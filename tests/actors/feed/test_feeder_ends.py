@@ -21,6 +21,7 @@ from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, So
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from tests.rays import local_ray
 
 pytestmark = [pytest.mark.cluster, pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -37,9 +38,8 @@ class KnownFeeder(Feeder):
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_memory=200 << 20):
+        yield
 
 
 def settings(tmp_path: Path) -> dict[str, Any]:

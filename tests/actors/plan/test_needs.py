@@ -13,8 +13,13 @@ from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan
+from actors.planning.memory import predict_dit
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.forecast import Precision, dit_need_gib
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
+from ops.packing import Sequence
 
 MIXED = [(1, 64, 64, 4), (17, 64, 96, 2), (33, 96, 96, 1), (17, 64, 64, 3), (33, 64, 96, 2)]
 DIT = WanConfig(num_layers=4, num_heads=12, head_dim=16)
@@ -76,6 +81,29 @@ def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers()
     ]
     assert footprint("dit", parts, 1, Geometry().tokens) == found(2 * (5 * 4 * 6 + 8) + 16 + 30)
     assert footprint("dit", parts, 4, Geometry().tokens) == found((2 * (5 * 4 * 6 + 8) + 16 + 30) / 4, "bag")
+
+
+@pytest.mark.parametrize(
+    ("dit", "degrees"),
+    [
+        (WanConfig(num_layers=1, num_heads=4, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24), (1, 2, 4)),
+        (HunyuanConfig(num_layers=1, num_single_layers=1, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24), (1, 4)),
+    ],
+    ids=["wan", "hunyuan"],
+)
+def test_no_caption_makes_a_cascade_need_more_than_was_predicted(
+    dit: WanConfig | HunyuanConfig, degrees: tuple[int, ...]
+) -> None:
+    """A row of text takes less than one of video in one model, more in the other. Each of several clips has modulation
+    of its own, which is a percent of models as small as these."""
+    model = ModelConfig(dit=dit, text=TextConfig(max_length=64), vae=VAEConfig(kind="haar"))
+    geometry, clip, needs = Geometry(), (17, 64, 96), Needs()
+    predict_dit(needs, model, geometry, [clip, (1, 64, 96)], degrees, Precision())
+    for count, text, degree in ((3, 5, 1), (1, 64, 1), (1, 3, 4)):
+        samples = [Samples(count=count, frames=17, height=64, width=96, text_tokens=text)]
+        predicted = needs.gib(footprint("dit", samples, degree, geometry.tokens, needs.text_rows))
+        real = dit_need_gib(dit, [Sequence(geometry.token_grid(*clip), text)] * count, degree, Precision())
+        assert predicted is not None and 0.98 * real <= predicted <= 1.1 * real, (count, text, degree)
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "static", "flexsp_greedy", "knapsack", "longest_first"])

@@ -14,6 +14,7 @@ from actors.messages import Orders, Progress
 from actors.pool.heartbeats import Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
 from actors.worker.heartbeat import Heartbeat
+from ops.waiting import Patience
 from tests.actors.fakes import Handle
 
 CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
@@ -178,6 +179,23 @@ def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_o
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
     sent.beat()
     assert sent.cancel.is_set() == cancelled
+
+
+@pytest.mark.parametrize(("age_s", "cancelled"), [(50, False), (301, True)])
+def test_a_cascade_that_may_take_longer_is_not_given_up_before(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, cancelled: bool
+) -> None:
+    sent, clocks = heartbeat("cuda"), Clocks(monkeypatch)
+    sent.groups = SimpleNamespace(progress={})  # type: ignore[assignment]
+    sent.activity("dit s3", "forward", 3, 60.0, Patience(limit_s=300.0, why="5 x 60 s of step 3"))
+    assert sent.progress.limit_s == 300.0
+    clocks.now += age_s
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    sent.beat()
+    assert sent.cancel.is_set() == cancelled
+    if cancelled:
+        assert sent.cancel.reason.endswith("has not ended within 300 s (5 x 60 s of step 3)")
+        assert "'dit s3' of w" in sent.cancel.reason
 
 
 class Clocks:

@@ -14,7 +14,7 @@ from actors.config import WorkersConfig
 from actors.messages import LOADING, Progress
 from actors.outcome import silent
 from actors.pool.lookout import Lookout
-from actors.pool.membership_types import Refused
+from actors.pool.membership_types import Loading, Refused
 from actors.pool.monitor import Monitor
 from actors.pool.workers import PoolNews, weights_bytes
 from actors.records.events import WorkerLost
@@ -37,6 +37,8 @@ class Starting:
 
     def remove(self, name: str) -> None:
         self.removed.append(name)
+        self.pending.remove(name)
+        self.names.remove(name)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +68,11 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
     handle, pool, listener = Handle(collect=monitor.collect), Starting("w3"), Listening()
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(ray, "available_resources", dict)
-    events: list[Any] = Lookout(CONFIG, pool, handle, listener.on_event, start_s=600).look()
+    lookout = Lookout(CONFIG, pool, handle, listener.on_event, start_s=600)
+    events: list[Any] = lookout.look()
     assert (Refused(count=1) in events) == given_up
+    assert (Loading(count=1) in events) == (bool(activity) and not given_up)
+    assert not any(isinstance(event, Loading) for event in lookout.look()), "told when it changes"
     assert pool.removed == [name for (name,) in handle.remove.asked] == (["w3"] if given_up else [])
     assert listener.kinds == ([WorkerLost] if given_up else [])
 

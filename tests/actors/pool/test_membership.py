@@ -24,7 +24,9 @@ from actors.pool.membership_types import (
     Leaving,
     Limits,
     Loaded,
+    Loading,
     NodeDead,
+    Planned,
     Refused,
     Replace,
     Request,
@@ -292,6 +294,25 @@ def test_a_survivor_has_as_long_to_answer_as_the_others_waited_for_it() -> None:
     assert limits.recover_s >= 500 and limits.first_step_s >= limits.recover_s
 
 
+def test_a_survivor_may_be_in_a_cascade_as_long_as_its_plan_allows() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(Finished(), Planned(limit_s=600.0), Broken(generation=1, reason="the sum timed out"))
+    pool.see(HandedOver(worker=0), HandedOver(worker=1))
+    assert of(Replace, pool.see(Tick(), after=600)) == []
+    assert [r.worker for r in of(Replace, pool.see(Tick(), after=60))] == [2]
+
+
+def test_patience_for_too_few_workers_does_not_run_while_enough_load() -> None:
+    """A model of 40 GB comes over NFS in half an hour; one of two loads, or none does: that is no capacity."""
+    pool = Pool()
+    pool.see(Tick())
+    assert of(Fail, pool.see(Loading(count=2), after=50)) == []
+    assert of(Fail, pool.see(Tick(), after=1800)) == []
+    pool.see(Loading(count=1))
+    assert of(Fail, pool.see(Tick(), after=99)) == []
+    assert [fail.code for fail in of(Fail, pool.see(Tick(), after=1))] == [75]
+
+
 def test_late_report_about_an_old_generation_is_ignored() -> None:
     pool = Pool().run(0, 1, 2)
     pool.see(Dead(worker=2), HandedOver(worker=0), HandedOver(worker=1))
@@ -329,6 +350,7 @@ EVENTS = st.one_of(
     st.builds(HandedOver, worker=WORKERS),
     st.builds(Alive, worker=WORKERS),
     st.builds(Leaving, worker=WORKERS),
+    st.builds(Loading, count=st.integers(0, 3)),
     st.builds(Suspect, worker=WORKERS),
     st.builds(Dead, worker=WORKERS),
     st.builds(NodeDead, node=st.sampled_from("abc")),

@@ -61,6 +61,7 @@ def test_no_node_gets_more_than_it_holds_and_at_most_one_is_half_full(sizes: lis
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
+    ray.shutdown()  # what a failed test left
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     made.add_node(num_cpus=2)
     made.add_node(num_cpus=2, resources={"taken": 1})

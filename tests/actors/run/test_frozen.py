@@ -18,12 +18,12 @@ from actors.pool.membership_types import Joined, Limits, Loaded
 from actors.run.frozen import disagreement, first_disagreement
 from actors.worker.loading import FirstWeights, build_modules
 from actors.worker.meeting import own_shards
-from ops.comm import CancelToken
 from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
 from ops.sync import trainable
+from ops.waiting import CancelToken
 from tests.actors.exactness import MODEL, train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from actors.messages import Span, StepReport
+from actors.messages import Piece, Span, StepReport
 from actors.run.speeds import Speeds
 
 
@@ -66,4 +68,31 @@ def test_cascades_of_a_bag_say_nothing_about_one_worker(degree: int) -> None:
 def test_a_new_worker_is_not_judged_by_its_first_cascades() -> None:
     speeds = Speeds()
     speeds.observe([report("a", 1.0), report("b", 5.0)], {})
+    assert speeds.factors(("a", "b")) == ()
+
+
+def test_a_shape_that_is_mispredicted_does_not_make_its_worker_slow() -> None:
+    """Each worker mostly gets a shape of its own, of which plans expect half of what it takes, or twice; c is slow."""
+    speeds, names = Speeds(), ("a", "b", "c")
+    takes = {(1, 64, 96): 1.0, (17, 64, 96): 8.0, (33, 64, 96): 20.0}
+    planned = dict(zip(takes, (2.0, 4.0, 20.0), strict=True))
+    for step in range(60):
+        reports = []
+        for number, worker in enumerate(names):
+            bucket = list(takes)[(number + (step % 5 == 0)) % 3]  # every fifth step they change places
+            seconds = takes[bucket] * (2.0 if worker == "c" else 1.0)
+            one = report(worker, seconds, planned[bucket])
+            pieces = (Piece(item="i", bucket=bucket, batch=1),)
+            reports.append(replace(one, spans=tuple(replace(span, pieces=pieces) for span in one.spans)))
+        speeds.observe(reports, {})
+    assert speeds.factors(names) == (1.0, 1.0, 0.5)
+
+
+def test_workers_that_never_run_the_same_are_not_compared() -> None:
+    speeds = Speeds()
+    for _ in range(60):
+        for worker, frames in (("a", 1), ("b", 17)):
+            pieces = (Piece(item="i", bucket=(frames, 64, 96), batch=1),)
+            one = report(worker, 1.0 * frames)
+            speeds.observe([replace(one, spans=tuple(replace(s, pieces=pieces) for s in one.spans))], {})
     assert speeds.factors(("a", "b")) == ()

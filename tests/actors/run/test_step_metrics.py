@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from actors.messages import Piece, Span, StepReport
+from actors.plan.costs.flops import DiTWork
 from actors.plan.types import Item, Part, StepPlan
-from actors.run.step_metrics import StepFacts, loss_by_bucket, step_metrics, timeline_records
+from actors.records.span_record import span_of
+from actors.run.step_metrics import LoadHistory, StepFacts, loss_by_bucket, step_metrics, timeline_records
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
 from ops.geometry import Geometry
@@ -87,3 +89,73 @@ def test_the_report_s_table_of_buckets_divides_a_packed_cascade() -> None:
     assert {bucket: (row.samples, row.items) for bucket, row in rows.items()} == {IMAGE: (2, 1), CLIP: (1, 1)}
     assert sum(row.worker_seconds for row in rows.values()) == pytest.approx(4.0)
     assert rows[CLIP].worker_seconds > 3.9 > 0.1 > rows[IMAGE].worker_seconds > 0
+
+
+# The words of the papers, against numbers worked out by hand. GEOMETRY makes 24 tokens of IMAGE.
+
+
+def ran(start: float, end: float, wait_s: float = 0.0, exposed_s: float = 0.0, **fields: object) -> Span:
+    """An image on one worker, unless `fields` say otherwise."""
+    known = {"module": "dit", "cascade": f"c{start}", "pieces": (Piece(item="a", bucket=IMAGE, batch=1),)} | fields
+    return Span(name="", step=0, start=start, end=end, wait_s=wait_s, exposed_s=exposed_s, **known)  # type: ignore[arg-type]
+
+
+def finish(start: float, end: float, exposed_s: float = 0.0) -> Span:
+    return ran(start, end, exposed_s=exposed_s, module="finish", cascade="", pieces=())
+
+
+def test_lengths_of_a_step_count_the_text() -> None:
+    found = step_metrics(
+        replace(facts(), text_tokens={"a": 6}),
+        [report("w0", ran(0, 1), ran(1, 2)), report("w1", ran(0, 1))],
+        GEOMETRY,
+    )
+    assert found.tokens == 90 and found.tokens_per_s_with_text == 90.0  # three images of 24 + 6 in a step of 1 s
+    assert found.cv_step == 0.5  # 60 and 30 tokens
+    assert found.cv_compute == pytest.approx(1 / 3, abs=1e-4)  # 1800 and 900: mean 1350, deviation 450
+
+
+def test_flops_are_told_per_step_and_per_worker() -> None:
+    work = DiTWork(layers=2, dim=100, ffn_dim=400, recomputes=True)
+    forward = 2 * (24 * (8 * 100**2 + 4 * 100 * 400) + 4 * 24**2 * 100) / 1e12
+    reports = [report("w0", ran(0, 1), ran(1, 2)), report("w1", ran(0.5, 1))]
+    peaked = [replace(one, peak_tflops=1e-3) for one in reports]
+    found = step_metrics(replace(facts(), step_s=4.0), peaked, GEOMETRY, work)
+    assert found.tflops_by_worker == {
+        "w0": pytest.approx(2 * forward, abs=1e-6),
+        "w1": pytest.approx(forward, abs=1e-6),
+    }
+    assert found.cv_tflops == pytest.approx(1 / 3, abs=1e-4)
+    assert found.fbl_s == 2.0
+    assert found.mfu == pytest.approx(9 * forward / (4.0 * 2e-3), abs=1e-4)
+    assert found.hfu == pytest.approx(12 * forward / (2.0 * 2e-3), abs=1e-4)
+    assert step_metrics(facts(), reports, GEOMETRY, work).mfu is None, "nobody knows the peaks"
+
+
+def test_waiting_for_others_is_told_apart_from_communication() -> None:
+    """w0 waits 1 s in a bag and 3 s at the sum for w1, and then both communicate for 0.5 s; 0.25 s in the bag."""
+    reports = [
+        report("w0", ran(0, 5, wait_s=1.0, exposed_s=0.25, degree=2), finish(5, 9, exposed_s=3.5)),
+        report("w1", ran(1, 5, exposed_s=0.25, degree=2), finish(8, 9, exposed_s=0.5)),
+    ]
+    found = step_metrics(facts(), reports, GEOMETRY)
+    assert found.wait_sync_by_worker == {"w0": 4.0, "w1": 0.0} and found.wait_sync_s == 2.0
+    assert found.exposed_s == pytest.approx(0.75)
+
+
+def test_step_time_follows_the_load_rather_than_the_tokens() -> None:
+    """Steps whose time is B S^2: one long clip or many short ones of about as many tokens."""
+    history = LoadHistory()
+    for count, length in ((1, 1000), (10, 100), (4, 300), (2, 450), (20, 60), (1, 900)):
+        history.add(count * length**2.0, [(count, length)])
+    assert history.with_load == (pytest.approx(1.0), 2.0)
+    assert history.with_tokens is not None and abs(history.with_tokens) < 0.5
+    history.clear()
+    assert history.with_load is None
+
+
+def test_a_timeline_says_what_was_work_and_what_was_waiting() -> None:
+    (record,) = timeline_records(facts(), report("w0", ran(0, 5, wait_s=1.0, exposed_s=0.5, work_s=4.0)), "n0", 0.0)
+    assert (record.line()["work_s"], record.line()["wait_s"], record.line()["exposed_s"]) == (4.0, 1.0, 0.5)
+    old = {k: v for k, v in record.line().items() if k not in ("work_s", "wait_s", "exposed_s")}
+    assert (span_of(old).work_s, span_of(old).wait_s) == (None, 0.0), "files of earlier versions are read"

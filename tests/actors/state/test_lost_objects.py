@@ -19,6 +19,7 @@ from actors.run.steps import has_lost_argument
 from actors.state.checkpoint_writer import Writer, latest
 from ops.shards import ARRAYS, ShardState
 from tests.actors.fakes import Listening
+from tests.rays import local_ray
 
 pytestmark = pytest.mark.cluster
 TOTAL = 64
@@ -26,9 +27,8 @@ TOTAL = 64
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, log_to_driver=False, object_store_memory=100 << 20):
+        yield
 
 
 class Owner:

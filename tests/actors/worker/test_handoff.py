@@ -151,11 +151,11 @@ def test_what_came_from_other_workers_is_reported_with_the_cascade() -> None:
     items = [Item(id="s0.0", batch=1, frames=5, height=32, width=32, text_tokens=12)]
     plan = [replace(c, workers=(1,)) if c.module == "dit" else c for c in one_worker(items)]
     run_step(hosts, items, plan, finish=False)
-    (dit,) = [s for s in hosts[1].executor._spans if s.module == "dit"]
+    (dit,) = [s for s in hosts[1].executor.work.spans if s.module == "dit"]
     tokens, (patch, _) = 2 * 2 * 2, hosts[1].executor.widths
     assert dit.fetched_bytes == dit.handoff_bytes > tokens * patch * 4 and dit.handoff_s > 0
     run_step(hosts, [replace(items[0], id="s0.1")], one_worker([replace(items[0], id="s0.1")]), finish=False)
-    (dit,) = [s for s in hosts[0].executor._spans if s.module == "dit"]
+    (dit,) = [s for s in hosts[0].executor.work.spans if s.module == "dit"]
     assert dit.handoff_bytes == 0 and dit.handoff_s == 0.0
 
 

@@ -110,6 +110,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield one
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_run_whose_results_are_published_later_trains_the_same(lab: Lab) -> None:

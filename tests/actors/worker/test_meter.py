@@ -72,12 +72,12 @@ def test_every_cascade_says_what_it_took_and_where_nobody_counts_nothing() -> No
 def test_clips_that_do_not_fit_together_are_encoded_in_parts_with_the_same_result() -> None:
     host = metered(64.0)
     whole = host.executor.vae(task("vae", 4), clips(4), [True] * 4)
-    (span,) = host.executor._spans
+    (span,) = host.executor.work.spans
     assert span.need_gib is not None and span.exceeded_gib is None
     short = with_room(0.7 * span.need_gib)
     parts = short.executor.vae(task("vae", 4), clips(4), [True] * 4)
     assert all(torch.equal(a.rows, b.rows) for a, b in zip(whole, parts, strict=True))
-    (span,) = short.executor._spans
+    (span,) = short.executor.work.spans
     assert span.exceeded_gib is not None, "the planner hears that four at a time are too many"
 
 

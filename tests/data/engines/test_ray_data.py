@@ -33,6 +33,7 @@ from data.ledger import Reason
 from data.types import Batch
 from ops.geometry import Geometry
 from tests.data.making import clip
+from tests.rays import local_ray
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HERE = str(Path(__file__).parents[1])
@@ -43,16 +44,8 @@ TABLE = ("1x64x96", "1x96x64", "1x80x80", "9x64x96", "9x96x64", "9x80x80")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, HERE])
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_memory=200 << 20, logging_level=logging.ERROR, log_to_driver=False):
+        yield
     del os.environ["PYTHONPATH"]
 
 

@@ -12,14 +12,12 @@ import random
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from actors.plan.schedule.constructive import Start
 from actors.plan.schedule.listing import EPS, ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search import anneal, native
 from actors.plan.strategies.search.climb import climb
-from actors.plan.strategies.search.space import SearchResult, Space, build
+from actors.plan.strategies.search.space import SearchResult, build, least_end
 
 TURNS = 6  # ways to resolve equal workers by rule
 # Where no rule keeps the found makespan, at most DRAWS random choices follow, within SHARE of the budget. PLACE_S is
@@ -45,47 +43,13 @@ def improved(
     space = build(problem, jobs, context)
     if space is None or not problem.topology.uniform:
         return climb(problem, jobs, context, starts, budget_s, seed, until)
-    candidates = [_candidate(space, jobs, order, degrees) for order, degrees in starts]
-    bound = _bound(problem, jobs, context)
+    candidates = [space.candidate(order, degrees) for order, degrees in starts]
+    bound = least_end(problem, jobs, context)
     if native.fits(space):
         found = native.anneal(space, candidates, budget_s, seed, bound, until - time.perf_counter())
     else:
         found = anneal.anneal(space, candidates, budget_s, seed, bound, until, population)
     return None if found is None else realise(problem, jobs, context, found, budget_s)
-
-
-def _candidate(
-    space: Space, jobs: Sequence[PlannedJob], order: Sequence[int], degrees: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A candidate (keys, modes) that repeats a constructive plan."""
-    keys = np.empty(len(jobs))
-    for position, index in enumerate(order):
-        keys[index] = (position + 0.5) / len(jobs)
-    modes = np.zeros(len(jobs), dtype=np.intp)
-    for index, degree in enumerate(degrees):
-        fitting = np.flatnonzero(space.degree[index, : space.num_modes[index]] <= degree)
-        modes[index] = fitting[-1] if len(fitting) else 0
-        same = np.flatnonzero(space.degree[index, : space.num_modes[index]] == space.degree[index, modes[index]])
-        modes[index] = same[0]
-    return keys, modes
-
-
-def _bound(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> float:
-    """No schedule of these jobs ends earlier; a search that reaches it may stop."""
-    if context.barrier_s:
-        return context.barrier_s
-    own = [job for job in jobs if not job.optional]
-    area = sum(job.area for job in own) / sum(problem.topology.speed)
-    return max(area, _longest_path(problem, own)) if context.fresh else area
-
-
-def _longest_path(problem: Problem, jobs: Sequence[PlannedJob]) -> float:
-    """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
-    largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
-    quick = [
-        min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest for job in jobs
-    ]
-    return max((quick[i] + max((quick[p] for p in job.preds), default=0.0) for i, job in enumerate(jobs)), default=0.0)
 
 
 def realise(

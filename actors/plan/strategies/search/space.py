@@ -43,6 +43,19 @@ class Space:
     def num_jobs(self) -> int:
         return len(self.chain_of)
 
+    def candidate(self, order: Sequence[int], degrees: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(keys, modes) that repeat a constructive plan: jobs in this order, the degree of every job."""
+        keys = np.empty(self.num_jobs)
+        for position, index in enumerate(order):
+            keys[index] = (position + 0.5) / self.num_jobs
+        modes = np.zeros(self.num_jobs, dtype=np.intp)
+        for index, degree in enumerate(degrees):
+            fitting = np.flatnonzero(self.degree[index, : self.num_modes[index]] <= degree)
+            modes[index] = fitting[-1] if len(fitting) else 0
+            same = np.flatnonzero(self.degree[index, : self.num_modes[index]] == self.degree[index, modes[index]])
+            modes[index] = same[0]
+        return keys, modes
+
 
 def chains(jobs: Sequence[PlannedJob]) -> list[list[int]]:
     """Connected components of the precedence graph, each in precedence order."""
@@ -126,6 +139,24 @@ def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) ->
         nodes=nodes,
         barrier=context.barrier_s,
     )
+
+
+def least_end(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> float:
+    """No schedule of these jobs ends earlier; a search that reaches it may stop."""
+    if context.barrier_s:
+        return context.barrier_s
+    own = [job for job in jobs if not job.optional]
+    area = sum(job.area for job in own) / sum(problem.topology.speed)
+    return max(area, _longest_path(problem, own)) if context.fresh else area
+
+
+def _longest_path(problem: Problem, jobs: Sequence[PlannedJob]) -> float:
+    """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
+    largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
+    quick = [
+        min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest for job in jobs
+    ]
+    return max((quick[i] + max((quick[p] for p in job.preds), default=0.0) for i, job in enumerate(jobs)), default=0.0)
 
 
 @dataclass(slots=True)

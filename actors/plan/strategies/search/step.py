@@ -6,12 +6,12 @@ import math
 import time
 from dataclasses import dataclass
 
-from actors.plan.schedule.constructive import ConstructiveStarts, allot, constructive, list_by_tail
+from actors.plan.schedule.constructive import ConstructiveStarts, constructive
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved
-from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs, own_jobs
+from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs
 
 FEW_JOBS = 6  # up to so many, a cut is also searched if its start is a little worse than that of whole batches
 MANY_JOBS = 48  # up to so many, one search over the whole cluster is stronger than cells
@@ -102,14 +102,6 @@ def _variants(problem: Problem, context: StepContext, cuts: list[list[PlannedJob
     ]
     promising = [variant for variant in cut if variant.starts.score < margin * whole.starts.score]
     return [whole, *sorted(promising, key=lambda variant: variant.starts.score)[:1]]
-
-
-def rough_step(problem: Problem, context: StepContext, step: int) -> PlannedStep:
-    """Some legal plan of the step's own jobs, in a millisecond: a run plans the step again before it is executed."""
-    jobs = own_jobs(problem, context, step)
-    degrees = allot(problem, jobs, sum(job.area for job in jobs) / sum(problem.topology.speed))
-    schedule = list_by_tail(problem, jobs, degrees, context)
-    return PlannedStep(schedule, tuple(schedule.free))
 
 
 def _deadline(problem: Problem, started: float, budget_s: float) -> float:

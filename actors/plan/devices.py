@@ -1,0 +1,71 @@
+"""What published devices can do: the peak that MFU divides by, and the FLOP model of a device nobody has measured.
+
+Peaks are dense (data sheets of newer devices print twice that, with sparsity), in TFLOP/s: bf16 products with fp32
+accumulation, and fp32 outside the tensor cores, which is what training without autocast uses. Sources: NVIDIA's data
+sheets of each device (H100, H200, B200, A100, A10, A30, A40, L4, L40S, H20, V100, T4) and its architecture white papers
+(Ada: RTX 4090, RTX 6000 Ada; Ampere GA102: RTX 3090, RTX A6000; Blackwell: RTX 5090). `link_gbps` is GB/s of a GPU to
+the others of its node in one direction: NVLink as the data sheet counts it, halved; else PCIe x16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpeed:
+    """Peaks of a device."""
+
+    bf16_tflops: float
+    fp32_tflops: float
+    link_gbps: float
+
+    def peak_tflops(self, precision: str) -> float:
+        """Of products in `bfloat16` or `float32`."""
+        return self.bf16_tflops if precision == "bfloat16" else self.fp32_tflops
+
+
+# Words that a device's name has, in the order in which they are looked for: what is more special comes first.
+DEVICES: tuple[tuple[tuple[str, ...], DeviceSpeed], ...] = (
+    (("GB200",), DeviceSpeed(2500.0, 80.0, 900.0)),
+    (("B200",), DeviceSpeed(2250.0, 75.0, 900.0)),
+    (("B100",), DeviceSpeed(1750.0, 60.0, 900.0)),
+    (("GH200",), DeviceSpeed(989.4, 66.9, 450.0)),
+    (("H200", "NVL"), DeviceSpeed(835.5, 60.0, 450.0)),
+    (("H200",), DeviceSpeed(989.4, 66.9, 450.0)),
+    (("H100", "PCIE"), DeviceSpeed(756.4, 51.2, _PCIE5)),
+    (("H100", "NVL"), DeviceSpeed(835.5, 60.0, 300.0)),
+    (("H100",), DeviceSpeed(989.4, 66.9, 450.0)),
+    (("H800", "PCIE"), DeviceSpeed(756.4, 51.2, _PCIE5)),
+    (("H800",), DeviceSpeed(989.4, 66.9, 200.0)),
+    (("H20",), DeviceSpeed(148.0, 44.0, 450.0)),
+    (("A100", "PCIE"), DeviceSpeed(312.0, 19.5, _PCIE4)),
+    (("A100",), DeviceSpeed(312.0, 19.5, 300.0)),
+    (("A800", "PCIE"), DeviceSpeed(312.0, 19.5, _PCIE4)),
+    (("A800",), DeviceSpeed(312.0, 19.5, 200.0)),
+    (("A30",), DeviceSpeed(165.0, 10.3, _PCIE4)),
+    (("A40",), DeviceSpeed(149.7, 37.4, _PCIE4)),
+    (("A10G",), DeviceSpeed(70.0, 35.0, _PCIE4)),
+    (("A10",), DeviceSpeed(125.0, 31.2, _PCIE4)),
+    (("L40S",), DeviceSpeed(362.1, 91.6, _PCIE4)),
+    (("L40",), DeviceSpeed(181.0, 90.5, _PCIE4)),
+    (("L4",), DeviceSpeed(121.0, 30.3, _PCIE4)),
+    (("RTX", "6000", "ADA"), DeviceSpeed(364.2, 91.1, _PCIE4)),
+    (("RTX", "A6000"), DeviceSpeed(154.8, 38.7, _PCIE4)),
+    (("RTX", "5090"), DeviceSpeed(209.5, 104.8, _PCIE5)),
+    (("RTX", "4090"), DeviceSpeed(165.2, 82.6, _PCIE4)),
+    (("RTX", "3090"), DeviceSpeed(71.0, 35.6, _PCIE4)),
+    (("V100",), DeviceSpeed(125.0, 15.7, 150.0)),  # fp16: it has no bf16 tensor cores
+    (("T4",), DeviceSpeed(65.0, 8.1, _PCIE3)),  # fp16, too
+)
+
+
+def device_speed(name: str) -> DeviceSpeed | None:
+    """Of a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; None where it is not listed."""
+    words = name.upper().replace("-", " ").replace("_", " ").split()
+    for wanted, speed in DEVICES:
+        if all(word in words for word in wanted):
+            return speed
+    return None

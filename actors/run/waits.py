@@ -1,0 +1,60 @@
+"""How long workers wait for each other in a step: a limit that follows what the step's plan says. Pure.
+
+A death is noticed by Ray, so these limits are for workers that hang. What a member of a bag does before it comes, other
+cascades of the same dispatch, is in the plan; what a process does for the first time may be compiled or tuned first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.config import WorkersConfig
+from actors.messages import CascadeTask, Shape, StepReport, shapes_of
+from actors.plan.types import Cascade
+from ops.waiting import Patience
+
+
+@dataclass(kw_only=True)
+class StepWaits:
+    """The limits of one run. `measured`: its costs are of this device, by a profile or by steps that have ended; those
+    of the FLOP model may be wrong by any factor on a GPU."""
+
+    config: WorkersConfig
+    measured: bool = False
+    _ran: dict[int, set[Shape]] = field(default_factory=dict)  # by rank, in this generation
+    _end_s: float = 0.0  # the gradient sum, update and snapshot of the last step
+
+    def begin(self) -> None:
+        """A generation begins: its processes may be new."""
+        self._ran = {}
+
+    def of(self, step: int, cascades: Sequence[Cascade], tasks: Sequence[tuple[int, CascadeTask]]) -> Patience:
+        """For every wait of this dispatch; `tasks` are (rank, task)."""
+        config = self.config
+        planned_s = max((c.end_s for c in cascades), default=0.0) - min((c.start_s for c in cascades), default=0.0)
+        wanted = planned_s + self._end_s if self.measured else 0.0
+        least, factor = config.collective_timeout_s, config.patience_factor
+        limit_s, why = least, f"workers.collective_timeout_s for step {step}"
+        if factor * wanted > least:
+            limit_s = factor * wanted
+            why = f"workers.patience_factor {factor:g} x {wanted:.1f} s that step {step} should take"
+        if self._has_new(tasks):
+            limit_s += config.first_step_s
+            why += f", and workers.first_step_s {config.first_step_s:g} for shapes that run for the first time"
+        return Patience(limit_s=round(limit_s, 3), why=why)
+
+    def finished(self, reports: Sequence[StepReport]) -> None:
+        """A step has ended: the end of the next one takes as long, and plans follow what was measured."""
+        self.measured = True
+        self._end_s = max(
+            (sum(s.end - s.start for s in r.spans if s.module == "finish") + r.snapshot_s for r in reports), default=0.0
+        )
+
+    def _has_new(self, tasks: Sequence[tuple[int, CascadeTask]]) -> bool:
+        new = False
+        for rank, task in tasks:
+            ran, shapes = self._ran.setdefault(rank, set()), shapes_of(task)
+            new |= not shapes <= ran
+            ran |= shapes
+        return new

@@ -1,0 +1,131 @@
+"""Encoding of captions and clips by the members of a bag: dealt out, encoded in parts, and shared.
+
+Every member calls the same function with the same samples and ends with all results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from actors.worker.loading import Modules
+from ops.comm import Group
+from ops.models.first_frame import FirstFrame
+from ops.packing import patchify
+
+if TYPE_CHECKING:
+    from ops.models.text import TextEncoder
+
+_MAX_DIMS = 6
+
+
+class EncodeMeasure(Protocol):
+    """What times a cascade, and repeats it in parts where memory is short."""
+
+    def phase(self, name: str) -> None: ...
+
+    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]: ...
+
+
+def encode_texts(
+    encoder: TextEncoder, captions: Sequence[str], group: Group, measure: EncodeMeasure, device: torch.device
+) -> list[Tensor]:
+    """[text tokens, E] of each caption. They are dealt round robin."""
+    mine = range(group.rank, len(captions), group.size)
+    measure.phase("encode")
+    with torch.no_grad():
+        rows = measure.in_parts(lambda part: encoder.encode([captions[i] for i in part]), mine)
+    # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
+    found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
+    if group.size > 1:
+        measure.phase("handoff")
+        found = _share(found, len(captions), group, device)
+    return [found[i] for i in range(len(captions))]
+
+
+def encode_clips(
+    modules: Modules, frame: FirstFrame, pixels: Tensor, group: Group, measure: EncodeMeasure, device: torch.device
+) -> list[Tensor]:
+    """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3].
+
+    Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
+    """
+    latents = list(_latents(modules, pixels, group, measure, device))
+    if frame.channels:
+        still = list(_latents(modules, frame.still(pixels), group, measure, device))
+        latents = [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
+    rows = [patchify(latent.float(), modules.geometry.patch) for latent in latents]
+    if not frame.tail:
+        return rows
+    images = _images(modules, pixels[:, 0], group, measure, device)
+    return [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
+
+
+def _latents(modules: Modules, pixels: Tensor, group: Group, measure: EncodeMeasure, device: torch.device) -> Tensor:
+    """[B, C, t, h, w] of [B, T, H, W, 3]. A bag deals out the tiles."""
+    vae, (frames, height, width) = modules.vae, pixels.shape[1:4]
+    measure.phase("encode")
+    with torch.no_grad():
+        if group.size == 1:
+            parts = measure.in_parts(
+                lambda part: [vae.encode(pixels[part.start : part.stop].to(device))], range(len(pixels))
+            )
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        tiles = vae.plan_tiles(frames, height, width)
+        units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
+        found = {
+            u: vae.encode_tile(pixels[b : b + 1].to(device), tiles[t]).float()
+            for u, (b, t) in enumerate(units)
+            if u % group.size == group.rank
+        }
+        measure.phase("handoff")
+        found = _share(found, len(units), group, device)
+        shape = (frames, height, width)
+        per_clip = len(tiles)
+        return torch.cat(
+            [
+                vae.blend([(tiles[t], found[b * per_clip + t]) for t in range(per_clip)], shape)
+                for b in range(pixels.shape[0])
+            ]
+        )
+
+
+def _images(
+    modules: Modules, pictures: Tensor, group: Group, measure: EncodeMeasure, device: torch.device
+) -> list[Tensor]:
+    """[tokens, dim] of each picture of [B, H, W, 3]. They are dealt round robin."""
+    encoder = modules.image
+    assert encoder is not None
+    measure.phase("encode")
+    mine = range(group.rank, len(pictures), group.size)
+    found = dict(zip(mine, encoder.encode(pictures[list(mine)]), strict=True)) if len(mine) else {}
+    if group.size > 1:
+        measure.phase("handoff")
+        found = _share(found, len(pictures), group, device)
+    return [found[i] for i in range(len(pictures))]
+
+
+def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:
+    """All ranks of a bag end with all units; unit u was made by rank u % size. Shapes travel first, then fp32 data."""
+    dims = torch.zeros(units, _MAX_DIMS, dtype=torch.int64, device=device)
+    for u, unit in found.items():
+        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device)
+    group.all_reduce(dims)
+    shapes = [tuple(n for n in row if n) for row in dims.tolist()]
+    sizes = [math.prod(shape) for shape in shapes]
+    owned = [range(r, units, group.size) for r in range(group.size)]
+    output_splits = [0 if r == group.rank else sum(sizes[u] for u in owned[r]) for r in range(group.size)]
+    flat = [found[u].to(device, torch.float32).reshape(-1) for u in owned[group.rank]]
+    mine = torch.cat(flat) if flat else torch.empty(0, device=device)
+    input_splits = [0 if r == group.rank else mine.numel() for r in range(group.size)]
+    received = torch.empty(sum(output_splits), device=device)
+    group.all_to_all(received, mine.repeat(group.size - 1), output_splits, input_splits)
+    result, offset = dict(found), 0
+    for u in (u for r in range(group.size) if r != group.rank for u in owned[r]):
+        result[u] = received[offset : offset + sizes[u]].reshape(shapes[u])
+        offset += sizes[u]
+    return result

@@ -1,0 +1,104 @@
+"""What a worker has run of the steps that are not finished: its cascades, their samples, losses and spans."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.messages import CascadeTask, FinishTask, Span
+from ops.sync import StepIncomplete, StepResult
+
+log = logging.getLogger(__name__)
+
+_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedStep:
+    """Result of a step on this worker: the sum over all workers, and what this one did."""
+
+    result: StepResult
+    spans: tuple[Span, ...]
+    bad_samples: tuple[str, ...]
+    item_losses: tuple[tuple[str, float, float], ...]  # (item, share of the loss here, weight of its good samples)
+
+
+class WorkDone:
+    """An executor's account. Early encodes of a step count with the step in which they run."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._ran: set[str] = set()  # cascades since the end of the last step
+        self._losses: dict[int, Tensor] = {}  # by step
+        self._weights: dict[int, float] = {}
+        self._bad_weights: dict[int, float] = {}
+        self._bad: list[str] = []
+        self._item_losses: dict[str, tuple[float, float]] = {}
+
+    def add_cascade(self, span: Span) -> None:
+        """A cascade has ended here."""
+        self.spans.append(span)
+        self._ran.add(span.cascade)
+
+    def add_weights(self, step: int, good: float, bad: float) -> None:
+        """Shares of the step's samples that were run here, and that did not decode."""
+        self._weights[step] = self._weights.get(step, 0.0) + good
+        self._bad_weights[step] = self._bad_weights.get(step, 0.0) + bad
+
+    def add_losses(self, task: CascadeTask, ok: Sequence[bool], loss: Tensor, by_sample: Tensor, counts: bool) -> None:
+        """This rank's part of the loss of a DiT cascade, and of each of its samples. `counts`: the samples are counted
+        here, as they are on one rank of the bag."""
+        if counts:
+            good, bad = (
+                sum(s.weight for s, decoded in zip(task.samples, ok, strict=True) if decoded == wanted)
+                for wanted in (True, False)
+            )
+            self.add_weights(task.step, good, bad)
+            self._bad.extend(s.key for s, decoded in zip(task.samples, ok) if not decoded)
+        value = loss.double().cpu()
+        if not torch.isfinite(value):
+            keys = ", ".join(s.key for s in task.samples)
+            log.warning("step %d: loss of %s is %s; samples %s", task.step, task.name, value.item(), keys)
+            self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
+        self._losses[task.step] = self._losses.get(task.step, torch.zeros((), dtype=torch.float64)) + value
+        for sample, decoded, part in zip(task.samples, ok, by_sample.tolist(), strict=True):
+            before = self._item_losses.get(sample.item, (0.0, 0.0))
+            counted = sample.weight if decoded and counts else 0.0
+            self._item_losses[sample.item] = (before[0] + part, before[1] + counted)
+
+    def check_complete(self, task: FinishTask) -> None:
+        """Raise StepIncomplete unless all that the task names has run here. Ray does not run a call whose argument is
+        lost, and says so only to who asks for that call's result."""
+        if missing := [cascade for cascade in task.cascades if cascade not in self._ran]:
+            raise StepIncomplete(f"step {task.step} has not run {', '.join(missing)} here; it is computed again.")
+        ran = self._weights.get(task.step, 0.0) + self._bad_weights.get(task.step, 0.0)
+        if abs(ran - task.weight) > _WEIGHT_ERROR:
+            raise StepIncomplete(
+                f"step {task.step} has run samples of weight {ran:g} here, planned were {task.weight:g}; "
+                f"it is computed again."
+            )
+
+    def loss(self, step: int) -> float:
+        """This worker's part of the step's loss so far."""
+        return float(self._losses.get(step, 0.0))
+
+    def take_losses(self, step: int) -> tuple[float, float, float]:
+        """(loss, good weight, bad weight) of a step here; they are not held any longer."""
+        loss = self.loss(step)
+        self._losses.pop(step, None)
+        return loss, self._weights.pop(step, 0.0), self._bad_weights.pop(step, 0.0)
+
+    def finished(self, result: StepResult) -> FinishedStep:
+        """The step has ended with this result. What comes now belongs to the next one."""
+        done = FinishedStep(
+            result=result,
+            spans=tuple(self.spans),
+            bad_samples=tuple(self._bad),
+            item_losses=tuple((item, *values) for item, values in self._item_losses.items()),
+        )
+        self.spans, self._bad, self._item_losses, self._ran = [], [], {}, set()
+        return done
