@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actors.plan.places import StateSetting
+from actors.plan.places import GradientSetting, Places, StateSetting, gpu_places
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
@@ -165,9 +165,11 @@ class CheckpointConfig:
 class TrainMemoryConfig:
     """Where training keeps what is as large as the model."""
 
-    # own: every worker has a whole fp32 gradient, summed at the end of a step. node: the CPU workers of a node add into
-    # one, in memory that they share. auto: node on CPUs from 64 MiB of gradient on, else own.
-    gradients: Literal["auto", "own", "node"] = "auto"
+    # own: every worker has a whole fp32 gradient, summed at the end of a step. node: the workers of a node add into
+    # one, in memory that CPU workers share, or of which each GPU holds a part. host: GPUs add into one in host memory.
+    # auto: on CPUs node from 64 MiB of gradient on; on GPUs node where they have no room for the largest clip else, or
+    # host where they cannot reach each other.
+    gradients: GradientSetting = "auto"
     # Master weights, moments and EMA of a worker's part. device: beside its weights. host: in host memory, where it is
     # updated, so that a GPU holds weights and gradient. auto: host where a GPU has no room for the largest clip else.
     state: StateSetting = "auto"
@@ -190,10 +192,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_numbers("train", self, steps=between(1), seed=between(0, SEED), max_skipped_steps=between(0))
-        if self.sync == "deepspeed" and self.memory.gradients == "node":
+        if self.sync == "deepspeed" and self.memory.gradients in ("node", "host"):
             raise ValueError(
-                "train.sync deepspeed sums each worker's own gradients; train.memory.gradients is node. Set it to auto "
-                "or own, or train.sync: flat."
+                f"train.sync deepspeed sums each worker's own gradients; train.memory.gradients is "
+                f"{self.memory.gradients}. Set it to auto or own, or train.sync: flat."
             )
         if self.sync == "deepspeed" and self.memory.state == "host":
             raise ValueError(
@@ -201,12 +203,17 @@ class TrainConfig:
                 "or device, or train.sync: flat."
             )
 
-    def gradients_of(self, weights: int, device: str) -> Literal["own", "node"]:
-        """Where the gradients of so many trained weights lie, with workers on `device` (cpu or cuda)."""
-        if self.memory.gradients != "auto":
-            return self.memory.gradients
-        worth_sharing = weights * _GRADIENT_BYTES >= _SHARED_GRADIENT_BYTES
-        return "node" if self.sync == "flat" and device == "cpu" and worth_sharing else "own"
+    def places(self, weights: int, device: str) -> tuple[Places, ...]:
+        """Where gradients and state of so many trained weights may lie, with workers on `device` (cpu or cuda): what
+        is taken if it fits, the fastest first."""
+        if self.sync == "deepspeed":
+            return (Places("own", "device"),)
+        if device != "cpu":
+            return gpu_places(self.memory.gradients, self.memory.state)
+        gradients, state = self.memory.gradients, self.memory.state
+        if gradients == "auto":
+            gradients = "node" if weights * _GRADIENT_BYTES >= _SHARED_GRADIENT_BYTES else "own"
+        return (Places(gradients, "host" if state == "host" else "device"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -181,7 +181,7 @@ class WorkerInfo:
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
-    gradients: str = ""  # where they lie, "own" or "node"
+    gradients: str = ""  # where it would have them, "own", "node" or "host"
     state_on_host: bool = False  # optimizer state will lie in host memory
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
 
@@ -315,8 +315,8 @@ class WorkerSettings:
     train: TrainConfig
     workers: WorkersConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
-    # GiB that a GPU needs for training with optimizer state on it; a smaller one keeps it in host memory
-    state_on_device_gib: float = 0.0
+    # GiB that a GPU needs for training, in each of `train.places`; (): not known, take the first
+    least_gib: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,6 +67,11 @@ def nodes() -> list[RayNode]:
     return listed
 
 
+def gpus_of_a_node() -> int:
+    """GPUs of the largest node that lives; 8 before one with GPUs has come."""
+    return int(max((one["Resources"].get("GPU", 0.0) for one in nodes() if one["Alive"]), default=0.0)) or 8
+
+
 def resources(*, free: bool) -> dict[str, float]:
     """What the cluster offers, or of it what nobody uses now, by Ray's names: "CPU", "GPU"."""
     found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()

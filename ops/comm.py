@@ -83,6 +83,11 @@ class Group:
     def progress(self) -> CollectiveProgress:
         return self._progress
 
+    @property
+    def on_device(self) -> bool:
+        """Whether its collectives take tensors of a GPU alone (NCCL)."""
+        return self._process_group is not None and self._process_group.name() == "nccl"
+
     # Collectives ------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:

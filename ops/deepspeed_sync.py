@@ -113,6 +113,14 @@ class DeepSpeedSync:
         else:
             self._import(shards)
 
+    @property
+    def gradient_memory(self) -> str:
+        """Each worker's own."""
+        return "own"
+
+    def leave(self) -> None:
+        """Nothing: the engine goes when the next generation forms."""
+
     def begin_step(self) -> None:
         """Zero the gradients, also those that no cascade will touch."""
         for parameter in self._parameters:

@@ -1,7 +1,7 @@
 """Where the gradients of a step add up, and how they become one sum over all workers: one protocol, two ways.
 
 `OwnGradients` (here): every worker has a whole fp32 gradient of its own, summed over all workers in buckets.
-`NodeGradients` (ops.node_gradients): the workers of a node add into one gradient in memory that they share.
+`NodeGradients` (ops.node_gradients): the workers of a node add into one sum, in host memory or in that of their GPUs.
 
 A cycle per step: `begin_step`, then for every backward `received` per parameter, then `finish`, `used` and the next.
 """
@@ -9,7 +9,7 @@ A cycle per step: `begin_step`, then for every backward `received` per parameter
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,31 @@ from ops.comm import Group
 from ops.gradient_sum import Bounds, GradientSum
 from ops.shards import Slot
 
-GradientMemory = Literal["own", "node"]
-
 
 class Gradients(Protocol):
     """The gradient of one worker's step, in fp32 (fp64 for an fp64 model). Not thread-safe."""
 
     @property
+    def place(self) -> str:
+        """Where they lie, for a person."""
+        ...
+
+    @property
     def flat(self) -> Tensor:
-        """[total]: what has been added so far, by this worker or by its node; after `finish`, in the own range of the
-        bounds, the sum over all workers."""
+        """What of it lies here: all of it, [total], or the parts that this worker holds for its node; as much as has
+        been added so far."""
+        ...
+
+    def part(self, lo: int, hi: int) -> Tensor:
+        """[hi - lo], a view of a part of the own range of the bounds: behind `finish` the sum over all workers."""
         ...
 
     def form(self, group: Group, bounds: Bounds) -> None:
         """Begin a generation, with nothing left of the last one; `bounds` are the ranks' own ranges. Collective."""
+        ...
+
+    def leave(self) -> None:
+        """The generation has ended: write into nobody's memory any more. Any number of times."""
         ...
 
     def begin_step(self) -> None:
@@ -51,7 +62,7 @@ class Gradients(Protocol):
         ...
 
     def finish(self) -> None:
-        """Returns when flat[lo:hi] of the own range is the sum. Collective."""
+        """Returns when `part` of the own range is the sum. Collective."""
         ...
 
     def used(self, lo: int, hi: int) -> None:
@@ -68,6 +79,8 @@ class OwnGradients:
     """A gradient of the worker's own. Parameters of its precision have views of it as `.grad`; what backward leaves of
     lower precision is added to it."""
 
+    place = "memory of each worker"
+
     def __init__(
         self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype, sum_elements: int
     ) -> None:
@@ -78,12 +91,19 @@ class OwnGradients:
         self._allocate()
         self.sum = GradientSum(self.flat, layout, self._group, [(0, layout[-1].hi)], sum_elements)
 
+    def part(self, lo: int, hi: int) -> Tensor:
+        """As `Gradients.part`."""
+        return self.flat[lo:hi]
+
     def form(self, group: Group, bounds: Bounds) -> None:
         """As `Gradients.form`."""
         if self._group.abandoned:  # a collective of the dead generation may still be writing into the old memory
             self._allocate()
         self._group = group
         self.sum = GradientSum(self.flat, self._layout, group, bounds, self._sum_elements)
+
+    def leave(self) -> None:
+        """Nothing: nobody else has it."""
 
     def begin_step(self) -> None:
         """Zero the gradient."""

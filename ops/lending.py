@@ -32,6 +32,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _SIZE = struct.Struct("q")
 _NUMBERS = 1 << 62  # a number fits an int64
 _CONNECT_S = 20.0
+_LOOK_S = 0.01  # between looks whether borrowers have given back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +68,13 @@ class Lender:
         with self._lock:
             return tuple(one.pid for one in self._borrowers)
 
-    def fence(self, keep: set[int], timeout_s: float = 10.0) -> tuple[int, ...]:
+    def fence(self, keep: set[int], timeout_s: float = 10.0, grace_s: float = 0.0) -> tuple[int, ...]:
         """SIGKILL every borrower whose pid is not in `keep`; returns their pids once they are gone, and with them their
-        locks and their mappings. Raises TimeoutError when one is still there after `timeout_s`."""
+        locks and their mappings. Who gives back within `grace_s` is left alone. Raises TimeoutError when one is still
+        there after `timeout_s`."""
+        patience = time.monotonic() + grace_s
+        while time.monotonic() < patience and set(self.borrowers) - keep:
+            time.sleep(_LOOK_S)
         with self._lock:
             others = [one for one in self._borrowers if one.pid not in keep]
             for one in others:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
+STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
 _ALIGN = 16  # elements: shards begin on a cache line, and equal shards let NCCL use its fast path
 
 
@@ -71,6 +72,16 @@ def shard_bounds(total: int, size: int) -> list[tuple[int, int]]:
     """
     step = -(-total // (size * _ALIGN)) * _ALIGN
     return [(min(total, r * step), min(total, (r + 1) * step)) for r in range(size)]
+
+
+def held_elements(total: int, largest: int, workers: int, here: int) -> int:
+    """Elements of a vector of `total` that the fullest of `here` workers of a node holds for it, of ranges of `largest`
+    over all workers: its own, and its share of those of other nodes.
+
+    >>> held_elements(100, 48, 3, 3), held_elements(100, 48, 3, 1)
+    (48, 100)
+    """
+    return min(total, -(-workers // here) * largest)
 
 
 def missing(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> list[tuple[int, int]]:

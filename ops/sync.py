@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.config import OptimizerConfig
-from ops.gradients import GradientMemory, Gradients, OwnGradients
-from ops.node_gradients import NodeGradients
+from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
+from ops.gradients import Gradients
+from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.shards import ShardState, Slot, cut, shard_bounds
 from ops.waiting import Pending
@@ -41,9 +42,6 @@ StatePlace = Literal["device", "host"]
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
 _BUCKET_CUDA = 1 << 26
-# Elements of the gradient whose sum starts together: large enough to fill a link, small enough to start early.
-_SUM_CPU = 1 << 21
-_SUM_CUDA = 1 << 25
 _COPY_ALONE = 1 << 20  # elements; threads are not worth it for fewer
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
 
@@ -74,7 +72,16 @@ class Sync(Protocol):
         """Optimizer state lies in host memory."""
         ...
 
+    @property
+    def gradient_memory(self) -> str:
+        """Where gradients lie or, before a generation, would: "own", "node" or "host"."""
+        ...
+
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
+    def leave(self) -> None:
+        """The generation has ended; another one may follow."""
+        ...
+
     def begin_step(self) -> None: ...
     def watch_backward(self) -> None:
         """The next backward is the last of this worker in the step: parts of the sum may start inside it."""
@@ -174,11 +181,12 @@ class FlatSync:
         config: OptimizerConfig,
         total_steps: int,
         sum_elements: int | None = None,
-        gradients: GradientMemory = "own",
+        gradients: GradientMemory | GradientsOf = "own",
         state: StatePlace = "device",
     ) -> None:
-        """`sum_elements` of own gradients are summed together; None: as many as suit the device. `state` host: master,
-        moments and EMA of the own range lie in host memory and are updated there."""
+        """`sum_elements` of own gradients are summed together; None: as many as suit the device. `gradients`: where
+        they lie, or what makes them; workers that name different places all take the one that takes least of a device.
+        `state` host: master, moments and EMA of the own range lie in host memory and are updated there."""
         named = trainable(module)
         self.config = config
         self.total_steps = total_steps
@@ -196,12 +204,9 @@ class FlatSync:
         # the own range of the parameters is the master copy
         self._is_master = first.dtype == self._state_dtype and not self._host
         self._allocate()
-        self.gradients: Gradients
-        if gradients == "node":
-            self.gradients = NodeGradients(self._parameters, self.layout, self._state_dtype)
-        else:
-            elements = sum_elements or (_SUM_CUDA if self._device.type == "cuda" else _SUM_CPU)
-            self.gradients = OwnGradients(self._parameters, self.layout, self._state_dtype, elements)
+        self._memory: GradientMemory | None = None if callable(gradients) else gradients
+        make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
+        self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._received_hook(index))
 
@@ -217,6 +222,7 @@ class FlatSync:
         self._group = group
         self._bounds = shard_bounds(self.total, group.size)
         self.lo, self.hi = self._bounds[group.rank]
+        self._agree_on_gradients(group)
         self.gradients.form(group, self._bounds)
         if shards is None:
             group.broadcast(self._flat, source_rank=0)
@@ -225,6 +231,10 @@ class FlatSync:
             self._import(cut(shards, self.lo, self.hi))
             group.all_gather_ranges(self._flat, self._bounds)
         log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
+
+    def leave(self) -> None:
+        """The generation has ended: write into no memory of other workers any more. Any number of times."""
+        self.gradients.leave()
 
     def begin_step(self) -> None:
         """Begin with a gradient of zero. Any number of backward passes may follow."""
@@ -284,11 +294,28 @@ class FlatSync:
         """Master, moments and EMA lie in host memory."""
         return self._state_device.type == "cpu"
 
+    @property
+    def gradient_memory(self) -> str:
+        """As `Sync.gradient_memory`."""
+        return (self._memory or "node").removesuffix("_or_host")
+
     def gradient(self) -> Tensor:
-        """The flat gradient, [total]: before `finish_step` the partial one of this worker, or of its node."""
+        """What of the flat gradient lies here: before `finish_step` the partial one of this worker, or its node's."""
         return self.gradients.flat
 
     # Memory -----------------------------------------------------------------------------------------------------
+
+    def _agree_on_gradients(self, group: Group) -> None:
+        """All workers sum alike, also those whose device would have room for a gradient of its own."""
+        if self._memory is None or group.size == 1:
+            return
+        most = MEMORIES[max(exchange(group, MEMORIES.index(self._memory), self._device))]
+        if most != self._memory:
+            log.info("gradients: %s, as another worker has no room for %s", most, self._memory)
+            self.gradients.leave()
+            del self.gradients  # before the other ones take memory
+            self._memory = most
+            self.gradients = gradients_in(most)(self._parameters, self.layout, self._state_dtype)
 
     def _allocate(self) -> None:
         # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
@@ -338,7 +365,7 @@ class FlatSync:
     # The step ---------------------------------------------------------------------------------------------------
 
     def _own_squares(self) -> float:
-        own = self.gradients.flat[self.lo : self.hi]
+        own = self.gradients.part(self.lo, self.hi)
         if not own.numel():
             return 0.0
         # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits.
@@ -392,7 +419,9 @@ class FlatSync:
 
     def _gradient_of(self, own: slice) -> Tensor:
         """The sum of a part of the own range, where its state is; may be overwritten."""
-        gradient = self.gradients.flat[self.lo : self.hi][own]
+        gradient = self.gradients.part(self.lo + own.start, self.lo + own.stop)
         if gradient.device == self._state_device:
             return gradient
+        if gradient.device.type == "cpu":
+            return gradient.to(self._state_device)
         return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)

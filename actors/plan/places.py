@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+GradientSetting = Literal["auto", "own", "node", "host"]
+GradientPlace = Literal["own", "node", "host"]
 StateSetting = Literal["auto", "device", "host"]
 StatePlace = Literal["device", "host"]
 
 
-def state_place(wanted: StateSetting, device_gib: float, least_gib: float) -> StatePlace:
-    """Where optimizer state lies on a worker whose device has `device_gib` (0: unknown, or no limit), of which training
-    needs `least_gib` with the state on it. Workers of one run may differ: they send each other parameters alone.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Of gradients: on each worker, once in the memory of a node's devices, or once in its host memory. Of optimizer
+    state: beside the weights, or in host memory."""
 
-    >>> state_place("auto", 79.2, 64.0), state_place("auto", 23.6, 64.0), state_place("device", 23.6, 64.0)
-    ('device', 'host', 'device')
+    gradients: GradientPlace
+    state: StatePlace
+
+    def describe(self) -> str:
+        """For a person, of GPUs."""
+        gradient = {
+            "own": "a gradient on each",
+            "node": "one gradient per node in its GPUs' memory",
+            "host": "one gradient per node in host memory",
+        }
+        state = {"device": "optimizer state beside the weights", "host": "optimizer state in host memory"}
+        return f"{gradient[self.gradients]}, {state[self.state]}"
+
+
+BESIDE = Places("own", "device")  # all of it on each worker
+
+
+def gpu_places(gradients: GradientSetting, state: StateSetting) -> tuple[Places, ...]:
+    """What the settings allow on GPUs, the fastest first: state in host memory is updated by the CPU.
+
+    >>> gpu_places("auto", "host")
+    (Places(gradients='own', state='host'), Places(gradients='node', state='host'))
     """
-    if wanted != "auto":
-        return wanted
-    return "host" if 0 < device_gib < least_gib else "device"
+    where: tuple[GradientPlace, ...] = ("own", "node") if gradients == "auto" else (gradients,)
+    states: tuple[StatePlace, ...] = ("device", "host") if state == "auto" else (state,)
+    return tuple(Places(gradient, place) for place in states for gradient in where)
+
+
+def chosen(places: Sequence[Places], least_gib: Sequence[float], device_gib: float) -> Places:
+    """The first with which training fits a device of `device_gib` (0: unknown, or no limit), of which it needs
+    `least_gib` with each of them; the last where none does. Workers of one run may differ in where their state lies:
+    they send each other parameters alone.
+
+    >>> chosen(gpu_places("auto", "device"), (64.0, 30.0), 40.0).gradients
+    'node'
+    """
+    if device_gib <= 0 or not least_gib:
+        return places[0]
+    return next((one for one, least in zip(places, least_gib, strict=True) if least <= device_gib), places[-1])

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
-from actors.plan.places import StatePlace
+from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE, PlanError
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.shards import bytes_per_weight, shard_bounds
+from ops.shards import STAGE, bytes_per_weight, held_elements, shard_bounds
 
 if TYPE_CHECKING:
     from ops.models.forecast import Precision
@@ -65,32 +65,54 @@ class MemoryForecast:
     text_gib: float
     image_gib: float
     needs: Needs
-    node_gradient: bool = False  # gradients add up in memory of the node
-    state: StatePlace = "device"
+    cuda: bool = True
+    places: Places = BESIDE
+    per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
+
+    def possible(self, train: TrainConfig, per_node: int) -> list[MemoryForecast]:
+        """With gradients and state in each of the places that the settings allow, the fastest first."""
+        places = train.places(self.trained, "cuda" if self.cuda else "cpu")
+        return [replace(self, places=one, per_node=per_node) for one in places]
 
     def states(self, workers: int) -> StateSizes:
-        """Of one of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of the state
-        (ZeRO-1); what lies in memory of the host, or is shared by a node's workers, is in `host_gib`."""
-        # DeepSpeed keeps fp32 parameters and reduces them in one bucket of their size: 12 bytes each, and its shard.
-        gradient = 8 if self.deepspeed else 4
+        """Of the fullest of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of
+        the state (ZeRO-1); what lies in memory of the host is in `host_gib`."""
         weights = 4 if self.deepspeed else self.parameter_bytes
         # In fp32 the own range of the parameters is the master copy.
         shard = self.state_bytes - (4 if self.parameter_bytes >= 4 and not self.deepspeed else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
             weights=(self.parameters - self.trained) * self.parameter_bytes / GIB + self.trained * weights / GIB,
-            gradient=0.0 if self.node_gradient else self.trained * gradient / GIB,
-            optimizer=0.0 if self.state == "host" else largest * shard / GIB,
+            gradient=self._gradient_bytes(workers, largest) / GIB,
+            optimizer=0.0 if self.places.state == "host" else largest * shard / GIB,
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,
         )
 
+    def _gradient_bytes(self, workers: int, largest: int) -> int:
+        """On the device of a worker of the smallest node, which holds the most."""
+        if self.deepspeed:  # fp32 parameters, reduced in one bucket of their size
+            return 8 * self.trained
+        if self.places.gradients == "own":
+            return 4 * self.trained
+        if not self.cuda or self.places.gradients == "host":
+            return 0
+        nodes = -(-workers // self.per_node)
+        fewest = workers - (nodes - 1) * self.per_node
+        staged = 2 * STAGE * self.parameter_bytes
+        return 4 * held_elements(self.trained, largest, workers, fewest) + staged
+
     def host_gib(self, workers: int, nodes: int) -> float:
         """GiB of a node's host memory beside what its workers count as their own: state and gradient that lie there."""
         here = -(-workers // nodes)
-        state = self.trained * self.state_bytes * here / workers if self.state == "host" else 0.0
-        return (state + (4 * self.trained if self.node_gradient else 0)) / GIB
+        state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
+        return (state + (4 * self.trained if self.gradient_on_host else 0)) / GIB
+
+    @property
+    def gradient_on_host(self) -> bool:
+        """The workers of a node add into one gradient in its host memory."""
+        return self.places.gradients == "host" or (self.places.gradients == "node" and not self.cuda)
 
     def least_gib(
         self,
@@ -101,10 +123,10 @@ class MemoryForecast:
         workers: int,
         bag_peers: int,
     ) -> float:
-        """GiB of a GPU on which, with so many of them, one clip of every shape fits beside optimizer state."""
+        """GiB of a GPU on which, with so many of them, one clip of every shape fits."""
         legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
         worst = max(_need_gib(self.needs, geometry, clip, text_tokens, legal) for clip in clips)
-        states = replace(self, state="device").states(workers).total
+        states = self.states(workers).total
         return CONTEXT_GIB + communicators_gib(degrees, workers, bag_peers) + (states + worst) / USABLE
 
     def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
@@ -121,7 +143,7 @@ def forecast(
     degrees: Sequence[int],
     cuda: bool,
 ) -> MemoryForecast:
-    """Of a resolved model; where `auto` chooses, optimizer state counts as on the device. `clips` are the shapes that
+    """Of a resolved model, in the first of the places that the settings allow (`possible`). `clips` are the shapes that
     will come, `degrees` those that the DiT may have.
 
     Takes seconds of one core and no memory to speak of, whatever the size of the model.
@@ -158,8 +180,8 @@ def forecast(
         text_gib=few.weights_gib,
         image_gib=image.weights_gib if image is not None else 0.0,
         needs=needs,
-        node_gradient=train.gradients_of(trained, "cuda" if cuda else "cpu") == "node",
-        state="host" if train.memory.state == "host" else "device",
+        cuda=cuda,
+        places=train.places(trained, "cuda" if cuda else "cpu")[0],
     )
 
 

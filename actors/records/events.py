@@ -224,10 +224,10 @@ class GenerationFormed(RunEvent, event="generation", disturbs=True):
     why: str
     from_step: int
     seconds: float
-    gradients: str = ""  # "own" or "node"; older runs do not say
+    gradients: str = ""  # "own", "node" or "host"; older runs do not say
 
     def describe(self) -> str:
-        shared = ", one gradient per node" if self.gradients == "node" else ""
+        shared = ", one gradient per node" if self.gradients in ("node", "host") else ""
         return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
 
 

@@ -28,7 +28,7 @@ from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, device_of, start_monitor, uses_gpu, weights_bytes
-from actors.ray_calls import get, node_address
+from actors.ray_calls import get, gpus_of_a_node, node_address
 from actors.records.events import ProfileRefused
 from actors.run.committer import Committer
 from actors.run.controller import Controller
@@ -71,17 +71,18 @@ def start_controller(
     monitor = start_monitor(run)
     device = device_of(config.workers)
     setting = setting_of(model, device)
-    state_on_device_gib, given = 0.0, profile is not None
+    least_gib: tuple[float, ...] = ()
+    given = profile is not None
     if profile is None:
         profile = profile_of(config.planner, model, geometry, device)
         if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs, state_on_device_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+            profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
     settings = WorkerSettings(
         model=config.model,
         train=config.train,
         workers=config.workers,
         cache=config.data.cache,
-        state_on_device_gib=state_on_device_gib,
+        least_gib=least_gib,
     )
     pool = Pool(run, settings, monitor, worker_class)
     source = StepSource(
@@ -189,16 +190,21 @@ def put_together(
 
 def _memory(
     config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]
-) -> tuple[Needs, float]:
-    """What cascades will need, until workers have measured it; GiB of a GPU that has room for optimizer state, too."""
+) -> tuple[Needs, tuple[float, ...]]:
+    """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
+    and state in each of the places that the settings allow."""
     tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
     buckets = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
     clips = list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in buckets))
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    if not cuda:
+        return found.needs, ()
     tokens = min(config.data.batch.text_tokens, model.text.max_length)
-    fewest, peers = config.workers.min, config.planner.bag_peers
-    return found.needs, found.least_gib(geometry, clips, tokens, degrees, fewest, peers) if cuda else 0.0
+    fewest, peers, per_node = config.workers.min, config.planner.bag_peers, gpus_of_a_node()
+    return found.needs, tuple(
+        one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in found.possible(config.train, per_node)
+    )
 
 
 def _new_store() -> torch.distributed.TCPStore:

@@ -19,7 +19,7 @@ class HostNeed:
     """GiB of one node, all its workers together."""
 
     state: float  # optimizer state that lies in host memory
-    gradient: float  # that the node's workers share
+    gradient: float  # that the node's workers share in it
     keepers: float  # snapshots of workers, also of other nodes
     store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
     copies: float  # of their part, while a snapshot is made
@@ -80,10 +80,15 @@ def needs_of_hosts(
             workers=len(infos),
             nodes=len(nodes),
             state_on_host=here[0].state_on_host,
-            node_gradient=here[0].gradients == "node",
+            node_gradient=_shares_host_memory(here[0]),
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))
     return found
+
+
+def _shares_host_memory(info: WorkerInfo) -> bool:
+    """GPUs that add into one gradient per node hold it themselves, if they can reach each other."""
+    return info.gradients == "host" or (info.gradients == "node" and info.device == "cpu")
 
 
 def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:

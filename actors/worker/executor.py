@@ -113,6 +113,7 @@ class Executor:
         if self.groups is not None:
             self.groups.close()
             self.groups = None
+            self.sync.leave()
         self.store.clear()
         if self.copies is not None:
             self.copies.clear()

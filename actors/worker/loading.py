@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ from torch import nn
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
 from actors.plan.devices import device_speed
-from actors.plan.places import state_place
+from actors.plan.places import chosen
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
+from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
@@ -93,9 +95,9 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     return modules
 
 
-def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, state_on_device_gib: float = 0.0) -> Sync:
-    """The sync engine that the settings name, for a device of `device_gib` (0: no limit). With optimizer state on it,
-    training needs `state_on_device_gib` of it."""
+def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, least_gib: Sequence[float] = ()) -> Sync:
+    """The sync engine that the settings name, for a device of `device_gib` (0: no limit), of which training needs
+    `least_gib` with each of `TrainConfig.places`."""
     if train.sync == "deepspeed":
         from ops.deepspeed_sync import DeepSpeedSync
 
@@ -103,9 +105,12 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, stat
     from ops.sync import FlatSync
 
     weights = [parameter for _, parameter in trainable(dit)]
-    gradients = train.gradients_of(sum(one.numel() for one in weights), weights[0].device.type)
-    state = state_place(train.memory.state, device_gib, state_on_device_gib)
-    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients, state=state)
+    possible = train.places(sum(one.numel() for one in weights), weights[0].device.type)
+    places = chosen(possible, least_gib, device_gib)
+    gradients: GradientMemory = places.gradients
+    if gradients == "node" and train.memory.gradients == "auto":
+        gradients = "node_or_host"
+    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients, state=places.state)
 
 
 def device_of(workers: WorkersConfig) -> torch.device:

@@ -101,7 +101,7 @@ class Worker:
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
-            gradients=self.settings.train.gradients_of(self.executor.sync.layout[-1].hi, self.device.type),
+            gradients=self.executor.sync.gradient_memory,
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             host_room_gib=node_room() / 2**30,
         )
@@ -263,7 +263,7 @@ class Worker:
         modules = build_modules(self.settings, self.device)
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
-        sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.state_on_device_gib)
+        sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib)
         cache = self.settings.cache
         on_encoded = ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody
         return Executor(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from app.bench.optimizer import FULL, Weights
 from ops.comm import Group
-from ops.gradients import GradientMemory
+from ops.gradient_places import GradientMemory
 from ops.groups import Groups
 from ops.sync import FlatSync
 from ops.waiting import CancelToken

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from actors.plan.costs.fit import Fit
 from actors.plan.costs.profile import Profile
-from actors.plan.places import state_place
+from actors.plan.places import chosen
 from actors.planning.batching import fitted_limits
-from actors.planning.memory import Shape, communicators_gib, forecast
+from actors.planning.memory import MemoryForecast, Shape, communicators_gib, forecast
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig
@@ -41,6 +41,24 @@ def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None,
     return min(limits, default=None), cuda
 
 
+def placed(
+    found: MemoryForecast,
+    config: RunConfig,
+    model: ModelConfig,
+    geometry: Geometry,
+    clips: Sequence[Shape],
+    degrees: Sequence[int],
+    memory_gib: float,
+    per_node: int,
+) -> MemoryForecast:
+    """With gradients and optimizer state where a run on `workers.min` GPUs of this size would have them."""
+    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    fewest, peers = config.workers.min, config.planner.bag_peers
+    possible = found.possible(config.train, per_node)
+    least = [one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in possible]
+    return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
+
+
 def batch_room_gib(config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile) -> float:
     """GiB that a batch may take on one of `workers.min` workers, by the prediction of the model's memory, which the
     profile is told; infinite where the size of a device is unknown."""
@@ -52,9 +70,7 @@ def batch_room_gib(config: RunConfig, model: ModelConfig, geometry: Geometry, pr
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     profile.needs = found.needs
     if cuda:
-        tokens = min(config.data.batch.text_tokens, model.text.max_length)
-        least = found.least_gib(geometry, clips, tokens, degrees, workers, peers)
-        found = replace(found, state=state_place(config.train.memory.state, memory, least))
+        found = placed(found, config, model, geometry, clips, degrees, memory, found.per_node)
     return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers) if cuda else 0.0, cuda)
 
 

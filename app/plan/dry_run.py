@@ -85,9 +85,14 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
 def _gradients(config: RunConfig, weights: int) -> str:
     """Where they lie and what they take."""
     device = ("cuda" if _cuda_here() else "cpu") if config.workers.device == "auto" else config.workers.device
-    memory = config.train.gradients_of(weights, device)
-    place = {"own": "on each worker", "node": "on each node, in memory that its workers share"}[memory]
-    return f"{4 * weights / 2**30:.2f} GiB {place} (train.memory.gradients: {config.train.memory.gradients})"
+    possible = dict.fromkeys(one.gradients for one in config.train.places(weights, device))
+    place = {
+        "own": "on each worker",
+        "node": "on each node, in memory that its workers share",
+        "host": "in each node's host memory",
+    }
+    where = ", or ".join(place[one] for one in possible)
+    return f"{4 * weights / 2**30:.2f} GiB {where} (train.memory.gradients: {config.train.memory.gradients})"
 
 
 def _cuda_here() -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from actors.config import TrainConfig
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
-from actors.plan.places import state_place
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan, PlanError
 from actors.planning.memory import (
     CONTEXT_GIB,
@@ -24,7 +23,7 @@ from actors.planning.memory import (
     too_little,
 )
 from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
-from app.inputs.batches import clips_of, device_gib
+from app.inputs.batches import clips_of, device_gib, placed
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -68,9 +67,7 @@ def view_memory(
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     profile.needs = found.needs
     if cuda and memory is not None:
-        tokens = min(config.data.batch.text_tokens, model.text.max_length)
-        least = found.least_gib(geometry, clips, tokens, degrees, config.workers.min, config.planner.bag_peers)
-        found = replace(found, state=state_place(config.train.memory.state, memory, least))
+        found = placed(found, config, model, geometry, clips, degrees, memory, max(cluster.nodes))
     view = MemoryView(
         found=found,
         memory_gib=memory,
@@ -97,8 +94,8 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         here=max(cluster.nodes),
         workers=cluster.num_workers,
         nodes=len(cluster.nodes),
-        state_on_host=found.state == "host",
-        node_gradient=found.node_gradient,
+        state_on_host=found.places.state == "host",
+        node_gradient=found.gradient_on_host,
     )
 
 
@@ -125,6 +122,7 @@ def _check_workers(
         return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))
+    per_node = view.found.per_node
     if fewest is not None and fewest <= view.workers:
         if fewest > config.workers.min:
             raise PlanError(
@@ -135,7 +133,7 @@ def _check_workers(
     remedies = [f"{fewest} workers"] if fewest is not None else []
     for name, other_model, train in _alternatives(config, model):
         changed = forecast(other_model, geometry, train, clips, degrees, view.cuda)
-        if least(changed, view.workers) is not None:
+        if any(least(one, view.workers) is not None for one in changed.possible(train, per_node)):
             remedies.append(name)
     raise too_little(view.found, memory, view.workers, room, remedies)
 
@@ -156,6 +154,10 @@ def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, Mode
         found.append(("model.vae.tiling: true", replace(model, vae=replace(model.vae, tiling=True)), train))
     if train.memory.state != "host" and train.sync == "flat":
         found.append(("train.memory.state: host", model, replace(train, memory=replace(train.memory, state="host"))))
+    if train.memory.gradients == "own" and train.sync == "flat":
+        found.append(
+            ("train.memory.gradients: auto", model, replace(train, memory=replace(train.memory, gradients="auto")))
+        )
     if not model.dit.lora_rank:
         found.append(("model.dit.lora_rank: 16", replace(model, dit=replace(model.dit, lora_rank=16)), train))
     return found
@@ -165,8 +167,9 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     """The table of one GPU: states, the worst planned cascade of each module, communicators, what stays free."""
     states = view.found.states(view.workers)
     size = f" of {view.memory_gib:g}" if view.memory_gib is not None else ""
+    places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
     lines = [
-        f"memory    GiB of a GPU{size} on {view.workers} workers, predicted",
+        f"memory    GiB of a GPU{size} on {view.workers} workers{places}, predicted",
         f"          states {states.total:.2f} ({states.describe()})",
     ]
     worst = 0.0
@@ -186,8 +189,8 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     host = view.found.host_gib(view.workers, view.nodes)
     if host:
         parts = [
-            *(["optimizer state"] if view.found.state == "host" else []),
-            *(["gradients"] if view.found.node_gradient else []),
+            *(["optimizer state"] if view.found.places.state == "host" else []),
+            *(["gradients"] if view.found.places.gradients != "own" else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.host is not None:

@@ -138,9 +138,9 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
 
 
 def check_memory(train: TrainConfig, workers: WorkersConfig) -> None:
-    """Only CPU workers share memory for gradients."""
-    if workers.device == "cuda" and train.memory.gradients == "node":
+    """Host memory beside a device is for GPUs, and what GPUs have in each other's memory is fp32."""
+    if workers.device == "cpu" and train.memory.gradients == "host":
         raise ConfigError(
-            "train.memory.gradients node is memory that CPU workers share; workers.device is cuda. Set gradients to "
-            "auto or own."
+            "train.memory.gradients host is host memory beside GPUs; workers.device is cpu. Set gradients to node, "
+            "which is host memory there, or auto."
         )

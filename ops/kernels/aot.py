@@ -52,7 +52,7 @@ FP32 = {
     "rstd_k_ptr",
 }
 TABLES = frozenset(f"{name}_ptr" for name in ("gate", "weight", "bias", "scale", "shift", "wq", "wk"))
-ADDRESSES = {"peers_ptr"}  # int64
+ADDRESSES = {"address"}
 INT32 = {"run_ptr", "cu_ptr", "run2mod_ptr", "mod_off_ptr", "mod_runs_ptr"}
 
 
@@ -205,7 +205,7 @@ def _type(name: str, fp32: frozenset[str]) -> str:
     if name in INT32:
         return "*i32"
     if name in ADDRESSES:
-        return "*i64"
+        return "i64"
     if name.endswith("_ptr"):
         return "*fp32" if name in FP32 or name in fp32 else "*bf16"
     return "fp32" if name == "eps" else "i32"

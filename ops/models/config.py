@@ -48,6 +48,7 @@ class VAEConfig:
             )
 
 
+EncoderPlace = Literal["device", "host"]
 TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most so many tokens at a time, padding included
 
 
@@ -70,6 +71,9 @@ class TextConfig:
     # 0: the encoder sees a caption alone. Weights of LTX-Video and CogVideoX were trained on encodings of captions
     # padded to 128 and 226 rows without a mask. The caption's own are kept (LTX-Video), or with an equal pad_to all
     unmasked: int = 0
+    # device: beside the transformer. host: in host memory, and on the device only while it encodes, which copies 11 GB
+    # (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for clips.
+    place: EncoderPlace = "device"
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2
     num_heads: int = 4

@@ -23,6 +23,8 @@ from ops.attention.varlen import standing_in
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.config import FlowConfig, OptimizerConfig
+from ops.gradient_places import gradients_in
+from ops.gradient_sum import Bounds
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.image import clip_skeleton, image_size, vision_rows
@@ -30,10 +32,13 @@ from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.vae import DiffusersVAE, vae_without_weights
+from ops.node_gradients import NodeGradients, routes
 from ops.noise import NoiseKey
 from ops.objective import FlowObjective
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
+from ops.peer_sum import PeerSum
+from ops.shards import Slot
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
 from ops.train_pass import NoisyClip, train_pass
@@ -154,14 +159,59 @@ def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree:
     return (few + (config.num_layers - _SHORT[0]) * (more - few) / (_SHORT[1] - _SHORT[0])) / GIB
 
 
-def states_bytes(config: DiTConfig, optimizer: OptimizerConfig, workers: int, precision: Precision) -> tuple[int, int]:
+class _PretendPeers:
+    """A GPU whose memory is counted and whose neighbours are not there."""
+
+    device = torch.device("cpu")
+
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(elements, dtype=dtype)
+
+    def free(self, memory: Tensor) -> None: ...
+
+    def lend(self, memory: Tensor) -> bytes:
+        return b""
+
+    def borrow(self, handle: bytes) -> int:
+        return 0
+
+    def give_back(self, address: int) -> None: ...
+
+    def stage(self, turn: int) -> None: ...
+
+    def push(self, staged: Tensor, address: int, turn: int) -> None: ...
+
+    def pushed(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class _Reserved(NodeGradients):
+    """A node's gradient of which this worker's part is taken, and nothing else."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> None:
+        self.part_here = PeerSum(layout[-1].hi, dtype, parameters[0].dtype, _PretendPeers())
+        super().__init__(parameters, layout, [self.part_here])
+
+    def form(self, group: Group, bounds: Bounds) -> None:
+        self.part_here.reserve(group.rank, bounds, routes(group.nodes))
+
+
+def states_bytes(
+    config: DiTConfig, optimizer: OptimizerConfig, workers: int, precision: Precision, per_node: int = 0
+) -> tuple[int, int]:
     """What the first of so many workers keeps between two cascades, as FlatSync makes it: (bytes of parameters,
-    gradient and its part of the optimizer's state, those of parameters and gradient alone)."""
+    gradient and its part of the optimizer's state, those of parameters and gradient alone). The gradient is its own or,
+    with `per_node` workers on each node, the part that it holds in its GPU's memory for its node."""
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
         dit = _without_data(config, precision.parameters)
-        sync = FlatSync(dit, optimizer, 1)
-        sync.form(_PretendGroup(workers), None)
-        without_state = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
+        sync = FlatSync(dit, optimizer, 1, gradients=_Reserved if per_node else gradients_in("own"))
+        group = _PretendGroup(workers)
+        group.nodes = tuple(rank // (per_node or workers) for rank in range(workers))
+        sync.form(group, None)
+        gradients = sync.gradients
+        staged = gradients.part_here.buffers if isinstance(gradients, _Reserved) else []
+        without_state = storage_bytes([sync.gradient(), *staged, *dit.parameters(), *dit.buffers()])
         return count.live_bytes, without_state
 
 
@@ -199,13 +249,16 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            text = _text(config, tokens)
+            text = _text(replace(config, place="device"), tokens)
         finally:
             torch.set_default_dtype(before)
         with StorageCount() as count:
             rows = [row.float() for row in text.encode([""] * captions)]
         del rows
-        return EncoderNeed(weights_gib=storage_bytes(text.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
+        weights, peak = storage_bytes(text.parameters()) / GIB, count.peak_bytes / GIB
+        if config.place == "host":  # the weights come for the call
+            weights, peak = 0.0, weights + peak
+        return EncoderNeed(weights_gib=weights, peak_gib=peak)
 
 
 def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:

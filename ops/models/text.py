@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.folders import check_safetensors, component, read_json, tokenizer_of
-from ops.models.place import on_device
+from ops.models.place import home_of, on_device, visiting
 
 if TYPE_CHECKING:
     from transformers import T5Config, T5EncoderModel, UMT5EncoderModel
@@ -65,7 +65,8 @@ class T5Text:
         self, encoder: torch.nn.Module, tokenizer: Tokenizer, config: TextConfig, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
-        self.encoder = on_device(encoder, self.device).eval().requires_grad_(False)
+        self.place = config.place
+        self.encoder = on_device(encoder, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_length, self.pad_to, self.unmasked = config.max_length, config.pad_to, config.unmasked
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
@@ -75,6 +76,10 @@ class T5Text:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> list[Tensor]:
+        with visiting([self.encoder], self.place, self.device):
+            return self._encode(captions)
+
+    def _encode(self, captions: list[str]) -> list[Tensor]:
         tokens = [self._tokens(caption) for caption in captions]
         result: list[Tensor | None] = [None] * len(captions)
         for group in length_groups([len(ids) for ids in tokens]):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ops.models.base.family import TextRecipe
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.folders import check_safetensors, pooled_text_folder, read_json, text_folder, text_parts, tokenizer_of
-from ops.models.place import on_device
+from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape, text_dtype
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class LlamaText:
     ) -> None:
         """`encoder` is without its last layers and its final norm; `config` is resolved."""
         self.device = torch.device(device)
-        self.encoder = on_device(encoder, self.device).eval().requires_grad_(False)
+        self.place = config.place
+        self.encoder = on_device(encoder, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer, self.recipe = tokenizer, recipe
         self.dim, self.max_length = config.d_model, config.max_length
         found = len(self._tokens(""))
@@ -74,6 +75,10 @@ class LlamaText:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> list[Tensor]:
+        with visiting([self.encoder], self.place, self.device):
+            return self._encode(captions)
+
+    def _encode(self, captions: list[str]) -> list[Tensor]:
         tokens = [self._tokens(caption) for caption in captions]
         result: list[Tensor | None] = [None] * len(captions)
         for group in length_groups([len(ids) for ids in tokens]):
@@ -107,7 +112,8 @@ class PooledText:
     ) -> None:
         """`config` is resolved; CLIP goes to the device of the other one."""
         self.states, self.encoder, self.device = states, states.encoder, states.device
-        self.second = on_device(second, self.device).eval().requires_grad_(False)
+        self.place = config.place
+        self.second = on_device(second, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer, self.second_tokenizer = states.tokenizer, second_tokenizer
         self.dim, self.pooled, self.tail = config.d_model, config.pooled, config.tail
         self.pooled_tokens = recipe.pooled_tokens
@@ -117,8 +123,10 @@ class PooledText:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> list[Tensor]:
-        result = []
-        for kept, vector in zip(self.states.encode(captions), self._vectors(captions), strict=True):
+        result, texts = [], self.states.encode(captions)
+        with visiting([self.second], self.place, self.device):
+            vectors = self._vectors(captions)
+        for kept, vector in zip(texts, vectors, strict=True):
             rows = kept.new_zeros(len(kept) + self.tail, self.dim)
             rows[: len(kept)] = kept
             rows[len(kept) :].view(-1)[: self.pooled] = vector.to(rows)

@@ -11,6 +11,8 @@ from torch import Tensor
 from actors.worker.executor import Executor
 from actors.worker.worker import Worker
 from ops.node_gradients import NodeGradients
+from ops.node_sum import SharedSum
+from ops.shards import Slot
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
 ARMED = "armed"  # a file there: the next worker that adds a gradient dies
@@ -41,12 +43,11 @@ class HalfAddingWorker(Worker):
     def _load(self) -> Executor:
         executor = super()._load()
         gradients = executor.sync.gradients  # type: ignore[attr-defined]
-        assert isinstance(gradients, NodeGradients)
-        add, armed = gradients._add, Path(os.environ[FOLDER]) / ARMED
+        assert isinstance(gradients, NodeGradients) and isinstance(gradients.sum, SharedSum)
+        add, armed = gradients.sum._add, Path(os.environ[FOLDER]) / ARMED
 
-        def half(index: int, gradient: Tensor) -> None:
+        def half(slot: Slot, gradient: Tensor) -> None:
             if len(executor.world) > 1 and armed.exists():
-                slot = gradients._layout[index]
                 gradients.flat[slot.lo : (slot.lo + slot.hi + 1) // 2].add_(1000.0)
                 try:
                     armed.unlink()
@@ -54,7 +55,7 @@ class HalfAddingWorker(Worker):
                     gradients.flat[slot.lo : (slot.lo + slot.hi + 1) // 2].sub_(1000.0)
                 else:
                     os.kill(os.getpid(), signal.SIGKILL)
-            add(index, gradient)
+            add(slot, gradient)
 
-        gradients._add = half  # type: ignore[method-assign]
+        gradients.sum._add = half  # type: ignore[method-assign]
         return executor

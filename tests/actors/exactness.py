@@ -14,7 +14,7 @@ import torch
 
 from actors.config import TrainConfig
 from actors.messages import SumStart
-from actors.plan.places import state_place
+from actors.plan.places import StatePlace
 from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
@@ -23,6 +23,7 @@ from actors.worker.executor import Executor
 from actors.worker.loading import Modules
 from actors.worker.work_done import FinishedStep
 from ops.config import FlowConfig, OptimizerConfig
+from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
@@ -106,18 +107,19 @@ def make_hosts(
     config: ModelConfig = MODEL,
     nodes: Sequence[int] | None = None,
     shards: Sequence[ShardState] | None = None,
+    gradients: GradientMemory | GradientsOf = "own",
     executor: type[Executor] = Executor,
     **hooks: Any,
 ) -> list[Host]:
-    """Executors that have formed one generation; `hooks` go to each of them. With `nodes`, the node of each of them,
-    they add their gradients in memory of the node. Optimizer state lies where the settings say. With `shards` they go
+    """Executors that have formed one generation; `hooks` go to each of them. `nodes` are the nodes of each of them,
+    in whose memory they may add their `gradients`. Optimizer state lies where the settings say. With `shards` they go
     on from that state."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
     model, geometry = resolve(config)
     hosts = []
-    state = state_place(train.memory.state, 0.0, 0.0)
+    state: StatePlace = "host" if train.memory.state == "host" else "device"
     for _ in range(world):
         dit = build_dit(model.dit, train.seed).to(dtype)
         # A DiT starts with zero gates; random ones let every parameter receive a gradient.
@@ -132,7 +134,7 @@ def make_hosts(
             text=build_text(model.text, "cpu"),
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, "own" if nodes is None else "node", state)
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state)
         hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from actors.config import TrainMemoryConfig
 from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
+from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
+from ops.peer_sum import PeerSum
 from tests.actors.exactness import (
     MODELS,
     Host,
@@ -26,17 +28,23 @@ from tests.actors.exactness import (
     run_step,
     train_config,
 )
+from tests.nccl_rules import nccl_rules
+from tests.ops.peers import in_host, in_peers
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
 Nodes = tuple[int, ...] | None  # the node of each worker, in whose memory gradients are added; None: each has its own
-_CACHE: dict[tuple[int, torch.dtype, str, Nodes], list[Host]] = {}
+SHARED = {"shared": "node", "in GPUs": in_peers, "beside GPUs": in_host}
+_CACHE: dict[tuple[int, torch.dtype, str, Nodes, str], list[Host]] = {}
 
 
-def hosts_of(world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes = None) -> list[Host]:
+def hosts_of(
+    world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes = None, memory: str = "shared"
+) -> list[Host]:
     """Workers are kept between examples; each example ends with a clean gradient."""
-    key = (world, dtype, family, nodes)
+    key = (world, dtype, family, nodes, memory)
     if key not in _CACHE:
-        _CACHE[key] = make_hosts(world, dtype, train_config(), config=MODELS[family], nodes=nodes)
+        gradients = "own" if nodes is None else SHARED[memory]
+        _CACHE[key] = make_hosts(world, dtype, train_config(), config=MODELS[family], nodes=nodes, gradients=gradients)
     for host in _CACHE[key]:
         host.executor.sync.gradient().zero_()
         host.executor.sync.begin_step()
@@ -47,23 +55,43 @@ def hosts_of(world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes =
 def gradient(hosts: list[Host], nodes: Nodes = None) -> torch.Tensor:
     """The sum over workers, or over one worker of each node."""
     holders = hosts if nodes is None else [hosts[nodes.index(node)] for node in dict.fromkeys(nodes)]
+    if nodes is not None and isinstance(hosts[0].executor.sync.gradients.sum, PeerSum):
+        return parts(hosts)
     return torch.stack([host.executor.sync.gradient() for host in holders]).sum(0)
+
+
+def parts(hosts: list[Host]) -> torch.Tensor:
+    """The sum over nodes of what their workers hold."""
+    found = torch.zeros(hosts[0].executor.sync.total, dtype=torch.float64)
+    for host in hosts:
+        held = host.executor.sync.gradients.sum
+        for lo, hi in held._held:
+            found[lo:hi] += held.part(lo, hi)
+    return found
 
 
 def loss(hosts: list[Host]) -> float:
     return sum(host.executor.work.loss(0) for host in hosts)
 
 
-def compare(seed: int, world: int, dtype: torch.dtype, limit: float, family: str = "wan", nodes: Nodes = None) -> None:
+def compare(
+    seed: int,
+    world: int,
+    dtype: torch.dtype,
+    limit: float,
+    family: str = "wan",
+    nodes: Nodes = None,
+    memory: str = "shared",
+) -> None:
     rng = np.random.default_rng(seed)
     items = items_of(rng, int(rng.integers(1, 4)), images=MODELS[family].dit.images_only)
     reference = hosts_of(1, dtype, family)
     run_step(reference, items, one_worker(items), finish=False)
     expected, expected_loss = gradient(reference).clone(), loss(reference)
-    hosts = hosts_of(world, dtype, family, nodes)
+    hosts = hosts_of(world, dtype, family, nodes, memory)
     run_step(hosts, items, random_cascades(rng, items, world), finish=False)
     for host in hosts if nodes is not None else []:
-        host.executor.sync.gradients.add_waiting()
+        host.executor.sync.gradients.sum.flush()
     assert loss(hosts) == pytest.approx(expected_loss, rel=limit)
     found = gradient(hosts, nodes)
     difference = (found - expected).norm() / expected.norm()
@@ -143,6 +171,15 @@ def test_gradients_that_nodes_add_are_that_of_one_worker_in_fp64(seed: int, node
     compare(seed, len(nodes), torch.float64, FP64, nodes=nodes)
 
 
+@pytest.mark.parametrize("memory", ["in GPUs", "beside GPUs"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([(0, 0, 0, 1), (0, 1, 0, 2), (0,) * 4]))
+def test_gradients_that_gpus_of_nodes_add_are_that_of_one_worker_in_fp64(
+    memory: str, seed: int, nodes: tuple[int, ...]
+) -> None:
+    compare(seed, len(nodes), torch.float64, FP64, nodes=nodes, memory=memory)
+
+
 def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
     """The comparison above can fail: leaving out one cascade changes the gradient by far more than its limit."""
     rng = np.random.default_rng(1)
@@ -161,7 +198,13 @@ def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
 def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(
     world: int, nodes: Nodes, state: StatePlace
 ) -> None:
-    hosts = make_hosts(world, torch.float32, train_config(memory=TrainMemoryConfig(state=state)), nodes=nodes)
+    hosts = make_hosts(
+        world,
+        torch.float32,
+        train_config(memory=TrainMemoryConfig(state=state)),
+        nodes=nodes,
+        gradients="own" if nodes is None else "node",
+    )
     reference = make_hosts(1, torch.float32, train_config())
     rng = np.random.default_rng(0)
     for step in range(20):
@@ -254,3 +297,26 @@ def test_a_failed_cascade_refuses_the_rest_of_its_generation(
     executor.modules.vae, hosts[0].error = working, None
     with pytest.raises(later, match="an earlier task of generation 1 failed here" if later is not first else words):
         run_step(hosts, items, one_worker(items))
+
+
+@pytest.mark.parametrize(
+    ("memory", "nodes"),
+    [
+        ("shared", None),
+        ("in GPUs", (0, 0, 0, 1)),
+        pytest.param("beside GPUs", (0,) * 4, marks=pytest.mark.long),
+    ],
+)
+def test_plans_keep_the_rules_of_nccl(memory: str, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bags that are left and made anew, early sums, one-sided gradients: one order of launches, and equal sizes."""
+    peers, rng = 5, np.random.default_rng(4)
+    with nccl_rules(monkeypatch) as rules:
+        gradients = "own" if nodes is None else SHARED[memory]
+        hosts = make_hosts(4, torch.float32, train_config(), nodes=nodes, gradients=gradients)
+        account = Communicators(peers)
+        for step in range(3):
+            items = items_of(rng, 2, step)
+            run_step(hosts, items, random_cascades(rng, items, 4, step), step, account=account)
+        assert rules.collectives > 150
+        for rank in range(4):
+            assert 3 < rules.most_peers(rank) <= 3 + peers, "the world's, and bags within the limit"

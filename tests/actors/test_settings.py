@@ -12,7 +12,7 @@ from actors.config import (
     TrainMemoryConfig,
     WorkersConfig,
 )
-from actors.plan.places import StateSetting, state_place
+from actors.plan.places import StateSetting, chosen, gpu_places
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,8 @@ MANY = 16 << 20  # weights whose gradient is 64 MiB
     [
         ("auto", "flat", MANY, "cpu", "node"),
         ("auto", "flat", MANY - 1, "cpu", "own"),
-        ("auto", "flat", MANY, "cuda", "own"),
+        ("auto", "flat", MANY, "cuda", "own node own node"),
+        ("node", "flat", MANY, "cuda", "node node"),
         ("auto", "deepspeed", MANY, "cpu", "own"),
         ("own", "flat", MANY, "cpu", "own"),
         ("node", "flat", 1, "cpu", "node"),
@@ -48,7 +49,7 @@ def test_gradients_are_shared_by_a_node_where_it_saves_something(
     memory: str, sync: str, weights: int, device: str, expected: str
 ) -> None:
     config = TrainConfig(sync=sync, memory=TrainMemoryConfig(gradients=memory))  # type: ignore[arg-type]
-    assert config.gradients_of(weights, device) == expected
+    assert [one.gradients for one in config.places(weights, device)] == expected.split()
 
 
 def test_deepspeed_does_not_take_state_in_host_memory() -> None:
@@ -57,16 +58,22 @@ def test_deepspeed_does_not_take_state_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device_gib", "least_gib", "expected"),
+    ("state", "device_gib", "expected"),
     [
-        ("auto", 80.0, 79.9, "device"),
-        ("auto", 80.0, 80.1, "host"),
-        ("auto", 0.0, 80.1, "device"),  # a CPU: its memory is the host's
-        ("host", 80.0, 1.0, "host"),
-        ("device", 80.0, 100.0, "device"),
+        ("auto", 80.0, ("own", "device")),
+        ("auto", 60.0, ("node", "device")),
+        ("auto", 50.0, ("own", "host")),
+        ("auto", 20.0, ("node", "host")),
+        ("auto", 1.0, ("node", "host")),  # fits nowhere: what takes least is what a refusal is told of
+        ("auto", 0.0, ("own", "device")),  # of a device of unknown size
+        ("host", 80.0, ("own", "host")),
+        ("device", 1.0, ("node", "device")),
     ],
 )
-def test_state_lies_in_host_memory_where_a_device_has_no_room_for_it(
-    wanted: StateSetting, device_gib: float, least_gib: float, expected: str
+def test_gradients_and_state_lie_in_the_first_place_that_has_room(
+    state: StateSetting, device_gib: float, expected: tuple[str, str]
 ) -> None:
-    assert state_place(wanted, device_gib, least_gib) == expected
+    needs = {("own", "device"): 79.9, ("node", "device"): 55.0, ("own", "host"): 45.0, ("node", "host"): 20.0}
+    places = gpu_places("auto", state)
+    found = chosen(places, [needs[one.gradients, one.state] for one in places], device_gib)
+    assert (found.gradients, found.state) == expected

@@ -109,8 +109,8 @@ MISTAKES = {
     "model: {dit: {attention: flex}}\nworkers: {device: cpu}": "attention flex cannot train on workers.device cpu",
     "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
     "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
-    "train: {memory: {gradients: node}}\nworkers: {device: cuda}": "memory that CPU workers share; workers.device is",
-    "train: {memory: {gradients: host}}": "expected one of auto, own, node",
+    "train: {memory: {gradients: host}}\nworkers: {device: cpu}": "gradients host is host memory beside GPUs",
+    "train: {memory: {gradients: all}}": "expected one of auto, own, node, host",
     "base: missing.yaml": "missing.yaml does not exist",
     "base: run.yaml": "lists itself",
 }

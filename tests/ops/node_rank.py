@@ -1,10 +1,11 @@
 """One worker of a node as a process: adds integer gradients, whose sum is exact in any order, and says what came of it.
 
-    python -m tests.ops.node_rank RANK SIZE PORT CASE
+    python -m tests.ops.node_rank RANK SIZE PORT CASE MEMORY
 
 Cases: "one" node, nodes of "3+1" workers, one node "unlocked" (nobody takes a lock), one node in which rank 1 "dies" by
-SIGKILL in the middle of an addition; the others then form the next generation without it. Prints the number of elements
-of the own range that are not the exact sum, after each step.
+SIGKILL in the middle of an addition; the others then form the next generation without it, or that one is "stopped"
+there, and ended by those who go on. Memory: "shared", parts of "peers", "host" memory beside devices. Prints the number
+of elements of the own range that are not the exact sum, after each step.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from app.bench.gpu.node_peers import NodePeers
 from ops.comm import Group
 from ops.groups import Groups
+from ops.host_sum import HostSum
 from ops.node_gradients import NodeGradients
 from ops.node_memory import RangeLock
+from ops.node_sum import NodeSum, SharedSum
+from ops.peer_sum import PeerSum
 from ops.shards import shard_bounds
 from ops.sync import slots
 from ops.waiting import Cancelled, CancelToken, GroupError
+from tests.ops.peers import HostCopies
 
 SIZES = (1 << 18, 7, 1 << 19, 13)
 ROUNDS, STEPS = 12, 2
-NODES = {"one": (0, 0, 0, 0), "3+1": (0, 0, 0, 1), "unlocked": (0, 0, 0, 0), "dies": (0, 0, 0, 0)}
+NODES = {"3+1": (0, 0, 0, 1)}  # else one
 
 
 class Unlocked(RangeLock):
@@ -74,19 +80,27 @@ def run_step(
 
 def wrong(gradients: NodeGradients, lo: int, hi: int, workers: list[int], step: int) -> int:
     sums = torch.cat([expected(workers, step, size) for size in SIZES])
-    return int((gradients.flat[lo:hi] != sums[lo:hi]).sum())
+    return int((gradients.part(lo, hi) != sums[lo:hi]).sum())
 
 
-def main(rank: int, size: int, port: int, case: str) -> None:
+def main(rank: int, size: int, port: int, case: str, memory: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
     parameters = [nn.Parameter(torch.zeros(n)) for n in SIZES]
     layout = slots([(str(i), p) for i, p in enumerate(parameters)])
-    gradients = NodeGradients(parameters, layout, torch.float32)
+    peers = NodePeers()
+    sums: dict[str, Callable[[], NodeSum]] = {
+        "shared": lambda: SharedSum(layout[-1].hi, torch.float32),
+        "host": lambda: HostSum(layout[-1].hi, torch.float32, HostCopies()),
+        "peers": lambda: PeerSum(layout[-1].hi, torch.float32, torch.float32, peers, stage=1 << 16),
+    }
+    gradients = NodeGradients(parameters, layout, [sums[memory]()])
+
+    patience = 10.0 if case == "stopped" else 60.0
 
     def group_of(generation: int, world: tuple[int, ...]) -> Group:
-        nodes = [NODES[case][worker] for worker in world]
-        groups = Groups(store, rank, world, "gloo", generation, 60.0, CancelToken(), "127.0.0.1", nodes)
+        nodes = [NODES.get(case, (0,) * size)[worker] for worker in world]
+        groups = Groups(store, rank, world, "gloo", generation, patience, CancelToken(), "127.0.0.1", nodes)
         return groups.world_group()
 
     def train(world: tuple[int, ...], group: Group, dies: Callable[[int], None] = lambda turn: None) -> None:
@@ -94,34 +108,43 @@ def main(rank: int, size: int, port: int, case: str) -> None:
         lo, hi = bounds[group.rank]
         gradients.form(group, bounds)
         if case == "unlocked":
-            gradients._lock = Unlocked.__new__(Unlocked)
-            gradients._lock._descriptor = -1
+            assert isinstance(gradients.sum, SharedSum)
+            gradients.sum._lock = Unlocked.__new__(Unlocked)
+            gradients.sum._lock._descriptor = -1
         for step in range(STEPS):
             run_step(rank, parameters, gradients, step, dies)
             print(wrong(gradients, lo, hi, list(world), step), flush=True)
             gradients.drop()  # nobody updates here
 
     world = tuple(range(size))
-    if case != "dies":
+    if case not in ("dies", "stopped"):
         train(world, group_of(1, world))
         return
 
     def half_an_addition(turn: int) -> None:
-        if rank == 1 and turn == 3:
-            slot = layout[2]
-            assert gradients._lock is not None
-            gradients._lock.acquire(slot.lo * 4, slot.hi * 4, lambda: None)
+        if rank != 1 or turn != 3:
+            return
+        slot, how = layout[2], signal.SIGKILL if case == "dies" else signal.SIGSTOP
+        if isinstance(gradients.sum, SharedSum):
+            assert gradients.sum._lock is not None
+            gradients.sum._lock.acquire(slot.lo * 4, slot.hi * 4, lambda: None)
             half = (slot.lo + slot.hi) // 2
             gradients.flat[slot.lo : half].add_(1000.0)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
+
+        def half_a_push(staged: Tensor, address: int) -> None:
+            staged[len(staged) // 2 :] = 1000.0  # then it is added, and the rest never comes
+            peers.before_push = lambda staged, address: os.kill(os.getpid(), how)
+
+        peers.before_push = half_a_push
 
     try:
         train(world, group_of(1, world), half_an_addition)
-    except (GroupError, Cancelled):
+    except (GroupError, Cancelled, TimeoutError):
         print("broken", flush=True)
     survivors = tuple(worker for worker in world if worker != 1)
     train(survivors, group_of(2, survivors))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -42,7 +42,7 @@ def compile_shipped(*widths: str, version: str) -> None:
     )
     broken = [line for line in run.stdout.splitlines() if "BROKEN" in line]
     assert run.returncode == 0, "\n".join(broken) or run.stderr[-3000:]
-    assert re.search(r"push to 8 GPUs .* RED\.128 x1$", run.stdout, re.MULTILINE)
+    assert re.search(r"push .* RED\.128 x1$", run.stdout, re.MULTILINE)
     for width in widths or ("1536", "3072", "5120"):
         assert f"backward {width}, fp32 tables" in run.stdout
     assert f"triton {version}," in run.stdout

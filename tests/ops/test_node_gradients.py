@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ops.comm import Group
+from ops.gradient_places import gradients_in
 from ops.groups import Groups
 from ops.node_gradients import NodeGradients, routes
 from ops.node_memory import NodeMemory, RangeLock
+from ops.node_sum import SharedSum
 from ops.sync import slots
 from ops.waiting import Cancelled, CancelToken
 from tests.ops.node_rank import STEPS
@@ -32,12 +34,12 @@ ROOT = Path(__file__).parents[2]
 WORKERS = 4
 
 
-def run_ranks(case: str) -> list[tuple[int, list[str]]]:
+def run_ranks(case: str, memory: str = "shared") -> list[tuple[int, list[str]]]:
     """Exit status and lines of each process of tests/ops/node_rank.py."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ops.node_rank", str(rank), str(WORKERS), str(store.port), case],
+            [sys.executable, "-m", "tests.ops.node_rank", str(rank), str(WORKERS), str(store.port), case, memory],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -59,6 +61,14 @@ def test_integer_gradients_of_four_processes_are_bit_exact(case: str) -> None:
     assert run_ranks(case) == [(0, ["0"] * STEPS)] * WORKERS
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("memory", ["peers", "host"])
+@pytest.mark.parametrize("case", ["one", "3+1"])
+def test_integer_gradients_in_parts_and_beside_devices_are_bit_exact(case: str, memory: str) -> None:
+    assert run_ranks(case, memory) == [(0, ["0"] * STEPS)] * WORKERS
+
+
 @pytest.mark.timeout(900)
 def test_without_locks_additions_are_lost() -> None:
     """The test above can fail. How many are lost is chance: four processes on two cores lose some within a few runs."""
@@ -71,8 +81,19 @@ def test_without_locks_additions_are_lost() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_half_done_addition_of_a_killed_process_is_in_no_later_sum() -> None:
-    found = run_ranks("dies")
+@pytest.mark.parametrize(
+    "memory", ["shared", pytest.param("peers", marks=pytest.mark.long), pytest.param("host", marks=pytest.mark.long)]
+)
+def test_a_half_done_addition_of_a_killed_process_is_in_no_later_sum(memory: str) -> None:
+    found = run_ranks("dies", memory)
+    assert found.pop(1) == (-signal.SIGKILL, [])
+    assert found == [(0, ["broken"] + ["0"] * STEPS)] * (WORKERS - 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_worker_that_was_stopped_in_a_push_is_ended_before_the_memory_goes() -> None:
+    found = run_ranks("stopped", "peers")
     assert found.pop(1) == (-signal.SIGKILL, [])
     assert found == [(0, ["broken"] + ["0"] * STEPS)] * (WORKERS - 1)
 
@@ -80,7 +101,7 @@ def test_a_half_done_addition_of_a_killed_process_is_in_no_later_sum() -> None:
 def made(size: int = 8) -> tuple[list[nn.Parameter], NodeGradients]:
     parameters = [nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))]
     layout = slots([(str(i), p) for i, p in enumerate(parameters)])
-    return parameters, NodeGradients(parameters, layout, torch.float32)
+    return parameters, NodeGradients(parameters, layout, [SharedSum(layout[-1].hi, torch.float32)])
 
 
 def receive(parameters: Sequence[nn.Parameter], gradients: NodeGradients, index: int, value: float) -> None:
@@ -88,10 +109,16 @@ def receive(parameters: Sequence[nn.Parameter], gradients: NodeGradients, index:
     gradients.received(index)
 
 
+def shared(gradients: NodeGradients) -> SharedSum:
+    assert isinstance(gradients.sum, SharedSum)
+    return gradients.sum
+
+
 def lock_of_another(gradients: NodeGradients) -> RangeLock:
     """As another worker of the node would hold one."""
-    assert gradients._lock is not None
-    memory = NodeMemory(os.dup(gradients._lock._descriptor), 64)
+    lock = shared(gradients)._lock
+    assert lock is not None
+    memory = NodeMemory(os.dup(lock._descriptor), 64)
     return RangeLock(memory)
 
 
@@ -125,7 +152,7 @@ def test_a_lock_that_a_stopped_worker_holds_delays_the_end_until_the_generation_
 
 
 def test_waiting_gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.node_gradients._WAITING_BYTES", 40)
+    monkeypatch.setattr("ops.node_sum._WAITING_BYTES", 40)
     parameters, gradients = made()
     gradients.form(Group.solo(), [(0, 16)])
     gradients.begin_step()
@@ -134,7 +161,7 @@ def test_waiting_gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> No
     receive(parameters, gradients, 0, 1.0)  # 32 bytes wait
     threading.Timer(0.1, other.release, [0, 32]).start()
     receive(parameters, gradients, 0, 1.0)  # 64 would: returns when the lock is free
-    assert gradients.flat[:8].tolist() == [1.0] * 8 and len(gradients._waiting) == 1
+    assert gradients.flat[:8].tolist() == [1.0] * 8 and len(shared(gradients)._waiting) == 1
 
 
 @given(nodes=st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -155,7 +182,10 @@ def test_a_node_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         gradients.form(Group.solo(), [(0, 16)])
 
 
-def test_workers_on_a_gpu_are_told_what_to_set() -> None:
+def test_workers_that_cannot_share_in_this_way_are_told_what_to_set() -> None:
     parameters = [nn.Parameter(torch.zeros(2, device="meta"))]
     with pytest.raises(ValueError, match=r"worker is on meta\. Set train\.memory\.gradients: own"):
-        NodeGradients(parameters, slots([("p", parameters[0])]), torch.float32)
+        gradients_in("node")(parameters, slots([("p", parameters[0])]), torch.float32)
+    parameters = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match=r"host is for workers on GPUs, and this worker is on cpu\. Set .*: node"):
+        gradients_in("host")(parameters, slots([("p", parameters[0])]), torch.float32)

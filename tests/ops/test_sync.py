@@ -29,12 +29,13 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.config import OptimizerConfig
-from ops.gradients import GradientMemory
+from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.optimizer import lr_at
 from ops.shards import ShardState, cut
 from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
+from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -226,13 +227,16 @@ def on_threads(
 
 
 # The gradients, and the node of each of four workers.
-MEMORIES: dict[str, tuple[GradientMemory, tuple[int, ...]]] = {
+MEMORIES: dict[str, tuple[GradientMemory | GradientsOf, tuple[int, ...]]] = {
     "own": ("own", (0, 0, 0, 0)),
     "one node": ("node", (0, 0, 0, 0)),
     "two nodes": ("node", (0, 0, 0, 1)),
     "three nodes": ("node", (0, 1, 1, 2)),
     "own, state in host memory": ("own", (0, 0, 0, 0)),
     "one node, state in host memory": ("node", (0, 0, 0, 0)),
+    "one node of GPUs": (in_peers, (0, 0, 0, 0)),
+    "three nodes of GPUs, state in host memory": (in_peers, (0, 1, 1, 2)),
+    "two nodes of GPUs that do not reach each other": (in_host, (0, 0, 0, 1)),
 }
 
 

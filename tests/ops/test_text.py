@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -28,6 +30,16 @@ def test_batch_equals_captions_one_by_one() -> None:
     together = text.encode(CAPTIONS)
     for caption, states in zip(CAPTIONS, together):
         torch.testing.assert_close(states, text.encode([caption])[0], atol=FP32_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["t5", "hunyuan"])
+def test_weights_in_host_memory_come_for_a_call_and_go(kind: Literal["t5", "hunyuan"]) -> None:
+    config = TextConfig(kind=kind, max_length=64)
+    staying, visiting = build_text(config), build_text(replace(config, place="host"))
+    homes = [weight.data_ptr() for weight in visiting.parameters()]
+    for one, other in zip(staying.encode(CAPTIONS), visiting.encode(CAPTIONS), strict=True):
+        assert torch.equal(one, other)
+    assert [weight.data_ptr() for weight in visiting.parameters()] == homes
 
 
 def test_lengths_are_true_and_cut() -> None:

@@ -1,6 +1,6 @@
-"""The push of a gradient into accumulators of a node's GPUs: exact, and how fast by the number of programs.
+"""The push of a gradient by its address: exact, and how fast by the number of programs.
 
-On one GPU all accumulators are its own: this is the kernel with its own memory, without a link between GPUs. Few
+On one GPU the memory is its own: this is the kernel with its own memory, without a link between GPUs. Few
 programs leave multiprocessors to the backward pass that runs beside it.
 """
 
@@ -12,9 +12,8 @@ import torch
 
 from app.bench.gpu.measurement import Earlier, Figures, Place
 from ops.kernels.base import backend
-from ops.kernels.push.function import ALIGN, Push
+from ops.kernels.push.function import ALIGN, push
 
-OWNERS = 8
 ELEMENTS, SMALL_ELEMENTS = 2**28, 2**16  # of the gradient: a layer of a 14B model has some 2**28
 BYTES_PER_ELEMENT = 2 + 4 + 4  # bf16 gradient read, fp32 accumulator read and written
 PROGRAMS = (8, 16, 32, 64, 132)
@@ -23,7 +22,7 @@ MODULUS = 64  # small whole numbers: sums in fp32 are exact, whatever their orde
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushedAddition:
-    """Whether eight owners find the exact sum, and GB/s by the number of programs."""
+    """Whether the sum is exact, and GB/s by the number of programs."""
 
     name: str = "push"
     estimate_s: float = 25.0
@@ -35,16 +34,17 @@ class PushedAddition:
 
     def run(self, place: Place, earlier: Earlier) -> Figures:
         elements = place.pick(ELEMENTS, SMALL_ELEMENTS)
-        piece = elements // OWNERS
-        assert piece % ALIGN == 0, "sizes are powers of two"
-        accumulators = [torch.zeros(piece, device=place.device) for _ in range(OWNERS)]
+        assert elements % ALIGN == 0, "sizes are powers of two"
+        memory = torch.zeros(elements, device=place.device)
         gradient = (torch.arange(elements, device=place.device) % MODULUS).to(torch.bfloat16)
         figures: dict[str, bool | float] = {}
         pushes = 0
         for programs in place.pick(PROGRAMS, PROGRAMS[:1]):
-            push = Push(accumulators, 0, programs)
-            timing = place.seconds(lambda push=push: push(gradient), place.pick(10, 2))  # type: ignore[misc]
+            timing = place.seconds(
+                lambda programs=programs: push(gradient, memory.data_ptr(), programs),  # type: ignore[misc]
+                place.pick(10, 2),
+            )
             pushes += place.pick(10, 2) + 1  # one warms up
             figures[f"GB/s, {programs} programs"] = BYTES_PER_ELEMENT * elements / timing.seconds / 1e9
-        figures["right"] = torch.equal(torch.cat(accumulators), pushes * gradient.float())
+        figures["right"] = torch.equal(memory, pushes * gradient.float())
         return figures

@@ -185,7 +185,7 @@ TARGETS = (
         worst=_least("ipc", _is("right")),
     ),
     Target(
-        what="gradients pushed to eight owners exactly",
+        what="gradients pushed by the kernel exactly",
         goal=1,
         least=True,
         form=".0f",

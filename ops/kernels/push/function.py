@@ -1,12 +1,11 @@
-"""One-sided addition of a gradient into accumulators that the GPUs of a node own.
+"""One-sided addition of a gradient into fp32 memory that may belong to another GPU of the node.
 
-Each GPU owns one piece of every gradient and has an fp32 accumulator for it. A GPU whose backward has made a gradient
-adds piece g to the accumulator of GPU g, without a call on the other's side, in any order and from all GPUs at a time.
+Who adds makes no call on the other's side; any number of GPUs may add into the same memory at a time, in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
 
 import torch
 from torch import Tensor
@@ -14,56 +13,34 @@ from torch import Tensor
 from ops.kernels.base import backend
 from ops.kernels.push.launch_table import LAUNCH, PROGRAMS
 
-ALIGN = LAUNCH.chunk  # elements: a piece is a multiple of it
+ALIGN = LAUNCH.chunk  # elements: what is added is a multiple of it
+ALIGN_BYTES = 16  # of the address
 
 
-class Push:
-    """Adds the gradients of one GPU. Accumulators are fp32 of one length, [piece]; on a GPU the device must be able to
-    write to each: its own, or its peers' mapped memory.
+def push(gradient: Tensor, address: int, programs: int = PROGRAMS) -> None:
+    """Add gradient [n], fp32, bf16 or fp16, contiguous and n a multiple of ALIGN, to fp32 memory [n] at `address`, a
+    multiple of ALIGN_BYTES; on a GPU in the current stream, with so many programs. The library path, which only the
+    CPU has, is no addition that several may do at a time.
 
-    Raises ValueError for accumulators of unequal lengths, of another dtype, or whose piece is no multiple of ALIGN.
+    Raises ValueError for another length, layout or address, RuntimeError on a GPU without triton.
     """
-
-    def __init__(self, accumulators: Sequence[Tensor], me: int, programs: int = PROGRAMS) -> None:
-        """`me` is this GPU's place among the accumulators; `programs` are launched at a time."""
-        sizes = {one.numel() for one in accumulators}
-        if len(sizes) != 1 or any(one.dtype != torch.float32 or not one.is_contiguous() for one in accumulators):
-            raise ValueError(
-                f"accumulators of {[tuple(one.shape) for one in accumulators]} elements and "
-                f"{sorted({str(one.dtype) for one in accumulators})} must be contiguous fp32 of one length."
-            )
-        (self.piece,) = sizes
-        if self.piece % ALIGN:
-            raise ValueError(f"a piece of {self.piece} elements must be a multiple of {ALIGN}; pad it.")
-        self._accumulators, self._me, self._programs = tuple(accumulators), me, programs
-        self._addresses: Tensor | None = None
-
-    def __call__(self, gradient: Tensor) -> None:
-        """Add gradient [GPUs * piece], fp32, bf16 or fp16 and contiguous; on a GPU in the current stream."""
-        if gradient.shape != (len(self._accumulators) * self.piece,) or not gradient.is_contiguous():
-            raise ValueError(
-                f"a gradient of shape {tuple(gradient.shape)} must be contiguous, [{len(self._accumulators)} pieces of "
-                f"{self.piece}]."
-            )
-        if backend.use_kernels(gradient.view(-1, ALIGN)):
-            self._launch(gradient)
-            return
-        for turn in range(len(self._accumulators)):
-            owner = (self._me + 1 + turn) % len(self._accumulators)
-            self._accumulators[owner].add_(gradient[owner * self.piece : (owner + 1) * self.piece])
-
-    def _launch(self, gradient: Tensor) -> None:
+    if gradient.dim() != 1 or gradient.numel() % ALIGN or not gradient.is_contiguous() or address % ALIGN_BYTES:
+        raise ValueError(
+            f"a gradient of shape {tuple(gradient.shape)} for address {address:#x} must be contiguous, [a multiple of "
+            f"{ALIGN}], for a multiple of {ALIGN_BYTES}; pad it."
+        )
+    if backend.use_kernels(gradient.view(-1, ALIGN)):
         from ops.kernels.push.triton_kernels import push_kernel
 
-        if self._addresses is None:
-            addresses = [one.data_ptr() for one in self._accumulators]
-            self._addresses = torch.tensor(addresses, dtype=torch.int64, device=gradient.device)
-        push_kernel[(self._programs,)](
-            gradient,
-            self._addresses,
-            self.piece // LAUNCH.chunk,
-            self._me,
-            GPUS=len(self._accumulators),
-            BLOCK=LAUNCH.chunk,
-            num_warps=LAUNCH.warps,
+        push_kernel[(programs,)](
+            gradient, address, gradient.numel() // ALIGN, BLOCK=LAUNCH.chunk, num_warps=LAUNCH.warps
         )
+    elif gradient.device.type == "cpu":
+        memory_at(address, gradient.numel()).add_(gradient)
+    else:
+        raise RuntimeError(f"adding into memory of another GPU needs triton; a gradient on {gradient.device} cannot.")
+
+
+def memory_at(address: int, elements: int) -> Tensor:
+    """fp32 [elements] of this process's memory at the address."""
+    return torch.frombuffer((ctypes.c_float * elements).from_address(address), dtype=torch.float32)

@@ -1,0 +1,242 @@
+"""A node's gradient in the memory of its GPUs: each holds the ranges that it is home to, the others write into them.
+
+A gradient is copied to one of two staging buffers, behind which backward may reuse its memory, and pushed from there
+into the parts that its range touches: beside the backward pass, without a call on the other side, in any order. GPU
+memory cannot be lent and taken back at will: it may go only when nobody maps it. So every worker serves the handle of
+its part by a `Lender`, who knows which processes have it, also when they die; a worker that leaves gives back what it
+borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
+
+What a device does is `PeerMemory`, a thin shell (ops.cuda_memory); all decisions are here, and tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ops.comm import Group
+from ops.gradient_sum import Bounds
+from ops.kernels.push.function import ALIGN, ALIGN_BYTES
+from ops.lending import BorrowedMemory, Lender, borrow
+from ops.node_memory import NodeMemory
+from ops.node_sum import Unreachable, exchange, fellows_of
+from ops.shards import STAGE, Slot
+
+log = logging.getLogger(__name__)
+
+_PAGE = struct.Struct("q1024s")  # length of a handle, and the handle
+_GRACE_S = 10.0  # for a worker that is in no generation any more to give back; who goes on has given back already
+
+
+class PeerMemory(Protocol):
+    """What a GPU can do. `turn` (0 or 1) is a staging buffer."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Zero memory of its own, which can be lent. Raises RuntimeError where this device cannot."""
+        ...
+
+    def free(self, memory: Tensor) -> None: ...
+
+    def lend(self, memory: Tensor) -> bytes:
+        """A handle for other processes of the node. Raises RuntimeError where this device cannot."""
+        ...
+
+    def borrow(self, handle: bytes) -> int:
+        """The address here of another process's memory. Raises RuntimeError where this device cannot reach it."""
+        ...
+
+    def give_back(self, address: int) -> None: ...
+
+    def stage(self, turn: int) -> None:
+        """What is launched next may write into the staging buffer: its last push is over."""
+        ...
+
+    def push(self, staged: Tensor, address: int, turn: int) -> None:
+        """Add staged [n] to memory at the address, behind what was launched, beside what will be."""
+        ...
+
+    def pushed(self) -> None:
+        """What is launched next comes behind all pushes."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when nothing that was launched here runs any more."""
+        ...
+
+
+class PeerSum:
+    """A part of it on each GPU of the node."""
+
+    name = "the memory of the node's GPUs"
+
+    def __init__(
+        self, total: int, dtype: torch.dtype, staged_dtype: torch.dtype, peers: PeerMemory, stage: int = STAGE
+    ) -> None:
+        """Of a flat vector [total]; gradients come in `staged_dtype`, and go in pieces of `stage` elements at most."""
+        self._total, self._dtype, self._peers = total, dtype, peers
+        self._stage, self._staged_dtype = stage, staged_dtype
+        self.buffers: list[Tensor] = []
+        self._turn = 0
+        self._held: dict[tuple[int, int], int] = {}  # my ranges, and where each begins in `memory`
+        self._targets: list[tuple[int, int, int]] = []  # (lo, hi) of all ranges in their order, and the address of lo
+        self._loans: list[tuple[int, BorrowedMemory]] = []  # addresses, and what is open as long as I have them
+        self._lender: Lender | None = None
+        self.memory = torch.empty(0, dtype=dtype, device=peers.device)
+
+    def form(self, group: Group, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
+        """As `NodeSum.form`. Every worker writes to all others of its node before it believes that it can."""
+        held = {rank: [rank, *sends[rank]] for rank in fellows_of(group)}
+        starts = {rank: _starts([bounds[one] for one in held[rank]]) for rank in held}
+        number, failure = 0, ""
+        try:
+            self.reserve(group.rank, bounds, sends)
+            number = self._lend()
+        except (RuntimeError, OSError, MemoryError) as error:
+            failure = str(error)
+        numbers = exchange(group, number, self._peers.device)
+        _agree(failure, min(numbers) > 0)
+        bases = {}
+        try:
+            for rank in held:
+                bases[rank] = self.memory.data_ptr() if rank == group.rank else self._borrow(numbers[rank])
+        except (RuntimeError, OSError) as error:
+            failure = str(error)
+        _agree(failure, min(exchange(group, int(not failure), self._peers.device)) > 0)
+        self._targets = sorted(
+            (*bounds[one], bases[rank] + start * self._dtype.itemsize)
+            for rank in held
+            for one, start in zip(held[rank], starts[rank][:-1], strict=True)
+        )
+        self._try_all(group, [bases[rank] + starts[rank][-1] * self._dtype.itemsize for rank in held])
+
+    def reserve(self, rank: int, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
+        """Take the memory of this rank's part, zero, and of the staging buffers."""
+        ranges = [bounds[one] for one in (rank, *sends[rank])]
+        *starts, end = _starts(ranges)
+        if not self.buffers:
+            size = self._stage + 2 * ALIGN
+            self.buffers = [torch.empty(size, dtype=self._staged_dtype, device=self._peers.device) for _ in range(2)]
+        # the last block of a push may reach beyond what is held: zeros
+        self.memory = self._peers.allocate(end + ALIGN, self._dtype)
+        self._held = dict(zip(ranges, starts, strict=True))
+
+    def add(self, slot: Slot, gradient: Tensor) -> None:
+        """Push it into the parts that it touches."""
+        flat = gradient.reshape(-1)
+        for lo, hi, address in self._targets:
+            first, last = max(lo, slot.lo), min(hi, slot.hi)
+            for start in range(first, last, self._stage):
+                end = min(last, start + self._stage)
+                self._push(flat[start - slot.lo : end - slot.lo], address + (start - lo) * self._dtype.itemsize)
+
+    def flush(self) -> None:
+        """As `NodeSum.flush`, also for a meeting that this host takes part in."""
+        self._peers.pushed()
+        self._peers.wait()
+
+    def part(self, lo: int, hi: int) -> Tensor:
+        """As `NodeSum.part`."""
+        if lo == hi:
+            return self.memory[:0]
+        (start,) = [at + lo - first for (first, last), at in self._held.items() if first <= lo and hi <= last]
+        return self.memory[start : start + hi - lo]
+
+    def leave(self) -> None:
+        """Give back what was borrowed."""
+        self._targets = []
+        if self._loans:
+            self._peers.wait()
+        while self._loans:
+            address, page = self._loans.pop()
+            self._peers.give_back(address)
+            page.close()  # the owner counts this process no more
+
+    def release(self) -> None:
+        """Free the own part when nobody has it. Raises TimeoutError when a process can neither give back nor end."""
+        if self._lender is not None:
+            self._lender.fence(keep={os.getpid()}, grace_s=_GRACE_S)
+            self._lender.close()
+            self._lender = None
+        if self.memory.numel():
+            self._peers.wait()
+            memory, self.memory = self.memory, self.memory[:0].clone()
+            self._held = {}
+            self._peers.free(memory)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _lend(self) -> int:
+        handle = self._peers.lend(self.memory)
+        page = NodeMemory.create("handle", _PAGE.size)
+        page.buffer[:] = _PAGE.pack(len(handle), handle)
+        self._lender = Lender(page)
+        return self._lender.number
+
+    def _borrow(self, number: int) -> int:
+        page = borrow(number)
+        length, handle = _PAGE.unpack(page.buffer[:])
+        try:
+            address = self._peers.borrow(handle[:length])
+        except BaseException:
+            page.close()
+            raise
+        self._loans.append((address, page))
+        return address
+
+    def _try_all(self, group: Group, ends: Sequence[int]) -> None:
+        """Write a one behind every worker's part, and look whether all of the node have come."""
+        failure = ""
+        try:
+            one = torch.zeros(ALIGN, dtype=self._staged_dtype)
+            one[0] = 1
+            for end in ends:
+                self._push(one.to(self._peers.device), end)
+            self._peers.pushed()
+            self._peers.wait()
+        except RuntimeError as error:
+            failure = str(error)
+        _agree(failure, min(exchange(group, int(not failure), self._peers.device)) > 0)
+        behind = self.memory[-ALIGN:]
+        if (came := float(behind[0])) != len(ends):
+            failure = f"of {len(ends)} workers of a node {came:g} could write into memory of one"
+        behind.zero_()
+        self._peers.wait()
+        _agree(failure, min(exchange(group, int(not failure), self._peers.device)) > 0)
+
+    # -- additions -----------------------------------------------------------------------------------------------------
+
+    def _push(self, part: Tensor, address: int) -> None:
+        """Blocks are aligned and whole: zeros before and behind are added to what lies there."""
+        lead = address % ALIGN_BYTES // self._dtype.itemsize
+        end = lead + part.numel()
+        self._turn = 1 - self._turn
+        staged = self.buffers[self._turn][: -(-end // ALIGN) * ALIGN]
+        self._peers.stage(self._turn)
+        staged[:lead].zero_()
+        staged[lead:end].copy_(part)
+        staged[end:].zero_()
+        self._peers.push(staged, address - lead * self._dtype.itemsize, self._turn)
+
+
+def _starts(ranges: Bounds) -> list[int]:
+    """Where each range begins in a part's memory, and where the last one ends; all are multiples of ALIGN."""
+    starts = [0]
+    for lo, hi in ranges:
+        starts.append(starts[-1] + -(-(hi - lo) // ALIGN) * ALIGN)
+    return starts
+
+
+def _agree(failure: str, all_could: bool) -> None:
+    if failure:
+        raise Unreachable(failure)
+    if not all_could:
+        raise Unreachable("another worker of this generation could not")

@@ -1,0 +1,106 @@
+"""The shipped configs of large models fit the GPUs that they name, by what a dry run predicts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
+from actors.plan.types import PlanError
+from actors.planning.memory import MemoryForecast, Shape
+from app.bench.headroom import _write_numbers
+from app.plan.preview import PlanRequest, run_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CASES = {  # the config, its family, and a described cluster
+    "wan2.1-14b-full": ("wan", "gpu-8x80gb"),
+    "hunyuan-13b-full": ("hunyuan", "gpu-8x80gb"),
+    "wan2.1-14b-lora-80gb": ("wan", "gpu-1x80gb"),
+    "wan2.1-1.3b-lora-24gb": ("wan", "gpu-1x24gb"),
+}
+# Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
+PREDICTED = {
+    "wan2.1-14b-full": (14_288_491_584, 6.33e-4, 6.52e-4, 10.7),
+    "hunyuan-13b-full": (12_821_012_544, 4.79e-4, 4.90e-4, 13.5),
+}
+
+
+def known(name: str, clips: Sequence[Shape]) -> MemoryForecast:
+    """The forecast of a config by these numbers."""
+    parameters, alone, in_bag, text = PREDICTED[name]
+    needs = Needs()
+    for kind, slope in ((SOLO, alone), (BAG, in_bag)):
+        needs.predicted["dit", kind] = NeedLine(fixed_gib=0.17, gib_per_unit=slope)
+    needs.predicted["text", SOLO] = NeedLine(fixed_gib=text, gib_per_unit=0.0)
+    for frames, height, width in clips:
+        clip = Samples(count=1, frames=frames, height=height, width=width)
+        needs.predicted["vae", clip_kind(clip)] = NeedLine(fixed_gib=0.0, gib_per_unit=1.5)
+    return MemoryForecast(
+        parameters=parameters,
+        trained=parameters,
+        parameter_bytes=2,
+        state_bytes=16,
+        deepspeed=False,
+        vae_gib=0.46,
+        text_gib=0.0,
+        image_gib=0.0,
+        needs=needs,
+    )
+
+
+def plan(folder: Path, name: str, *changes: str) -> None:
+    """One step of the config's buckets, its encoders by their numbers alone."""
+    family, cluster = CASES[name]
+    _write_numbers(folder, family)
+    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
+    run_plan(
+        PlanRequest(
+            workload=None,
+            config=CONFIGS / "runs" / f"{name}.yaml",
+            overrides=[*paths, "model.dit.path=null", "data.items_per_step=2", *changes],
+            from_data=False,
+            profile=None,
+            cluster=str(CONFIGS / "clusters" / f"{cluster}.yaml"),
+            strategies=(),
+            budget_s=0.01,
+            steps=1,
+            seed=0,
+        )
+    )
+
+
+def free_gib(shown: str) -> float:
+    ((free, room),) = re.findall(r"free (-?[\d.]+) of ([\d.]+) for cascades", shown)
+    assert float(free) < float(room)
+    return float(free)
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "app.plan.memory.forecast", lambda model, geometry, train, clips, degrees, cuda: known(name, clips)
+    )
+    plan(tmp_path, name)
+    shown = capsys.readouterr().out
+    assert free_gib(shown) > 0
+    assert "one gradient per node in its GPUs' memory, optimizer state in host memory" in shown
+    with pytest.raises(PlanError, match=r"GiB are states .* It fits with .*train\.memory\.gradients: auto"):
+        plan(tmp_path, name, "train.memory.gradients=own")
+    with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
+        plan(tmp_path, name, "workers.min=1")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+def test_a_shipped_config_fits_the_gpus_that_it_names(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the prediction made anew."""
+    plan(tmp_path, name)
+    assert free_gib(capsys.readouterr().out) > 0

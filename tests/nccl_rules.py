@@ -1,0 +1,204 @@
+"""What NCCL asks of its callers and Gloo forgives, checked while ranks that are threads run over Gloo.
+
+    with nccl_rules(monkeypatch) as rules:
+        ...                      # any Groups made here
+    assert rules.most_peers(0) <= 11
+
+- A communicator is made by its first collective, which waits in it for all members and cannot be stopped; `prepare` and
+  a constructor connect nothing. (ncclCommInitRank; NCCL User Guide, Creating a Communicator)
+- Collectives of several communicators on one device must be launched in one order by all devices that share them: two
+  that each wait for the other never end. A launch that closes a circle raises before it hangs. (Using multiple NCCL
+  communicators concurrently)
+- All members launch the same collectives of a communicator, of equal sizes and types; what one sends is what the other
+  receives. Where Gloo aborts the process and NCCL hangs or writes elsewhere, this raises.
+- Every communicator costs memory for each peer as long as it lives.
+
+Not modelled: errors that come later, with the next look at the communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+import ops.groups
+from ops.groups import Groups
+
+Launched = tuple[str, int]  # a communicator, and the number of its collective
+
+
+class AgainstNccl(ValueError):
+    """This would hang or corrupt memory on NCCL. (Not a RuntimeError, which a group takes for a lost member.)"""
+
+
+@dataclass
+class Rules:
+    """What all ranks have launched, and the communicators that they have open. Thread-safe."""
+
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _counts: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))  # by communicator and worker
+    _facts: dict[Launched, dict[int, tuple[object, ...]]] = field(default_factory=lambda: defaultdict(dict))
+    _last: dict[int, Launched] = field(default_factory=dict)
+    _after: dict[Launched, set[Launched]] = field(default_factory=lambda: defaultdict(set))
+    _open: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> peers of its communicators
+    _most: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _blocked: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # worker -> what it connects
+    collectives: int = 0
+    made: int = 0  # communicators, counted once for each member
+
+    def launch(self, worker: int, name: str, members: tuple[int, ...], facts: tuple[object, ...]) -> None:
+        """The worker is about to launch its next collective of the communicator."""
+        with self._lock:
+            number = self._counts[name, worker]
+            self._counts[name, worker] += 1
+            self.collectives += 1
+            now, before = (name, number), self._last.get(worker)
+            if before is not None and self._reaches(now, before):
+                raise AgainstNccl(
+                    f"worker {worker} launches {facts[0]} {now} behind {before}; others launch them the other way round"
+                )
+            if before is not None:
+                self._after[before].add(now)
+            self._last[worker] = now
+            for other, theirs in self._facts[now].items():
+                if why := _unlike(members, worker, facts, other, theirs):
+                    raise AgainstNccl(f"{now} on workers {worker} and {other}: {why}")
+            self._facts[now][worker] = facts
+
+    def connects(self, worker: int, name: str, members: tuple[int, ...]) -> None:
+        """The worker waits in the communicator's first collective until all members have launched it."""
+        with self._lock:
+            self._blocked[worker] = name, members
+            if self._waits_for(worker, worker, set()):
+                raise AgainstNccl(f"worker {worker} connects {name}: it and others wait for each other")
+
+    def connected(self, worker: int) -> None:
+        with self._lock:
+            del self._blocked[worker]
+
+    def _waits_for(self, worker: int, goal: int, seen: set[int]) -> bool:
+        if worker in seen or worker not in self._blocked:
+            return False
+        name, members = self._blocked[worker]
+        missing = [one for one in members if not self._counts[name, one]]
+        return goal in missing or any(self._waits_for(one, goal, seen | {worker}) for one in missing)
+
+    def opened(self, worker: int, peers: int) -> None:
+        """A communicator of the worker has been made, or has gone (negative peers)."""
+        with self._lock:
+            self.made += peers > 0
+            self._open[worker] += peers
+            self._most[worker] = max(self._most[worker], self._open[worker])
+
+    def most_peers(self, worker: int) -> int:
+        """Peers of all communicators that the worker had at a time."""
+        return self._most[worker]
+
+    def open_peers(self, worker: int) -> int:
+        return self._open[worker]
+
+    def _reaches(self, start: Launched, goal: Launched) -> bool:
+        seen, found = set(), [start]
+        while found:
+            one = found.pop()
+            if one == goal:
+                return True
+            if one not in seen:
+                seen.add(one)
+                found += self._after.get(one, ())
+        return False
+
+
+def _unlike(
+    members: tuple[int, ...], worker: int, facts: tuple[object, ...], other: int, theirs: tuple[object, ...]
+) -> str:
+    """What differs between two launches of one collective; "" if nothing does."""
+    if facts[0] != theirs[0]:
+        return f"{facts[0]} and {theirs[0]}"
+    if facts[0] != "alltoall_base":
+        return "" if facts == theirs else f"{facts} and {theirs}"
+    mine, their_place = members.index(worker), members.index(other)
+    for (_, sent, _), place, (_, _, received), at in (
+        (facts, their_place, theirs, mine),
+        (theirs, mine, facts, their_place),
+    ):
+        assert isinstance(sent, tuple) and isinstance(received, tuple)
+        if sent[place] != received[at]:
+            return f"{sent[place]} bytes are sent and {received[at]} received"
+    return ""
+
+
+class LazyGroup:
+    """A Gloo group that is made by its first collective and tells the rules of each."""
+
+    def __init__(
+        self, rules: Rules, name: str, members: tuple[int, ...], worker: int, make: Callable[[], dist.ProcessGroup]
+    ) -> None:
+        self._rules, self._name, self._members, self._worker, self._make = rules, name, members, worker, make
+        self._real: dist.ProcessGroup | None = None
+
+    def name(self) -> str:
+        return "gloo"
+
+    def __del__(self) -> None:
+        if self._real is not None:
+            self._rules.opened(self._worker, 1 - len(self._members))
+
+    def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> object:
+        (tensor,) = tensors
+        self._launch("allreduce", tensor.numel(), str(tensor.dtype))
+        return self._group().allreduce(tensors, options)
+
+    def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> object:
+        (tensor,) = tensors
+        self._launch("broadcast", tensor.numel(), str(tensor.dtype), options.rootRank)
+        return self._group().broadcast(tensors, options)
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, outputs: list[int], inputs: list[int], *more: Any
+    ) -> object:
+        sent, received = (
+            tuple(count * (tensor.nbytes // max(len(tensor), 1)) for count in splits)
+            for tensor, splits in ((source, inputs), (output, outputs))
+        )
+        self._launch("alltoall_base", sent, received)
+        return self._group().alltoall_base(output, source, outputs, inputs, *more)
+
+    def _launch(self, *facts: object) -> None:
+        self._rules.launch(self._worker, self._name, self._members, facts)
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._real is None:
+            self._rules.connects(self._worker, self._name, self._members)
+            self._real = self._make()
+            self._rules.connected(self._worker)
+            self._rules.opened(self._worker, len(self._members) - 1)
+        return self._real
+
+
+@contextmanager
+def nccl_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rules]:
+    """Gloo groups made meanwhile keep NCCL's rules."""
+    rules, local = Rules(), threading.local()
+    make_backend, make_gloo = Groups._make_backend, ops.groups._make_gloo
+
+    def remember(self: Groups, members: tuple[int, ...], name: str, creation: Any) -> None:
+        local.facts = name, members, self.rank
+        make_backend(self, members, name, creation)
+
+    def lazily(*arguments: Any) -> LazyGroup:
+        name, members, worker = local.facts
+        return LazyGroup(rules, name, members, worker, lambda: make_gloo(*arguments))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Groups, "_make_backend", remember)
+        patch.setattr(ops.groups, "_make_gloo", lazily)
+        yield rules

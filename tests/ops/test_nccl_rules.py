@@ -1,0 +1,90 @@
+"""NCCL's rules on the CPU: that what breaks them is seen, and that the project's own collectives keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ops.groups import Groups
+from tests.nccl_rules import AgainstNccl, nccl_rules
+from tests.ops.test_comm import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a rank that has raised gives up soon."""
+    monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.2)
+
+
+FIRST, SECOND = (0, 1), (0, 1, 2)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_two_communicators_in_two_orders_are_seen_before_they_hang(
+    connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both wait in their first collective for the other; or, once connected, their kernels would on the devices."""
+
+    def work(rank: int, groups: Groups) -> None:
+        bags = [groups.get(one) for one in (FIRST, SECOND) if rank in one]
+        if connected:
+            for bag in bags:
+                bag.all_reduce(torch.zeros(2))
+        for pending in [bag.all_reduce_async(torch.zeros(2)) for bag in (bags if rank else bags[::-1])]:
+            pending.wait()
+
+    with nccl_rules(monkeypatch), pytest.raises(AgainstNccl, match=r"the other way round|wait for each other"):
+        run_ranks(3, work, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "seen"),
+    [
+        (lambda group, rank: group.all_reduce(torch.zeros(2 + rank)), r"'allreduce', [23], .* and .*'allreduce', [23]"),
+        (lambda group, rank: group.broadcast(torch.zeros(4), source_rank=rank), "'broadcast', 4"),
+        (
+            lambda group, rank: group.all_to_all(
+                torch.zeros(2 + rank), torch.zeros(2 + rank), [1, 1 + rank], [1, 1 + rank]
+            ),
+            None,
+        ),
+        (
+            lambda group, rank: group.all_to_all(torch.zeros(3), torch.zeros(3), [1, 2], [1, 2]),
+            r"(8|4) bytes are sent and (8|4) received",
+        ),
+        (
+            lambda group, rank: group.all_reduce(torch.zeros(2)) if rank else group.broadcast(torch.zeros(2), 0),
+            "(broadcast and allreduce|allreduce and broadcast)",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_together_are_seen(
+    call: Callable[[Any, int], None], seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nccl_rules(monkeypatch):
+        if seen is None:  # every pair agrees
+            run_ranks(2, lambda rank, groups: call(groups.world_group(), rank))
+            return
+        with pytest.raises(AgainstNccl, match=seen):
+            run_ranks(2, lambda rank, groups: call(groups.world_group(), rank), timeout_s=1.0)
+
+
+def test_a_communicator_is_made_by_its_first_collective_and_costs_memory_until_it_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with nccl_rules(monkeypatch) as rules:
+
+        def work(rank: int, groups: Groups) -> list[int]:
+            groups.prepare([SECOND])
+            bag, seen = groups.get(SECOND), [rules.open_peers(rank)]
+            bag.all_reduce(torch.zeros(1))
+            seen.append(rules.open_peers(rank))
+            del bag
+            groups.leave(SECOND)
+            return [*seen, rules.open_peers(rank)]
+
+        assert run_ranks(3, work) == [[0, 2, 0]] * 3
+        assert [rules.most_peers(rank) for rank in range(3)] == [2, 2, 2]
