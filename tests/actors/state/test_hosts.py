@@ -63,3 +63,11 @@ def test_every_short_node_is_named_with_what_it_needs_and_what_helps() -> None:
 def test_a_node_that_says_nothing_of_its_memory_is_not_refused() -> None:
     infos = [info("w0", "a", None), info("w1", "b", 1e6)]
     refuse_short_hosts(needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig()))
+
+
+@pytest.mark.parametrize(("gradients", "gib"), [("own", 0.0), ("node", 0.0), ("host", STATE_GIB / 4)])
+def test_gpus_that_add_into_one_gradient_hold_it_themselves_unless_it_lies_in_host_memory(
+    gradients: str, gib: float
+) -> None:
+    ((_, need, _),) = needs_of_hosts([info("w0", "a", 1e6, gradients=gradients)], STATE_GIB, 16, SnapshotConfig())
+    assert need.gradient == gib
