@@ -332,7 +332,11 @@ def _tagged(members: Sequence[type[DataclassInstance]], node: Node, names: Names
         defaults = {
             value: settings[member][key].default for value, member in by_value.items() if key in settings[member]
         }
-        if defaults and plain(children[key]) not in [as_plain(default) for default in defaults.values()]:
+        given = plain(children[key])
+        if defaults and not any(
+            given == as_plain(default) and isinstance(given, bool) == isinstance(default, bool)  # true is not 1
+            for default in defaults.values()
+        ):
             owners = " or ".join(map(str, defaults))
             raise ConfigError(
                 f"{path}.{key} is a setting of {tag} {owners}{children[key].at()}; {path}.{tag} is {chosen}."
