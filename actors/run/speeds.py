@@ -45,6 +45,8 @@ class Speeds:
                     if expected <= 0:
                         continue
                     seconds /= expected
+                if not 0 < seconds < math.inf:  # of an expectation that cannot be
+                    continue
                 mean, count = self._known.get((report.worker, work), (0.0, 0))
                 count = min(count + 1, _NEWEST)
                 self._known[report.worker, work] = mean + (math.log(seconds) - mean) / count, count

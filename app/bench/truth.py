@@ -38,6 +38,7 @@ SLOW_WORKER, SLOW_SPEED = 2, 0.6
 CLIPS = ((1, 480, 832, 8), (17, 480, 832, 3), (33, 480, 832, 2), (81, 480, 832, 1), (33, 720, 1280, 1))
 TEXT_TOKENS = 128
 ITEMS = 8  # of a step
+LATE = 0.1
 DEGREES = {"static": 2}
 EQUAL_SPEEDS = ("exact",)  # strategies that know no slow worker: their machine has none
 
@@ -48,7 +49,7 @@ class Machine:
 
     rng: np.random.Generator
     noise: float = 0.04  # standard deviation of a cascade's logarithm
-    late: float = 0.1  # share of a bag's ranks that come late
+    late: float = LATE  # share of a bag's ranks that come late
     absurd: float = 0.003  # share of spans with an impossible timing
     nodes: tuple[int, ...] = NODES
     slow: int = SLOW_WORKER  # a worker that is slower; -1: none
@@ -173,11 +174,13 @@ def run(
         )
 
 
-def learn_live(strategy: str, steps: int, unseen: int, budget_s: float = 0.05, seed: int = 0) -> Learned:
-    """One run of `steps` from the wrong profile, judged on `unseen` further ones."""
+def learn_live(
+    strategy: str, steps: int, unseen: int, budget_s: float = 0.05, seed: int = 0, late: float = LATE
+) -> Learned:
+    """One run of `steps` from the wrong profile, judged on `unseen` further ones; `late` is the share of late ranks."""
     rng = np.random.default_rng(seed)
     equal = strategy in EQUAL_SPEEDS
-    machine, workload = Machine(rng, slow=-1 if equal else SLOW_WORKER), np.random.default_rng(seed + 1)
+    machine, workload = Machine(rng, late=late, slow=-1 if equal else SLOW_WORKER), np.random.default_rng(seed + 1)
     config = PlannerConfig(strategy=strategy, budget_s=budget_s, static_degree=DEGREES.get(strategy, 1), lookahead=0)
     planner, speeds = Planner(wrong_profile(), config), Speeds()
     names = [f"w{n}" for n in range(sum(NODES))]
