@@ -192,6 +192,7 @@ def test_the_death_of_the_only_node_with_workers_loses_no_step(lab: Lab, undistu
     assert not [e for e in run.events if isinstance(e, StepsLost)]
 
 
+@pytest.mark.long
 def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undisturbed: list[float]) -> None:
     config = lab.config(
         "keepers",
@@ -238,6 +239,7 @@ def test_with_no_state_left_anywhere_training_begins_again_from_the_first_weight
     assert_same_losses(run, undisturbed)
 
 
+@pytest.mark.long
 def test_the_controller_is_killed_and_the_run_ends_all_the_same(lab: Lab, undisturbed: list[float]) -> None:
     """Ray Train starts it again; it finds the keepers and the last committed step."""
     config = lab.config("controller", model=MODEL, train={"steps": 24}, workers={"min": 1, "max": 2})
@@ -306,6 +308,7 @@ def test_a_short_soak_ends_with_equal_parameters_and_the_undisturbed_losses(lab:
     assert result.rss_last_gib < 1.3 * result.rss_first_gib
 
 
+@pytest.mark.long
 def test_bags_that_make_room_for_each_other_change_no_loss(lab: Lab, undisturbed: list[float]) -> None:
     """With room for one peer, nearly every step closes bags, on all their members, and connects others."""
     run = lab.start(

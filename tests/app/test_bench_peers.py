@@ -90,7 +90,8 @@ def test_a_loop_under_torchrun_trains_what_one_process_trains(name: str, prepare
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param("ray + deepspeed", marks=pytest.mark.long), "heddle static"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ray + deepspeed", "heddle static"])
 def test_a_loop_on_ray_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:
     path, _, losses = prepared
     seen = train(PEERS[name], path, STEPS, 2, tmp_path / "run")

@@ -69,6 +69,7 @@ def test_integer_gradients_in_parts_and_beside_devices_are_bit_exact(case: str, 
     assert run_ranks(case, memory) == [(0, ["0"] * STEPS)] * WORKERS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_without_locks_additions_are_lost() -> None:
     """The test above can fail. How many are lost is chance: four processes on two cores lose some within a few runs."""
