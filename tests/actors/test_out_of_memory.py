@@ -133,6 +133,7 @@ def test_plans_stay_below_the_limit_of_a_worker(lab: Lab) -> None:
     assert len(needs) > STEPS and max(needs) <= least + 1e-3
 
 
+@pytest.mark.long
 def test_a_clip_that_fits_nowhere_ends_the_run_and_is_named(lab: Lab) -> None:
     run = lab.start(
         lab.config("never", model=MODEL, train={"steps": STEPS}, workers={"min": 2, "max": 2}), AlwaysShortWorker

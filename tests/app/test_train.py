@@ -257,6 +257,7 @@ def copied(folder: Path, name: str) -> Path:
     return folder / "runs" / name
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_were_pruned_resumes(folder: Path, whole: list[dict]) -> None:
     """Also beside what Ray Train has written there in earlier versions of this program, and with fewer workers."""
     run = copied(folder, "pruned")
