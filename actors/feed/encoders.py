@@ -53,6 +53,7 @@ class Encoders:
                 "files": _stamp([*image_folders, *(folder.parent / "image_processor" for folder in image_folders)]),
             }
         settings = asdict(model.text)
+        del settings["place"]  # where weights lie changes no embedding
         if model.text.kind == "t5":  # named before there was another kind
             del settings["kind"], settings["pooled_dim"]
         text = {**settings, "dtype": text_dtype, "files": _stamp(text_folders)}
