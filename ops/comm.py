@@ -10,6 +10,7 @@ the CancelToken and the deadline in between. NCCL waits only order streams; ther
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ class Group:
         self._process_group = process_group
         self._cancel = cancel or CancelToken()
         self._outstanding: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self._ending = threading.Lock()  # a collective is begun before the group's end, which then knows it, or refused
         self._progress = CollectiveProgress(0, None, 0.0)
         self._store = store
         self._is_default = False
@@ -274,8 +276,16 @@ class Group:
             self._release(f"broken by {name}")
             raise GroupError(f"{name} in group {self.members} could not start: {first_line(error)}") from None
         pending = Pending(self, work, name, finish, stream_ordered=tensor.is_cuda)
-        self._outstanding.add(pending)
-        return pending
+        with self._ending:
+            if not self.broken:
+                self._outstanding.add(pending)
+                return pending
+        # Another thread has ended the group since it was looked at, without knowing this work.
+        if not pending.done:
+            self.abandoned = True
+            _bury(_Remains(process_group, [work]))
+        self._cancel.check(f"{name} in group {self.members}")
+        raise GroupError(f"{name} in group {self.members}: the group is {self.broken}.")
 
     def wait_for(self, pending: Pending) -> None:
         name = pending.name
@@ -325,11 +335,14 @@ class Group:
         if self._is_default:
             self._is_default = False
             dist.destroy_process_group()
-        if self.size == 1 or self.broken:
+        if self.size == 1:
             return
-        self.broken = why
-        pending = list(self._outstanding)
-        self._outstanding.clear()
+        with self._ending:
+            if self.broken:
+                return
+            self.broken = why
+            pending = list(self._outstanding)
+            self._outstanding.clear()
         busy = [one.work for one in pending if one.work is not None and not one.done]
         self.abandoned = self.abandoned or bool(busy)
         for one in pending:

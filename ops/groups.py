@@ -106,6 +106,7 @@ class Groups:
         group = self._groups.get(members)
         if group is None:
             group = self._groups[members] = self._connect(members, self._name(members))
+            self._end_if_closed(group)
         return group
 
     def leave(self, members: tuple[int, ...]) -> None:
@@ -134,6 +135,7 @@ class Groups:
         one, which can be left."""
         if self._world is None:
             self._world = self._connect(self.world, f"heddle/{self.generation}/world")
+            self._end_if_closed(self._world)
         return self._world
 
     @property
@@ -175,6 +177,12 @@ class Groups:
             group.abort()
         self.close()
 
+    def _end_if_closed(self, group: Group) -> None:
+        """`close` and `abort` end the groups that they find; another thread may be about to add one."""
+        if self._closed:
+            group.abort()
+            raise GroupError(f"bag {group.members}: the groups of generation {self.generation} are closed.")
+
     def _all(self) -> list[Group]:
         return [*self._groups.values(), *([] if self._world is None else [self._world])]
 
@@ -204,6 +212,8 @@ class Groups:
             raise GroupError(f"{what} failed: {first_line(creation.error)}")
         if creation.process_group is None:
             self._cancel.check(what)
+            if self._closed:
+                raise GroupError(f"{what}: the groups of the generation are closed.")
             raise TimeoutError(f"{what}: not all members came within {patience}.")
         group = Group(
             creation.process_group,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -164,10 +166,16 @@ def on_all(hosts: Sequence[Host], run: Callable[[int], None]) -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-        assert not thread.is_alive(), "a worker hangs"
+        assert not thread.is_alive(), f"a worker hangs:\n{''.join(stack_of(thread))}"
     errors = [host.error for host in hosts if host.error is not None]
     if errors:
         raise errors[0]
+
+
+def stack_of(thread: threading.Thread) -> list[str]:
+    """Where a thread stands."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return traceback.format_stack(frame) if frame is not None else ["it has ended meanwhile"]
 
 
 def items_of(rng: np.random.Generator, count: int, step: int = 0, images: bool = False) -> list[Item]:

@@ -266,6 +266,49 @@ def test_a_collective_of_an_aborted_group_never_looks_finished() -> None:
     run_ranks(2, work)
 
 
+def test_a_collective_that_begins_while_another_thread_ends_its_group_is_refused_at_once() -> None:
+    ended, took = threading.Event(), []
+
+    def work(rank: int, groups: Groups) -> None:
+        group = groups.world_group()
+        if rank == 1:
+            ended.wait(20)  # never joins, and keeps its connections until then
+            return
+
+        def launch(process_group: dist.ProcessGroup) -> Any:
+            group.abort()
+            return process_group.allreduce([torch.ones(3)])
+
+        begin = time.monotonic()
+        with pytest.raises(GroupError, match="the group is aborted"):
+            group._begin("all_reduce", torch.ones(3), launch).wait()
+        assert group.abandoned, "the peer may still write into these tensors"
+        took.append(time.monotonic() - begin)
+        ended.set()
+
+    run_ranks(2, work)
+    assert took[0] < 1.0
+
+
+def test_a_bag_that_is_connected_while_another_thread_ends_the_generation_is_refused() -> None:
+    def work(rank: int, groups: Groups) -> None:
+        if rank == 0:
+            connect = groups._connect
+
+            def close_meanwhile(*bag: Any) -> Group:
+                group = connect(*bag)
+                groups.abort()
+                return group
+
+            groups._connect = close_meanwhile  # type: ignore[method-assign]
+            with pytest.raises(GroupError, match="are closed"):
+                groups.get((0, 1))
+        else:
+            groups.get((0, 1))
+
+    run_ranks(2, work)
+
+
 def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
     seen = []
 
