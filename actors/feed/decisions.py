@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from data.dataset.order import SizesRecord
+from data.dataset.order import BatchSizes, SizesRecord
 from data.errors import DataError
 
 DECISIONS = "batches.json"
@@ -27,16 +27,16 @@ class BatchDecisions:
             return
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            self.records = [{"from": int(one["from"]), "sizes": dict(one["sizes"])} for one in found]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.records = [BatchSizes.from_json(one).to_json() for one in found]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError) as error:
             raise DataError(
                 f"{self._path} cannot be read ({error}); it says which batches this run forms. Restore it, or start "
                 f"a new run."
             ) from None
 
     def add(self, record: SizesRecord) -> None:
-        """Keep a decision, on disk when this returns."""
-        self.records = [*(one for one in self.records if one["from"] != record["from"]), record]
+        """Keep a decision for later steps than all before, on disk when this returns."""
+        self.records = [*self.records, record]
         torn = self._path.with_name(f"{DECISIONS}.torn")
         with torn.open("w", encoding="utf-8") as file:
             json.dump(self.records, file, indent=1)
