@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.plan.types import Cluster
 from actors.planning.options import flop_profile
 from app.device.write_limits import edited, flow, write_limits
 from app.inputs.batches import is_open, with_limits, with_limits_of
+from app.run import launch
 from app.settings.config import RunConfig
 from data.config import BatchConfig
 from ops.models.folders import resolve
@@ -47,6 +49,47 @@ def test_auto_is_resolved_once_and_a_resume_takes_the_numbers_of_the_run(tmp_pat
     (tmp_path / "run" / "config.yaml").write_text(found.to_yaml())
     assert with_limits_of(config, tmp_path / "run") == found, "whatever machine resumes it"
     assert with_limits_of(config, tmp_path / "nowhere") == config
+
+
+SEGMENTS = "data: {segments: [{until_step: 5}, {until_step: 0, batch: auto}]}\n"
+
+
+def test_a_segment_may_say_auto_alone_and_a_resume_takes_its_numbers(tmp_path: Path) -> None:
+    config = load(tmp_path, SEGMENTS)
+    model, geometry = resolve(config.model)
+    found, fit = with_limits(config, model, geometry, flop_profile(model, geometry))
+    (_, late), batch = found.data.segments, found.data.batch
+    assert fit is None and batch == config.data.batch and not batch.auto, "the run itself has numbers of its own"
+    assert late.batch is not None and late.batch.compute > 0 and not is_open(late.batch)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(found.to_yaml())
+    assert with_limits_of(config, tmp_path / "run") == found, "whatever machine resumes it"
+
+
+@pytest.mark.parametrize(("text", "notes"), [(SEGMENTS, ["data.segments[1].batch"]), ("", []),
+                                             ("data: {batch: auto}\n", ["data.batch"])])  # fmt: skip
+def test_a_run_finds_the_numbers_of_every_auto_and_says_them(
+    text: str, notes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.pool.workers.resources", lambda free: {"CPU": 2.0})
+    monkeypatch.setattr("actors.ray_calls.nodes", lambda: [])
+    found = launch._with_limits(load(tmp_path, text))
+    assert not any(is_open(one) for one in [found.data.batch, *(s.batch for s in found.data.segments if s.batch)])
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1].strip() for line in said if "auto is" in line] == notes
+    assert any("workers.memory_gib says it" in line for line in said) == bool(notes), "memory_tokens stays as set"
+
+
+def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(tmp_path: Path) -> None:
+    """A preview of a cluster has the batches that a run there has, wherever the preview is made."""
+    config = load(tmp_path, "data: {batch: auto}\nworkers: {min: 1, max: 1, device: cuda}\n")
+    model, geometry = resolve(config.model)
+    rows = []
+    for memory_gib in (8.0, 16.0):
+        cluster = Cluster(nodes=(1,), memory_gib=memory_gib)
+        found, _ = with_limits(config, model, geometry, flop_profile(model, geometry, "H100"), cluster)
+        rows.append(found.data.batch.memory_tokens)
+    assert BatchConfig().memory_tokens != rows[0] < rows[1]
 
 
 def test_limits_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
