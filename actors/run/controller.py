@@ -172,7 +172,7 @@ class Controller:
                     raise
                 self._await_a_fit(runner, error)
                 return
-            self.generations.dispatched(step)
+            self.generations.dispatched(runner.running)
             self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
 
