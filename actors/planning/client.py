@@ -124,12 +124,17 @@ class PlannerClient:
         Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
         self._asked = None
         self._actor.exceeded.remote(found, text_tokens)
+        if self._learned is not None:  # it was asked before this was known
+            self._ask_learned_anew()
         return learn_limit(self._profile, found, text_tokens)
 
     def ask_learned(self) -> None:
         """A checkpoint is due: have the planner hand out what it knows, between its plans. `poll` keeps it."""
         if self._keep_in is not None and self._learned is None:
-            self._learned = self._actor.learned.remote()
+            self._ask_learned_anew()
+
+    def _ask_learned_anew(self) -> None:
+        self._learned = self._actor.learned.remote()
 
     def poll(self) -> None:
         """Keep what was asked for in the run's folder once it is there; returns at once."""
@@ -138,8 +143,8 @@ class PlannerClient:
 
     def save_learned(self) -> None:
         """The run ends: keep what was learned, and wait for it."""
-        self.ask_learned()
-        if self._learned is not None:
+        if self._keep_in is not None:
+            self._ask_learned_anew()
             self._keep(_LEARNED_S)
 
     def _keep(self, timeout_s: float) -> None:
