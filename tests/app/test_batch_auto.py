@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from actors.plan.costs.needs import SOLO, NeedLine, Needs
 from actors.plan.types import Cluster
+from actors.planning.memory import MemoryForecast
 from actors.planning.options import flop_profile
 from app.device.write_limits import edited, flow, write_limits
 from app.inputs.batches import is_open, with_limits, with_limits_of
@@ -80,8 +82,15 @@ def test_a_run_finds_the_numbers_of_every_auto_and_says_them(
     assert any("workers.memory_gib says it" in line for line in said) == bool(notes), "memory_tokens stays as set"
 
 
-def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(tmp_path: Path) -> None:
+def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A preview of a cluster has the batches that a run there has, wherever the preview is made."""
+    needs = Needs()
+    needs.predicted["dit", SOLO] = NeedLine(fixed_gib=0.0, gib_per_unit=1e-3)
+    sizes = {"parameters": 10, "trained": 10, "parameter_bytes": 4, "state_bytes": 16}
+    made = MemoryForecast(**sizes, deepspeed=False, vae_gib=0.0, text_gib=0.0, image_gib=0.0, needs=needs)  # type: ignore[arg-type]
+    monkeypatch.setattr("app.inputs.batches.forecast", lambda *of: made)
     config = load(tmp_path, "data: {batch: auto}\nworkers: {min: 1, max: 1, device: cuda}\n")
     model, geometry = resolve(config.model)
     rows = []
@@ -89,7 +98,7 @@ def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(tmp_path: 
         cluster = Cluster(nodes=(1,), memory_gib=memory_gib)
         found, _ = with_limits(config, model, geometry, flop_profile(model, geometry, "H100"), cluster)
         rows.append(found.data.batch.memory_tokens)
-    assert BatchConfig().memory_tokens != rows[0] < rows[1]
+    assert 4000 < rows[0] < 8000 < rows[1] < 16000
 
 
 def test_limits_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
@@ -125,6 +134,22 @@ def test_limits_are_written_into_a_file_as_it_stands(text: str, tmp_path: Path) 
     assert config.data.batch == replace(FOUND, auto=False, target_s=0.0)
     assert config.data.items_per_step == (3 if "items_per_step" in text else 4)
     assert "# mine" in path.read_text()
+
+
+def test_every_row_of_a_large_limit_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: a}\n")
+    write_limits(path, replace(FOUND, memory_tokens=12345678.0))
+    assert RunConfig.load(path).data.batch.memory_tokens == 12345678.0
+
+
+def test_sizes_that_follow_the_run_still_do_with_written_limits(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: a}\ndata: {batch: {auto: true, recalibrate: 'on', recalibrate_steps: 50}}\n")
+    following = replace(FOUND, recalibrate="on", recalibrate_steps=50)
+    write_limits(path, following)
+    batch = RunConfig.load(path).data.batch
+    assert batch == following and not is_open(batch)
 
 
 def test_a_file_that_cannot_be_edited_is_left_alone(tmp_path: Path) -> None:
