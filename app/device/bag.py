@@ -94,14 +94,15 @@ class Bag:
         while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
             for pipe in ready:
                 rank = waiting.pop(cast(Connection, pipe))
+                answer: object
                 try:
-                    found[rank] = self._pipes[rank].recv()
+                    answer = found[rank] = self._pipes[rank].recv()
                 except (EOFError, OSError):
-                    found[rank] = RuntimeError("its process has ended")
-                if isinstance(found[rank], MemoryError):
-                    raise found[rank]
-                if isinstance(found[rank], Exception):
-                    failed = failed or f"member {rank} of a bag of {self.degree} failed: {found[rank]}."
+                    answer = RuntimeError("its process has ended")
+                if isinstance(answer, MemoryError):
+                    raise answer
+                if isinstance(answer, Exception):
+                    failed = failed or f"member {rank} of a bag of {self.degree} failed: {answer}."
                     until = min(until, time.monotonic() + _CAUSE_S)
         if failed:
             raise ConfigError(failed)
