@@ -37,9 +37,14 @@ class BatchDecisions:
     def add(self, record: SizesRecord) -> None:
         """Keep a decision for later steps than all before, on disk when this returns."""
         self.records = [*self.records, record]
-        torn = self._path.with_name(f"{DECISIONS}.torn")
-        with torn.open("w", encoding="utf-8") as file:
-            json.dump(self.records, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(torn, self._path)
+        write_whole(self._path, self.records)
+
+
+def write_whole(path: Path, value: object) -> None:
+    """As JSON, whole or not at all, on disk when this returns."""
+    torn = path.with_name(f"{path.name}.torn")
+    with torn.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(torn, path)

@@ -14,12 +14,11 @@ from actors.config import RuntimeConfig
 from actors.feed.encoders import Encoders
 from actors.feed.feeder import Feeder
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
-from actors.planning.batching import TargetBatch
-from actors.planning.options import profile_of
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
+from data.buckets import BatchSize
 from data.dataset.order import SizesRecord
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
@@ -254,9 +253,9 @@ def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[
 
 
 def feeder_of(
-    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: str = ""
+    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, timed: BatchSize | None = None
 ) -> Callable[[], FeederHandle]:
-    """The feeder that a run's config describes; `device` is the workers', where its costs decide on batch sizes."""
+    """The feeder that a run's config describes; `timed` sizes the batches of buckets with a `target_s`."""
     return actor_factory(
         Feeder,
         config=config.data,
@@ -264,10 +263,5 @@ def feeder_of(
         seed=config.train.seed,
         encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
         run_dir=config.run_dir,
-        timed=timed_batch(config, model, geometry, device),
+        timed=timed,
     )
-
-
-def timed_batch(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: str) -> TargetBatch:
-    """What sizes the batches of a run with a `target_s` at first: the costs that it begins with, in every start."""
-    return TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)

@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import FeederHandle, StepSource, feeder_of, timed_batch
+from actors.feed.first_sizes import first_sizes
+from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
+from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
 from actors.planning.memory import forecast
@@ -85,8 +87,10 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = Pool(run, settings, monitor, worker_class)
+    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
+    timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
-        feeder or feeder_of(config, model, geometry, device),
+        feeder or feeder_of(config, model, geometry, timed),
         geometry,
         config.train.loss_weight,
         config.train.steps,
@@ -96,7 +100,6 @@ def start_controller(
     if why := take_up(profile, setting, run_dir):
         events.tell(ProfileRefused(why=why))
     planner = PlannerClient(profile, config.planner, setting, run_dir)
-    timed = timed_batch(config, model, geometry, device)
     stages = stages_of(config.data, geometry, timed)
     recalibration = Recalibration.of(run_dir, stages, planner, source, events)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)

@@ -14,13 +14,14 @@ from math import inf
 from pathlib import Path
 
 from actors.feed.decisions import BatchDecisions
+from actors.feed.first_sizes import segments_of
 from actors.feed.step_source import StepSource
 from actors.outcome import Events
 from actors.planning.batching import moved
 from actors.planning.client import PlannerClient, SizesAnswer
 from actors.records.events import BatchesResized
-from data.buckets import BatchSize, BucketTable, planned_batch
-from data.config import BatchConfig, DataConfig, SegmentConfig
+from data.buckets import BatchSize, planned_batch
+from data.config import BatchConfig, DataConfig
 from data.dataset.order import BatchSizes, SizesRecord
 from data.types import Bucket
 from ops.geometry import Geometry
@@ -40,8 +41,7 @@ class StageSizes:
 def stages_of(config: DataConfig, geometry: Geometry, timed: BatchSize) -> list[StageSizes]:
     """As the data set sizes them."""
     found = []
-    for segment in config.segments or (SegmentConfig(until_step=0),):
-        table, limits = BucketTable.build(segment.buckets or config.buckets, geometry), segment.batch or config.batch
+    for segment, table, limits in segments_of(config, geometry):
         sizes = {bucket: planned_batch(table, bucket, limits, geometry, timed)[0] for bucket in table.buckets}
         found.append(StageSizes(segment.until_step, limits, sizes))
     return found
