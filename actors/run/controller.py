@@ -192,7 +192,8 @@ class Controller:
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
-        self.planner.observe([s for r in done.reports for s in r.spans], tokens, runner.cluster)
+        spans = [s for r in done.reports for s in r.spans]
+        self.planner.observe(spans, tokens, runner.cluster, runner.generation)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
         self.planner.poll()
