@@ -23,7 +23,7 @@ from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import forecast
+from actors.planning.memory import clips_of, forecast
 from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
@@ -46,7 +46,6 @@ from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
-from data.buckets import BucketTable
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import resolve
@@ -196,9 +195,7 @@ def _memory(
 ) -> tuple[Needs, tuple[float, ...]]:
     """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
     and state in each of the places that the settings allow."""
-    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
-    buckets = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
-    clips = list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in buckets))
+    clips = clips_of(config.data, geometry)
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     if not cuda:

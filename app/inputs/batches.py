@@ -15,20 +15,13 @@ from actors.plan.costs.profile import Profile
 from actors.plan.places import chosen
 from actors.plan.types import Cluster
 from actors.planning.batching import fitted_limits
-from actors.planning.memory import MemoryForecast, Shape, communicators_gib, forecast
+from actors.planning.memory import MemoryForecast, Shape, clips_of, communicators_gib, forecast
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
-
-
-def clips_of(config: RunConfig, geometry: Geometry) -> list[Shape]:
-    """The shapes of all buckets, of every segment of the run."""
-    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
-    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
-    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
 
 
 def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None, bool]:
@@ -68,7 +61,7 @@ def batch_room_gib(
     memory, cuda = device_gib(config, cluster.memory_gib if cluster is not None else 0.0)
     if memory is None:
         return inf
-    clips, workers, peers = clips_of(config, geometry), config.workers.min, config.planner.bag_peers
+    clips, workers, peers = clips_of(config.data, geometry), config.workers.min, config.planner.bag_peers
     degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     profile.needs = found.needs

@@ -12,10 +12,13 @@ from actors.plan.types import Cluster
 from actors.planning.memory import MemoryForecast
 from actors.planning.options import flop_profile
 from app.device.write_limits import edited, flow, write_limits
+from app.inputs.account import print_buckets
 from app.inputs.batches import is_open, with_limits, with_limits_of
 from app.run import launch
 from app.settings.config import RunConfig
 from data.config import BatchConfig
+from data.types import Bucket
+from ops.geometry import Geometry
 from ops.models.folders import resolve
 from ops.typed import ConfigError
 
@@ -165,3 +168,13 @@ def test_numbers_are_written_as_yaml_reads_them() -> None:
     assert flow(FOUND) == "{memory_tokens: 12345, compute: 1.5e+20, exponent: 1.85, text_tokens: 40}"
     assert flow(replace(FOUND, compute=2e20)).count("2.0e+20") == 1
     assert edited("", "{}") == "\n\ndata:\n  batch: {}\n"
+
+
+@pytest.mark.parametrize(("limits", "shown"), [("compute: 5000.0", True), ("compute: 5000.0, target_s: 1.0", False)])
+def test_a_limit_by_compute_is_shown_where_it_holds(
+    limits: str, shown: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where a target has taken its place."""
+    config = load(tmp_path, f"data: {{batch: {{{limits}}}}}\n")
+    print_buckets({Bucket(17, 64, 96): (2, "target_s")}, config, Geometry())
+    assert ("M_comp" in capsys.readouterr().out) == shown
