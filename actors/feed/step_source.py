@@ -84,7 +84,7 @@ class StepSource:
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
-        self._furthest = -1  # the last step that a feeder was asked for
+        self._furthest = -1  # the last step that any feeder was asked for
 
     def open(self, first_step: int, token: Position | None = None) -> Accounting:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
@@ -109,7 +109,7 @@ class StepSource:
     def _open(self, first_step: int, token: Position | None) -> Accounting:
         self.close()
         feeder = self._feeder = self._make()
-        self._furthest = first_step - 1
+        self._furthest = max(self._furthest, first_step - 1)  # steps that run may still be committed as they are
         for record in self._resized:
             feeder.resize.remote(record)
         self._pulse = Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
@@ -186,7 +186,7 @@ class StepSource:
 
     @property
     def next_unasked(self) -> int:
-        """The first step whose items nobody knows yet."""
+        """The first step whose items nobody has known, of this feeder or an earlier one."""
         return self._furthest + 1
 
     def resize(self, record: SizesRecord) -> None:
