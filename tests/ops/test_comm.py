@@ -5,6 +5,7 @@ Ranks are threads that share a store; only death and freezing need processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Group, free_ended
+from ops.comm import Group, _bury, _Remains, free_ended
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError, Patience
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -307,6 +309,131 @@ def test_a_bag_that_is_connected_while_another_thread_ends_the_generation_is_ref
             groups.get((0, 1))
 
     run_ranks(2, work)
+
+
+def test_a_bag_that_is_left_while_another_thread_ends_the_generation_is_left() -> None:
+    def work(rank: int, groups: Groups) -> None:
+        groups.get((0, 1)).barrier()
+        meet = groups._meet
+
+        def close_meanwhile(*place: Any) -> bool:
+            came = meet(*place)
+            groups.abort()
+            return came
+
+        groups._meet = close_meanwhile  # type: ignore[method-assign]
+        groups.leave((0, 1))
+        with pytest.raises(GroupError, match="are closed"):
+            groups.get((0, 1))
+
+    run_ranks(2, work)
+
+
+class Ended:
+    """A collective that is over."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+class Communicator:
+    """A process group of NCCL whose collectives end when it is aborted, and not before."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.aborted = error, threading.Event()
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.aborted.set()
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def allreduce(self, tensors: object, options: object) -> Communicator:
+        return self
+
+    def is_completed(self) -> bool:
+        return self.aborted.is_set()
+
+
+def on_nccl(communicator: Communicator) -> Group:
+    return Group(communicator, (0, 1), 0, 30.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", ["", "unhandled cuda error"])
+def test_a_communicator_with_a_running_collective_is_aborted_when_its_group_ends(error: str) -> None:
+    """Else the device waits in it for ever: nobody has the communicator any more who could abort it."""
+    communicator = Communicator(error)
+    group = on_nccl(communicator)
+    pending = group.all_reduce_async(torch.ones(3))
+    group.close()
+    assert communicator.aborted.is_set()
+    with pytest.raises(GroupError, match="closed"):
+        pending.wait()
+    idle = Communicator()
+    on_nccl(idle).close()
+    assert not idle.aborted.is_set()
+
+
+def test_a_group_whose_communicator_cannot_be_aborted_is_ended_all_the_same() -> None:
+    group = on_nccl(Communicator("unhandled cuda error"))
+    pending = group.all_reduce_async(torch.ones(3))
+    group.abort()
+    assert group.broken == "aborted" and not group.on_device
+    with pytest.raises(GroupError, match="aborted"):
+        pending.wait()
+
+
+def test_a_wait_may_end_while_another_thread_looks_through_what_is_in_flight() -> None:
+    group = on_nccl(Communicator())
+    pending = [Pending(group, Ended(), "all_reduce") for _ in range(3)]
+    waits: list[threading.Thread] = []
+
+    class Slow(weakref.WeakSet[Pending]):
+        def __iter__(self) -> Iterator[Pending]:
+            for one in super().__iter__():
+                yield one
+                if not waits:
+                    waits.append(threading.Thread(target=pending[0].wait))
+                    waits[0].start()
+                    waits[0].join(0.3)
+
+    group._outstanding = Slow(pending)
+    group.close()
+    waits[0].join(20)
+    assert not group._outstanding
+
+
+def test_what_has_ended_is_freed_once_by_threads_that_look_at_the_same_time() -> None:
+    both = threading.Barrier(2)
+
+    class Seen(Ended):
+        def is_completed(self) -> bool:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # with the other thread, if that may look now
+            return True
+
+    remains = _Remains(None, [Seen()])
+    held = sys.getrefcount(remains)
+    _bury(remains)
+    errors: list[BaseException] = []
+
+    def free() -> None:
+        try:
+            free_ended()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=free) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors and sys.getrefcount(remains) == held
 
 
 def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
