@@ -11,6 +11,7 @@
   communicators concurrently)
 - All members launch the same collectives of a communicator, of equal sizes and types; what one sends is what the other
   receives. Where Gloo aborts the process and NCCL hangs or writes elsewhere, this raises.
+- Ranges of one length are summed and gathered in place; an all-gather of others takes a copy of all of them.
 - Every communicator costs memory for each peer as long as it lives.
 
 Not modelled: errors that come later, with the next look at the communicator.
@@ -19,10 +20,11 @@ Not modelled: errors that come later, with the next look at the communicator.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -51,7 +53,7 @@ class Rules:
     _open: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> peers of its communicators
     _most: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _blocked: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # worker -> what it connects
-    collectives: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)  # collectives by name, counted once for each member
     made: int = 0  # communicators, counted once for each member
 
     def launch(self, worker: int, name: str, members: tuple[int, ...], facts: tuple[object, ...]) -> None:
@@ -59,7 +61,7 @@ class Rules:
         with self._lock:
             number = self._counts[name, worker]
             self._counts[name, worker] += 1
-            self.collectives += 1
+            self.kinds[str(facts[0])] += 1
             now, before = (name, number), self._last.get(worker)
             if before is not None and self._reaches(now, before):
                 raise AgainstNccl(
@@ -97,6 +99,10 @@ class Rules:
             self.made += peers > 0
             self._open[worker] += peers
             self._most[worker] = max(self._most[worker], self._open[worker])
+
+    @property
+    def collectives(self) -> int:
+        return self.kinds.total()
 
     def most_peers(self, worker: int) -> int:
         """Peers of all communicators that the worker had at a time."""
@@ -146,7 +152,10 @@ class LazyGroup:
         self._real: dist.ProcessGroup | None = None
 
     def name(self) -> str:
-        return "gloo"
+        return "nccl"  # so that groups take the way that they take on GPUs
+
+    def abort(self) -> None:
+        """Nothing: Gloo's waits end by themselves."""
 
     def __del__(self) -> None:
         if self._real is not None:
@@ -172,6 +181,35 @@ class LazyGroup:
         self._launch("alltoall_base", sent, received)
         return self._group().alltoall_base(output, source, outputs, inputs, *more)
 
+    def reduce(self, tensors: Sequence[Tensor], options: dist.ReduceOptions) -> object:
+        (tensor,) = tensors
+        self._launch("reduce", tensor.numel(), str(tensor.dtype), options.rootRank)
+        return self._group().reduce(tensors, options)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: dist.ReduceScatterOptions) -> object:
+        """Into its own place in `source`, of which it leaves the rest alone."""
+        size, place = len(self._members), self._members.index(self._worker)
+        if source.numel() != size * output.numel() or output.data_ptr() != source.chunk(size)[place].data_ptr():
+            raise AgainstNccl(
+                f"reduce_scatter of {source.numel()} elements: {output.numel()} for each of {size} members"
+            )
+        self._launch("reduce_scatter", source.numel(), str(source.dtype))
+        whole = source.clone()
+        work = self._group().allreduce([whole], dist.AllreduceOptions())
+        return Then(work, lambda: output.copy_(whole.chunk(size)[place]))
+
+    def _allgather_base(self, output: Tensor, source: Tensor) -> object:
+        """From its own place in `output`."""
+        size, place = len(self._members), self._members.index(self._worker)
+        if output.numel() != size * source.numel() or source.data_ptr() != output.chunk(size)[place].data_ptr():
+            raise AgainstNccl(f"all_gather of {output.numel()} elements: {source.numel()} from each of {size} members")
+        self._launch("all_gather", output.numel(), str(output.dtype))
+        return self._group().allgather([list(output.chunk(size))], [source.clone()])
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> object:
+        lengths = [one.numel() for one in outputs[0]]
+        raise AgainstNccl(f"all_gather of {lengths} elements takes a copy of all of them, and a broadcast for each")
+
     def _launch(self, *facts: object) -> None:
         self._rules.launch(self._worker, self._name, self._members, facts)
 
@@ -182,6 +220,22 @@ class LazyGroup:
             self._rules.connected(self._worker)
             self._rules.opened(self._worker, len(self._members) - 1)
         return self._real
+
+
+@dataclass
+class Then:
+    """A work of Gloo whose result is only there when `finish` has put it where it belongs."""
+
+    work: Any
+    finish: Callable[[], object]
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(hours=1)) -> bool:
+        done = bool(self.work.wait(timeout))
+        self.finish()
+        return done
 
 
 @contextmanager

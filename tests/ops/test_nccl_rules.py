@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ops.groups import Groups
+from ops.shards import padding, shard_bounds
 from tests.nccl_rules import AgainstNccl, nccl_rules
 from tests.ops.test_comm import run_ranks
 
@@ -88,3 +89,44 @@ def test_a_communicator_is_made_by_its_first_collective_and_costs_memory_until_i
 
         assert run_ranks(3, work) == [[0, 2, 0]] * 3
         assert [rules.most_peers(rank) for rank in range(3)] == [2, 2, 2]
+
+
+def test_ranges_of_unequal_length_are_seen_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    uneven = [(0, 3), (3, 10)]
+    with nccl_rules(monkeypatch) as rules:
+        with pytest.raises(AgainstNccl, match=r"all_gather of \[3, 7\] elements takes a copy"):
+            run_ranks(2, lambda rank, groups: groups.world_group().all_gather_ranges(torch.zeros(10), uneven))
+
+        def work(rank: int, groups: Groups) -> list[float]:
+            flat = torch.arange(10.0)
+            for pending in groups.world_group().reduce_scatter_ranges_async(flat, uneven):
+                pending.wait()
+            return flat[slice(*uneven[rank])].tolist()
+
+        assert run_ranks(2, work, generation=1) == [[0, 2, 4], [6, 8, 10, 12, 14, 16, 18]]
+        assert rules.kinds == {"reduce": 4}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("total", [5, 16 * 3, 1000])
+def test_vectors_of_any_length_are_summed_and_gathered_in_place_by_one_collective_each(
+    total: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = shard_bounds(total, workers)
+
+    def work(rank: int, groups: Groups) -> tuple[list[float], list[float]]:
+        group, flat = groups.world_group(), torch.zeros(total + padding(total))
+        flat[:total] = torch.arange(float(total)) * (rank + 1)
+        even = group.even_ranges(flat, total)
+        assert even is not None and [min(hi, total) for _, hi in even] == [hi for _, hi in own]
+        for pending in group.reduce_scatter_ranges_async(flat, even):
+            pending.wait()
+        summed = flat[slice(*own[rank])].tolist()
+        group.all_gather_ranges(flat, even)
+        return summed, flat.tolist()
+
+    expected = [float(i * sum(range(1, workers + 1))) for i in range(total)]
+    with nccl_rules(monkeypatch) as rules:
+        for (lo, hi), (summed, whole) in zip(own, run_ranks(workers, work), strict=True):
+            assert summed == expected[lo:hi] and whole == expected + [0.0] * padding(total)
+    assert rules.kinds == {"reduce_scatter": workers, "all_gather": workers}
