@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from ops.shards import even_bounds
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
@@ -90,6 +91,17 @@ class Group:
     def on_device(self) -> bool:
         """Whether its collectives take tensors of a GPU alone (NCCL)."""
         return self._process_group is not None and self._process_group.name() == "nccl"
+
+    @property
+    def failure(self) -> str:
+        """What went wrong on NCCL in a collective that has returned already; "" if nothing is known. There a wait only
+        orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
+        (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
+        process_group = self._process_group
+        if process_group is None or process_group.name() != "nccl":
+            return ""
+        error: ErrorType = cast(ErrorTeller, process_group).get_error()
+        return "" if error == ErrorType.SUCCESS else f"an error of its communicator ({error.name})"
 
     # Collectives ------------------------------------------------------------------------------------------------
 
@@ -362,6 +374,12 @@ class Group:
 
 
 _DONE = Pending(None, None, "done")
+
+
+class ErrorTeller(Protocol):
+    """What ProcessGroupNCCL has beside the collectives of a process group."""
+
+    def get_error(self) -> ErrorType: ...
 
 
 @dataclass(eq=False)

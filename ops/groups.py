@@ -120,6 +120,8 @@ class Groups:
         if group is None:
             raise ValueError(f"bag {members} cannot be left: it is not connected.")
         what = f"leaving bag {members} of generation {self.generation}"
+        if group.failure:  # nobody could ask it later
+            raise GroupError(f"{what}: it has {group.failure}.")
         store = dist.PrefixStore(self._name(members), self._store)
         if not self._meet(store, "left", group.rank, group.size):
             self._cancel.check(what)
@@ -153,12 +155,21 @@ class Groups:
         return found
 
     def check(self, doing: str) -> None:
-        """Raise when the generation was cancelled or one of its bags has broken: on NCCL an aborted collective returns
-        without an error, and leaves anything in its tensors."""
+        """Raise when the generation was cancelled or one of its bags has failed: on NCCL a collective that was aborted,
+        or met an error, returns without one, and leaves anything in its tensors."""
         self._cancel.check(doing)
         for group in self._all():
             if group.broken:
                 raise GroupError(f"{doing}: the group {group.members} is {group.broken}.")
+        if failure := self.failure:
+            raise GroupError(f"{doing}: {failure}.")
+
+    @property
+    def failure(self) -> str:
+        """The error that a communicator of NCCL has met, and its bag; "" if none has. Any thread may ask."""
+        with self._counting:
+            groups = self._all()
+        return next((f"the group {group.members} has {why}" for group in groups if (why := group.failure)), "")
 
     def close(self) -> None:
         """Close all bags. Returns at once also with dead or frozen peers."""

@@ -13,8 +13,8 @@
   receives. Where Gloo aborts the process and NCCL hangs or writes elsewhere, this raises.
 - Ranges of one length are summed and gathered in place; an all-gather of others takes a copy of all of them.
 - Every communicator costs memory for each peer as long as it lives.
-
-Not modelled: errors that come later, with the next look at the communicator.
+- An error of a collective is not told by its wait, which returns with anything in the tensors: only by the
+  communicator, to who asks it or launches the next one. (Asynchronous errors and error handling)
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 import ops.groups
 from ops.groups import Groups
 
+_GARBAGE = 3  # what a failed collective multiplies its result by: neither NaN nor infinite, which a step would skip
 Launched = tuple[str, int]  # a communicator, and the number of its collective
 
 
@@ -53,6 +55,8 @@ class Rules:
     _open: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> peers of its communicators
     _most: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _blocked: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # worker -> what it connects
+    _failing: dict[int, tuple[str, int]] = field(default_factory=dict)  # worker -> kind, and how many come before
+    _failed: set[tuple[str, int]] = field(default_factory=set)  # communicators and workers
     kinds: Counter[str] = field(default_factory=Counter)  # collectives by name, counted once for each member
     made: int = 0  # communicators, counted once for each member
 
@@ -74,6 +78,27 @@ class Rules:
                 if why := _unlike(members, worker, facts, other, theirs):
                     raise AgainstNccl(f"{now} on workers {worker} and {other}: {why}")
             self._facts[now][worker] = facts
+
+    def fail(self, worker: int, kind: str, after: int = 0) -> None:
+        """The worker's next collective of this kind, or the one `after` others, meets an error."""
+        self._failing[worker] = kind, after
+
+    def fails(self, worker: int, name: str, kind: str) -> bool:
+        """Whether the collective that the worker launches now does."""
+        with self._lock:
+            wanted, before = self._failing.get(worker, ("", 0))
+            if wanted != kind:
+                return False
+            if before:
+                self._failing[worker] = kind, before - 1
+                return False
+            del self._failing[worker]
+            self._failed.add((name, worker))
+            return True
+
+    def has_failed(self, worker: int, name: str) -> bool:
+        with self._lock:
+            return (name, worker) in self._failed
 
     def connects(self, worker: int, name: str, members: tuple[int, ...]) -> None:
         """The worker waits in the communicator's first collective until all members have launched it."""
@@ -157,6 +182,10 @@ class LazyGroup:
     def abort(self) -> None:
         """Nothing: Gloo's waits end by themselves."""
 
+    def get_error(self) -> ErrorType:
+        failed = self._rules.has_failed(self._worker, self._name)
+        return ErrorType.COMM_ERROR if failed else ErrorType.SUCCESS
+
     def __del__(self) -> None:
         if self._real is not None:
             self._rules.opened(self._worker, 1 - len(self._members))
@@ -164,12 +193,12 @@ class LazyGroup:
     def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> object:
         (tensor,) = tensors
         self._launch("allreduce", tensor.numel(), str(tensor.dtype))
-        return self._group().allreduce(tensors, options)
+        return self._begun("allreduce", self._group().allreduce(tensors, options), tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> object:
         (tensor,) = tensors
         self._launch("broadcast", tensor.numel(), str(tensor.dtype), options.rootRank)
-        return self._group().broadcast(tensors, options)
+        return self._begun("broadcast", self._group().broadcast(tensors, options), tensor)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, outputs: list[int], inputs: list[int], *more: Any
@@ -179,7 +208,8 @@ class LazyGroup:
             for tensor, splits in ((source, inputs), (output, outputs))
         )
         self._launch("alltoall_base", sent, received)
-        return self._group().alltoall_base(output, source, outputs, inputs, *more)
+        work = self._group().alltoall_base(output, source, outputs, inputs, *more)
+        return self._begun("alltoall_base", work, output)
 
     def reduce(self, tensors: Sequence[Tensor], options: dist.ReduceOptions) -> object:
         (tensor,) = tensors
@@ -196,7 +226,7 @@ class LazyGroup:
         self._launch("reduce_scatter", source.numel(), str(source.dtype))
         whole = source.clone()
         work = self._group().allreduce([whole], dist.AllreduceOptions())
-        return Then(work, lambda: output.copy_(whole.chunk(size)[place]))
+        return self._begun("reduce_scatter", Then(work, lambda: output.copy_(whole.chunk(size)[place])), output)
 
     def _allgather_base(self, output: Tensor, source: Tensor) -> object:
         """From its own place in `output`."""
@@ -204,13 +234,22 @@ class LazyGroup:
         if output.numel() != size * source.numel() or source.data_ptr() != output.chunk(size)[place].data_ptr():
             raise AgainstNccl(f"all_gather of {output.numel()} elements: {source.numel()} from each of {size} members")
         self._launch("all_gather", output.numel(), str(output.dtype))
-        return self._group().allgather([list(output.chunk(size))], [source.clone()])
+        work = self._group().allgather([list(output.chunk(size))], [source.clone()])
+        return self._begun("all_gather", work, output)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> object:
         lengths = [one.numel() for one in outputs[0]]
         raise AgainstNccl(f"all_gather of {lengths} elements takes a copy of all of them, and a broadcast for each")
 
+    def _begun(self, kind: str, work: Any, output: Tensor) -> object:
+        """The work, or one that says that all is well and leaves something else in the output."""
+        if not self._rules.fails(self._worker, self._name, kind):
+            return work
+        return Then(work, lambda: output.mul_(_GARBAGE))
+
     def _launch(self, *facts: object) -> None:
+        if self._rules.has_failed(self._worker, self._name):
+            raise RuntimeError("NCCL error: the communicator met an error before")
         self._rules.launch(self._worker, self._name, self._members, facts)
 
     def _group(self) -> dist.ProcessGroup:

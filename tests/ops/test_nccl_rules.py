@@ -10,6 +10,7 @@ import torch
 
 from ops.groups import Groups
 from ops.shards import padding, shard_bounds
+from ops.waiting import GroupError
 from tests.nccl_rules import AgainstNccl, nccl_rules
 from tests.ops.test_comm import run_ranks
 
@@ -130,3 +131,38 @@ def test_vectors_of_any_length_are_summed_and_gathered_in_place_by_one_collectiv
         for (lo, hi), (summed, whole) in zip(own, run_ranks(workers, work), strict=True):
             assert summed == expected[lo:hi] and whole == expected + [0.0] * padding(total)
     assert rules.kinds == {"reduce_scatter": workers, "all_gather": workers}
+
+
+def test_an_error_of_a_collective_is_told_by_the_communicator_and_not_by_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(rank: int, groups: Groups) -> tuple[float, str, str]:
+        world, bag = groups.world_group(), groups.get(FIRST)
+        world.all_reduce(torch.ones(1))
+        before, found = bag.failure, torch.ones(1)
+        bag.all_reduce(found)  # rank 1 meets the error here, and is told nothing
+        return found.item(), before, bag.failure
+
+    with nccl_rules(monkeypatch) as rules:
+        rules.fail(1, "allreduce", after=1)
+        (well, *told), (wrong, before, after) = run_ranks(2, work)
+    assert (well, told) == (2.0, ["", ""]) and wrong != 2.0 and before == ""
+    assert after == "an error of its communicator (COMM_ERROR)"
+
+
+@pytest.mark.parametrize("asked", ["check", "the next collective", "leave"])
+def test_who_asks_after_a_failed_collective_is_told(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, groups: Groups) -> None:
+        bag = groups.get(FIRST)
+        bag.all_reduce(torch.ones(1))
+        if rank == 0 or asked == "check":
+            groups.check("finish")
+        elif asked == "leave":
+            groups.leave(FIRST)
+        else:
+            bag.all_reduce(torch.ones(1))
+
+    with nccl_rules(monkeypatch) as rules:
+        rules.fail(1, "allreduce")
+        with pytest.raises(GroupError, match=r"COMM_ERROR|met an error before"):
+            run_ranks(2, work)
