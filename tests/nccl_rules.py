@@ -4,8 +4,9 @@
         ...                      # any Groups made here
     assert rules.most_peers(0) <= 11
 
-- A communicator is made by its first collective, which waits in it for all members and cannot be stopped; `prepare` and
-  a constructor connect nothing. (ncclCommInitRank; NCCL User Guide, Creating a Communicator)
+- A communicator is made by its first collective, which waits in it for all members and cannot be stopped, unless its
+  group was told to connect before; a constructor connects nothing. (ncclCommInitRank; NCCL User Guide, Creating a
+  Communicator)
 - Collectives of several communicators on one device must be launched in one order by all devices that share them: two
   that each wait for the other never end. A launch that closes a circle raises before it hangs. (Using multiple NCCL
   communicators concurrently)
@@ -28,6 +29,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
@@ -59,6 +61,7 @@ class Rules:
     _failed: set[tuple[str, int]] = field(default_factory=set)  # communicators and workers
     kinds: Counter[str] = field(default_factory=Counter)  # collectives by name, counted once for each member
     made: int = 0  # communicators, counted once for each member
+    made_late: int = 0  # of them, by a collective
 
     def launch(self, worker: int, name: str, members: tuple[int, ...], facts: tuple[object, ...]) -> None:
         """The worker is about to launch its next collective of the communicator."""
@@ -103,6 +106,7 @@ class Rules:
     def connects(self, worker: int, name: str, members: tuple[int, ...]) -> None:
         """The worker waits in the communicator's first collective until all members have launched it."""
         with self._lock:
+            self.made_late += 1
             self._blocked[worker] = name, members
             if self._waits_for(worker, worker, set()):
                 raise AgainstNccl(f"worker {worker} connects {name}: it and others wait for each other")
@@ -190,6 +194,9 @@ class LazyGroup:
         if self._real is not None:
             self._rules.opened(self._worker, 1 - len(self._members))
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._connect()
+
     def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> object:
         (tensor,) = tensors
         self._launch("allreduce", tensor.numel(), str(tensor.dtype))
@@ -253,11 +260,16 @@ class LazyGroup:
         self._rules.launch(self._worker, self._name, self._members, facts)
 
     def _group(self) -> dist.ProcessGroup:
-        if self._real is None:
-            self._rules.connects(self._worker, self._name, self._members)
-            self._real = self._make()
-            self._rules.connected(self._worker)
-            self._rules.opened(self._worker, len(self._members) - 1)
+        if self._real is not None:
+            return self._real
+        self._rules.connects(self._worker, self._name, self._members)
+        real = self._connect()
+        self._rules.connected(self._worker)
+        return real
+
+    def _connect(self) -> dist.ProcessGroup:
+        self._real = self._make()
+        self._rules.opened(self._worker, len(self._members) - 1)
         return self._real
 
 

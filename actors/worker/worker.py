@@ -133,6 +133,7 @@ class Worker:
             cancel,
             address=node_address(),
             nodes=task.nodes or None,
+            device=self.device,
         )
         self._snapshot_to = task.snapshot_to
         origin = task.origin
