@@ -101,7 +101,7 @@ class Group:
         orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
         (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
         process_group = self._process_group
-        if process_group is None or process_group.name() != "nccl":
+        if process_group is None or not _is_nccl(process_group):
             return ""
         error: ErrorType = cast(ErrorTeller, process_group).get_error()
         return "" if error == ErrorType.SUCCESS else f"an error of its communicator ({error.name})"
