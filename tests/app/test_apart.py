@@ -30,10 +30,11 @@ print("ready", child.pid, flush=True)
 while True:
     time.sleep(0.1)
 """
-# As if not under nohup, which has every child ignore SIGHUP.
+# As if not under nohup, which has every child ignore SIGHUP, nor in the background of a script, where it is SIGINT.
 OUTER = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from app.run.apart import run_apart
 sys.exit(run_apart(["-c", sys.argv[1]]))
 """

@@ -187,7 +187,7 @@ def write_many(folder: str, seed: int) -> None:
 
 def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     workers = [
-        multiprocessing.get_context("fork").Process(target=write_many, args=(str(tmp_path), seed)) for seed in range(3)
+        multiprocessing.get_context("spawn").Process(target=write_many, args=(str(tmp_path), seed)) for seed in range(3)
     ]
     for worker in workers:
         worker.start()

@@ -91,7 +91,7 @@ def test_numbers_that_are_not_finite_are_null_in_a_line() -> None:
 
 def test_a_key_of_a_later_version_is_ignored() -> None:
     line = json.loads(lines("metrics-0.2.jsonl")[0])
-    assert metrics_of({**line, "weather": "fine"}) == metrics_of(line)
+    assert repr(metrics_of({**line, "weather": "fine"})) == repr(metrics_of(line))  # NaN is not equal to itself
 
 
 @pytest.mark.parametrize(
