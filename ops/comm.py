@@ -10,6 +10,7 @@ the CancelToken and the deadline in between. NCCL waits only order streams; ther
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 import weakref
@@ -27,6 +28,8 @@ from torch._C._distributed_c10d import ErrorType
 
 from ops.shards import even_bounds
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
+
+log = logging.getLogger(__name__)
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -90,7 +93,7 @@ class Group:
     @property
     def on_device(self) -> bool:
         """Whether its collectives take tensors of a GPU alone (NCCL)."""
-        return self._process_group is not None and self._process_group.name() == "nccl"
+        return _is_nccl(self._process_group)
 
     @property
     def failure(self) -> str:
@@ -98,7 +101,7 @@ class Group:
         orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
         (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
         process_group = self._process_group
-        if process_group is None or process_group.name() != "nccl":
+        if process_group is None or not _is_nccl(process_group):
             return ""
         error: ErrorType = cast(ErrorTeller, process_group).get_error()
         return "" if error == ErrorType.SUCCESS else f"an error of its communicator ({error.name})"
@@ -252,9 +255,7 @@ class Group:
 
     def abort(self) -> None:
         """Make the group unusable from any thread: waiting members raise, on NCCL the communicator is aborted."""
-        process_group = self._process_group
-        if process_group is not None and process_group.name() == "nccl":
-            process_group.abort()
+        _abort(self._process_group)
         self._release("aborted")
 
     def install_default(self) -> None:
@@ -264,7 +265,7 @@ class Group:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        backend = "gloo" if self._process_group is None else self._process_group.name()
+        backend = "nccl" if self.on_device else "gloo"
         store = dist.HashStore() if self._store is None else dist.PrefixStore("default", self._store)
         timeout = timedelta(seconds=self.patience.limit_s or 60.0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
@@ -303,6 +304,7 @@ class Group:
         # Another thread has ended the group since it was looked at, without knowing this work.
         if not pending.done:
             self.abandoned = True
+            _abort(process_group)
             _bury(_Remains(process_group, [work]))
         self._cancel.check(f"{name} in group {self.members}")
         raise GroupError(f"{name} in group {self.members}: the group is {self.broken}.")
@@ -323,7 +325,8 @@ class Group:
             raise
         finally:
             pending.forget()
-            self._outstanding.discard(pending)
+            with self._ending:  # another thread may be looking through them
+                self._outstanding.discard(pending)
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
     def _wait_sliced(self, pending: Pending, begin: float, patience: Patience) -> None:
@@ -352,28 +355,43 @@ class Group:
                 )
 
     def _release(self, why: str) -> None:
-        if self._is_default:
-            self._is_default = False
-            dist.destroy_process_group()
-        if self.size == 1:
-            return
         with self._ending:
-            if self.broken:
-                return
-            self.broken = why
+            was_default, self._is_default = self._is_default, False
+            ends_now = self.size > 1 and not self.broken
+            if ends_now:
+                self.broken = why
             pending = list(self._outstanding)
             self._outstanding.clear()
+        if was_default:
+            dist.destroy_process_group()
+        if not ends_now:
+            return
         busy = [one.work for one in pending if one.work is not None and not one.done]
         self.abandoned = self.abandoned or bool(busy)
         for one in pending:
             one.forget()
         process_group, self._process_group = self._process_group, None
         if busy:
+            _abort(process_group)
             _bury(_Remains(process_group, busy))
         free_ended()  # idle connections close at the end of this call, within a millisecond
 
 
 _DONE = Pending(None, None, "done")
+
+
+def _is_nccl(process_group: dist.ProcessGroup | None) -> bool:
+    return process_group is not None and process_group.name() == "nccl"
+
+
+def _abort(process_group: dist.ProcessGroup | None) -> None:
+    """End what runs in it: on NCCL nothing else does, and a device that waits in a collective does nothing more."""
+    if process_group is None or not _is_nccl(process_group):
+        return
+    try:
+        process_group.abort()
+    except RuntimeError as error:  # the group is lost either way, and whoever ends it has more to do
+        log.warning("a communicator could not be aborted: %s", first_line(error))
 
 
 class ErrorTeller(Protocol):
@@ -391,6 +409,7 @@ class _Remains:
 
 
 _buried: list[_Remains] = []
+_digging = threading.Lock()  # of `_buried`: what has ended is freed once
 
 
 def _bury(remains: _Remains) -> None:
@@ -407,10 +426,12 @@ def _bury(remains: _Remains) -> None:
 def free_ended() -> None:
     """Destroy buried groups whose operations have ended meanwhile: they hold the tensors of their collectives, which in
     a gradient sum are as large as the model. To be called when all members have left a generation."""
-    for remains in list(_buried):
-        if all(work.is_completed() for work in remains.works):
+    with _digging:
+        ended = [remains for remains in _buried if all(work.is_completed() for work in remains.works)]
+        for remains in ended:
             _buried.remove(remains)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(remains))
+    for remains in ended:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(remains))
 
 
 def _equal(bounds: Sequence[tuple[int, int]]) -> bool:

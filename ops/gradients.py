@@ -45,6 +45,10 @@ class Gradients(Protocol):
         """The generation has ended: write into nobody's memory any more. Any number of times."""
         ...
 
+    def release(self) -> None:
+        """Let go of memory that PyTorch does not free by itself. All workers that go on have left."""
+        ...
+
     def begin_step(self) -> None:
         """Any number of backward passes may follow."""
         ...
@@ -104,6 +108,9 @@ class OwnGradients:
 
     def leave(self) -> None:
         """Nothing: nobody else has it."""
+
+    def release(self) -> None:
+        """Nothing: all of it is PyTorch's."""
 
     def begin_step(self) -> None:
         """Zero the gradient."""

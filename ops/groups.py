@@ -137,7 +137,7 @@ class Groups:
             self._cancel.check(what)
             raise TimeoutError(f"{what}: not all members came within {self._patience}.")
         with self._counting:
-            del self._groups[members]
+            self._groups.pop(members, None)  # another thread may have closed them all
             self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
         group.close()
@@ -145,10 +145,11 @@ class Groups:
     def world_group(self) -> Group:
         """The group of all workers, from the first call to the end of the generation; a bag of all workers is another
         one, which can be left."""
-        if self._world is None:
-            self._world = self._connect(self.world, f"heddle/{self.generation}/world")
-            self._end_if_closed(self._world)
-        return self._world
+        world = self._world
+        if world is None:
+            world = self._world = self._connect(self.world, f"heddle/{self.generation}/world")
+            self._end_if_closed(world)
+        return world
 
     @property
     def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
@@ -205,7 +206,8 @@ class Groups:
             raise GroupError(f"bag {group.members}: the groups of generation {self.generation} are closed.")
 
     def _all(self) -> list[Group]:
-        return [*self._groups.values(), *([] if self._world is None else [self._world])]
+        world = self._world  # read once: another thread may close
+        return [*self._groups.values(), *([] if world is None else [world])]
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         strangers = [m for m in members if m not in self.world]

@@ -310,10 +310,11 @@ class FlatSync:
         """All workers sum alike, also those whose device would have room for a gradient of its own."""
         if self._memory is None or group.size == 1:
             return
+        self.leave()  # and so have all, once they have exchanged this
         most = MEMORIES[max(exchange(group, MEMORIES.index(self._memory), self._device))]
         if most != self._memory:
             log.info("gradients: %s, as another worker has no room for %s", most, self._memory)
-            self.gradients.leave()
+            self.gradients.release()
             del self.gradients  # before the other ones take memory
             self._memory = most
             self.gradients = gradients_in(most)(self._parameters, self.layout, self._state_dtype)

@@ -42,7 +42,7 @@ def test_two_communicators_in_two_orders_are_seen_before_they_hang(
             pending.wait()
 
     with nccl_rules(monkeypatch), pytest.raises(AgainstNccl, match=r"the other way round|wait for each other"):
-        run_ranks(3, work, timeout_s=1.0)
+        run_ranks(3, work, timeout_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_calls_that_do_not_fit_together_are_seen(
             run_ranks(2, lambda rank, groups: call(groups.world_group(), rank))
             return
         with pytest.raises(AgainstNccl, match=seen):
-            run_ranks(2, lambda rank, groups: call(groups.world_group(), rank), timeout_s=1.0)
+            run_ranks(2, lambda rank, groups: call(groups.world_group(), rank), timeout_s=2.0)
 
 
 def test_a_communicator_is_there_before_its_first_collective_and_costs_memory_until_it_is_left(

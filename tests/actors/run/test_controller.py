@@ -24,6 +24,7 @@ from actors.records.events import (
     WorkerDied,
     WorkerDrained,
 )
+from actors.run.controller import Controller
 from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
 from actors.step import StepAssignment, StepData, StepItems, StepSamples
@@ -257,6 +258,24 @@ def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_s
 def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:
     run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), later={})
     assert run.outcome.code == 75 and run.outcome.last_step == 3 and run.listener.steps == [0, 1, 2, 3]
+
+
+def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
+    """A step that was dispatched before a worker was found to be slow expected of it what it expects of any."""
+    heard: list[dict[str, float]] = []
+    speeds = SimpleNamespace(
+        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names: (1.0, 0.5)
+    )
+    runner = SimpleNamespace(
+        world=[SimpleNamespace(name="w0"), SimpleNamespace(name="w1")], cluster=SimpleNamespace(speed=(1.0, 0.5))
+    )
+    controller: Any = SimpleNamespace(
+        config=SimpleNamespace(planner=SimpleNamespace(strategy="cascade")), speeds=speeds, events=None
+    )
+    for speed in ((), (1.0, 0.5)):
+        done: Any = SimpleNamespace(reports=(), running=SimpleNamespace(speed=speed))
+        Controller._learn_speeds(controller, runner, done)  # type: ignore[arg-type]
+    assert heard == [{}, {"w0": 1.0, "w1": 0.5}]
 
 
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
