@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
+from ops.shards import even_bounds
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,17 @@ class Group:
     def on_device(self) -> bool:
         """Whether its collectives take tensors of a GPU alone (NCCL)."""
         return _is_nccl(self._process_group)
+
+    @property
+    def failure(self) -> str:
+        """What went wrong on NCCL in a collective that has returned already; "" if nothing is known. There a wait only
+        orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
+        (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
+        process_group = self._process_group
+        if process_group is None or not _is_nccl(process_group):
+            return ""
+        error: ErrorType = cast(ErrorTeller, process_group).get_error()
+        return "" if error == ErrorType.SUCCESS else f"an error of its communicator ({error.name})"
 
     # Collectives ------------------------------------------------------------------------------------------------
 
@@ -168,15 +181,15 @@ class Group:
 
         Neighbouring ranges of flat [n] in rank order, some of them empty. Until the wait, flat is left alone there.
 
-        NCCL has a collective for equal ranges; others are reduced to one owner after the other. Gloo's reduce-scatter
-        is slower than its all-reduce at every size, so there the ranges are exchanged and added by the owner in rank
-        order, which also makes the sum independent of how it is cut.
+        NCCL has a collective for equal ranges (`even_ranges`); others are reduced to one owner after the other. Gloo's
+        reduce-scatter is slower than its all-reduce at every size, so there the ranges are exchanged and added by the
+        owner in rank order, which also makes the sum independent of how it is cut.
         """
         if self.size == 1:
             return []
         lo, hi = bounds[self.rank]
         whole = flat[bounds[0][0] : bounds[-1][1]]
-        if flat.is_cuda:
+        if self.on_device:
             if _equal(bounds):
                 usual = dist.ReduceScatterOptions()
                 return [
@@ -207,10 +220,11 @@ class Group:
             pending.wait()
 
     def all_gather_ranges_async(self, flat: Tensor, bounds: Sequence[tuple[int, int]]) -> list[Pending]:
-        """In-place broadcasts on Gloo (measured 4x faster than its all-gather), one grouped all-gather on NCCL."""
+        """In-place broadcasts on Gloo (measured 4x faster than its all-gather). NCCL gathers equal ranges in place
+        (`even_ranges`), others through a copy of all of them."""
         if self.size == 1:
             return []
-        if flat.is_cuda:
+        if self.on_device:
             lo, hi = bounds[self.rank]
             if _equal(bounds):
                 whole = flat[bounds[0][0] : bounds[-1][1]]
@@ -218,6 +232,12 @@ class Group:
             outputs = [[flat[a:b] for a, b in bounds]]
             return [self._begin("all_gather", flat, lambda pg: pg.allgather(outputs, [flat[lo:hi]]))]
         return [self.broadcast_async(flat[a:b], source_rank=r) for r, (a, b) in enumerate(bounds)]
+
+    def even_ranges(self, flat: Tensor, total: int) -> list[tuple[int, int]] | None:
+        """The members' ranges of one length, by which NCCL sums and gathers all of a vector of `total` elements at
+        once, in place; None where that is not better, or `flat` has too little room behind the vector."""
+        bounds = even_bounds(total, self.size)
+        return bounds if self.size > 1 and self.on_device and bounds[-1][1] <= flat.numel() else None
 
     def barrier(self, device: str | torch.device = "cpu") -> None:
         """Returns when every member has called it."""
@@ -372,6 +392,12 @@ def _abort(process_group: dist.ProcessGroup | None) -> None:
         process_group.abort()
     except RuntimeError as error:  # the group is lost either way, and whoever ends it has more to do
         log.warning("a communicator could not be aborted: %s", first_line(error))
+
+
+class ErrorTeller(Protocol):
+    """What ProcessGroupNCCL has beside the collectives of a process group."""
+
+    def get_error(self) -> ErrorType: ...
 
 
 @dataclass(eq=False)
