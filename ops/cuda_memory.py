@@ -144,8 +144,8 @@ class CudaHostCopy:
 
     def unpin(self, memory: Tensor) -> None:
         """Where it was pinned. Nothing that was launched here reads it any more."""
-        torch.cuda.synchronize(self.device)
         try:
+            torch.cuda.synchronize(self.device)
             _call("cuMemHostUnregister", ctypes.c_void_p(_pages(memory)[0]))
         except RuntimeError as error:
             log.debug("the node's gradient was not pinned: %s", error)

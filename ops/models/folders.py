@@ -18,6 +18,8 @@ from ops.models.base.family import Json
 from ops.models.config import ImageConfig, ModelConfig, TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 
+_TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
+
 
 def component(path: str | Path, *names: str) -> Path:
     """The folder of a component: `path`/name for the first of `names` that exists, else `path` itself.
@@ -38,6 +40,14 @@ def tokenizer_of(text_encoder: Path, name: str = "tokenizer") -> Path:
     """The tokenizer's folder: beside that of its encoder, or the same."""
     beside = text_encoder.parent / name
     return beside if beside.is_dir() else text_encoder
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises FileNotFoundError for a folder without any file of a tokenizer."""
+    if not any(folder.glob("tokenizer*")) and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise FileNotFoundError(
+            f"{folder} holds no tokenizer, and none lies beside it. Download the tokenizers of the pipeline, too."
+        )
 
 
 def text_folder(text: TextConfig) -> Path:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.folders import check_safetensors, component, read_json, tokenizer_of
+from ops.models.folders import check_safetensors, check_tokenizer, component, read_json, tokenizer_of
 from ops.models.place import home_of, on_device, visiting
 
 if TYPE_CHECKING:
@@ -193,5 +193,6 @@ def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     check_safetensors(folder)
     dtype = getattr(torch, text_dtype(config, device))
     encoder = classes[kind].from_pretrained(folder, local_files_only=True, torch_dtype=dtype, use_safetensors=True)
+    check_tokenizer(tokenizer_of(folder))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(folder), local_files_only=True)
     return T5Text(encoder, tokenizer, config, device)

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from ops.models.base.family import TextRecipe
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.folders import check_safetensors, pooled_text_folder, read_json, text_folder, text_parts, tokenizer_of
+from ops.models.folders import (
+    check_safetensors,
+    check_tokenizer,
+    pooled_text_folder,
+    read_json,
+    text_folder,
+    text_parts,
+    tokenizer_of,
+)
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape, text_dtype
 
@@ -296,7 +304,7 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
     """Both encoders and their tokenizers from the folders of a pipeline.
 
     The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold
-    all of the weights.
+    all of the weights, FileNotFoundError without a tokenizer.
     """
     from transformers import AutoTokenizer, CLIPTextModel, LlamaModel, T5EncoderModel
 
@@ -309,6 +317,8 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
     shape, clip_shape = _shapes(config)
     dtype = getattr(torch, text_dtype(config, device))
     recipe = recipe_of(config)
+    for folder, part in ((first, recipe.states_parts[1]), (second, recipe.pooled_parts[1])):
+        check_tokenizer(tokenizer_of(folder, part))  # before gigabytes are read
     if recipe.states == "llama":
         encoder: nn.Module = _without_norm(_loaded(Shortened, first, shape, dtype))
     else:

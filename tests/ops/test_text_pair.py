@@ -234,6 +234,15 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
         build_text(resolve(settings(copy))[0].text)
 
 
+def test_a_missing_tokenizer_is_named_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(copy / "tokenizer_2")
+    for file in copy.glob("text_encoder*/*.safetensors"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"text_encoder_2 holds no tokenizer, .* Download the tokenizers"):
+        build_text(resolve(settings(copy))[0].text)
+
+
 def test_weights_of_less_layers_than_config_says_are_refused(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     file = copy / "text_encoder" / "config.json"
