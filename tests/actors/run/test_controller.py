@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
-from actors.plan.types import Cascade, Item, Part, StepPlan
+from actors.plan.types import Cascade, Item, Part, PlanError, StepPlan
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
 from actors.records.events import (
@@ -184,7 +185,7 @@ def report(worker: str, step: int) -> StepReport:
 class Run:
     """A run of two workers that come up at its first look; `later` are events by the step that is dispatched next."""
 
-    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None) -> None:
+    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None, state_gib: float = 0.0) -> None:
         self.listener, self.commits = Listening(), CommitLog(committed=-1)
         self.source, self.state = Source(), Held(self.commits)
         coming: dict[int, list[Event]] = later or {}
@@ -204,6 +205,7 @@ class Run:
             commits=self.commits,
             source=self.source,
             planner=Planning(),
+            state_gib=state_gib,
             membership=Membership(Limits(min=1, max=2, wait_s=0.1), generation=0),
             pool=pool_here(
                 info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
@@ -274,3 +276,12 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
         done: Any = SimpleNamespace(reports=(), running=SimpleNamespace(speed=speed))
         Controller._learn_speeds(controller, runner, done)  # type: ignore[arg-type]
     assert heard == [{}, {"w0": 1.0, "w1": 0.5}]
+
+
+def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
+    workers = Workers()
+    told = workers.info
+    workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
+        Run(workers, state_gib=2.0)
+    assert workers.formed == []
