@@ -291,6 +291,8 @@ def _choice(choices: Sequence[object], node: Node, path: str) -> object:
     """The node's value, which must be one of `choices`."""
     if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
         return node.value
+    if isinstance(node.value, bool) and (word := "on" if node.value else "off") in choices:
+        return word  # as it was written: YAML 1.1 takes on and off for truth values
     close = difflib.get_close_matches(str(node.value), [str(choice) for choice in choices], n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     expected = ", ".join(map(str, choices))

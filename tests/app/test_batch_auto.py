@@ -104,6 +104,14 @@ def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(
     assert 4000 < rows[0] < 8000 < rows[1] < 16000
 
 
+@pytest.mark.parametrize("word", ["on", "off", "suggest", "'on'"])
+def test_words_that_yaml_takes_for_truth_values_are_words(word: str, tmp_path: Path) -> None:
+    wanted = word.strip("'")
+    assert load(tmp_path, f"data: {{batch: {{auto: true, recalibrate: {word}}}}}\n").data.batch.recalibrate == wanted
+    found = load(tmp_path, "", "data.batch.auto=true", f"data.batch.recalibrate={word}")
+    assert found.data.batch.recalibrate == wanted and RunConfig.from_yaml(found.to_yaml()) == found
+
+
 def test_limits_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing says how long a batch should take"):
         load(tmp_path, "data: {batch: {recalibrate: on}}\n".replace("on}", "'on'}"))
