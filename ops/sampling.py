@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ops import flow
 from ops.comm import Group
 from ops.conditions import Conditions
-from ops.config import TokenShift
+from ops.config import Diffusion, TokenShift
 from ops.geometry import Geometry
 from ops.objective import ddim_steps
 from ops.packing import Layout, patchify, unpatchify
@@ -150,10 +150,10 @@ def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, confi
     return low.dit if all(below) else dit
 
 
-def _steps(config: SamplerConfig, tokens: int, snr_shift: float | None) -> list[tuple[float, float, float]]:
+def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> list[tuple[float, float, float]]:
     """Of a clip of so many tokens, for each step: the time, and x becomes keep * x + change * prediction."""
-    if snr_shift is not None:
-        return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, snr_shift)]
+    if diffusion is not None:
+        return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, diffusion)]
     first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
     shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
     sigmas = flow.sigma_schedule(config.steps, shift, first)

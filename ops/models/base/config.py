@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from ops.attention.names import AttentionName
+from ops.config import Diffusion
 from ops.ranges import above, between, check_numbers
 
 
@@ -106,8 +107,8 @@ class DiTConfig:
         return False
 
     @property
-    def diffusion(self) -> float | None:
-        """The SNR shift of the diffusion that it predicts velocities of; None: it predicts those of a flow."""
+    def diffusion(self) -> Diffusion | None:
+        """The diffusion that it is trained by; None: it predicts the velocities of a flow."""
         return None
 
     @property
