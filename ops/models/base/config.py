@@ -161,6 +161,11 @@ class DiTConfig:
         return replace(self, in_channels=channels, out_channels=channels, text_dim=text_dim)
 
     @property
+    def spatial_temporal(self) -> bool:
+        """Whether blocks attend in turn within a frame and along a position, so that a bag needs no Ulysses."""
+        return False
+
+    @property
     def block_counts(self) -> tuple[int, ...]:
         """Transformer blocks of each kind, in the order in which a token passes them."""
         return (self.num_layers,)

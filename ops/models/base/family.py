@@ -49,6 +49,15 @@ class VAEClass:
     of_pictures: bool = False  # its class takes [B, C, H, W]
 
 
+def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride = 2 ** (len(fields.get("block_out_channels", (64,))) - 1)
+    return fields.get("latent_channels", 4), (1, stride, stride)
+
+
+PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True)
+"""Of FLUX.1 and Latte: every frame by itself."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraNames:
     """Which linear layers get factors: those below `blocks` (prefixes) whose name ends with one of `projections`."""
@@ -149,6 +158,7 @@ class Family:
     # what that class gives back, without its batch -> [C_out, t, h, w]
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
+    parity_frames: Callable[[Any], int] = lambda config: 2  # and frames of tokens
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
     index: Callable[[FlowConfig], dict[str, object]] = lambda flow: {}  # further entries of model_index.json

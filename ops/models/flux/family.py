@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, TextRecipe, VAEClass, even_sigmas
+from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, ParitySample, TextRecipe, even_sigmas
 from ops.models.base.joint_config import default_rope_split
 from ops.models.flux.config import FluxConfig
 
@@ -25,11 +25,6 @@ def _model() -> type[nn.Module]:
     from ops.models.flux.model import FluxDiT
 
     return FluxDiT
-
-
-def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
-    stride = 2 ** (len(fields.get("block_out_channels", (64,))) - 1)
-    return fields.get("latent_channels", 4), (1, stride, stride)
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
@@ -91,7 +86,7 @@ FAMILY = Family(
     model=_model,
     diffusers_class="FluxTransformer2DModel",
     pipeline_class=lambda config: "FluxPipeline",
-    vae=VAEClass(name="AutoencoderKL", numbers=_vae_numbers, can_be_tiled=False, of_pictures=True),
+    vae=PICTURE_VAE,
     text=_TEXT,
     missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
     missing_note=(
