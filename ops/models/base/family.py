@@ -10,7 +10,7 @@ Imports neither torch nor Ray; the callables that need them import them when cal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ops.conditions import NOTHING, Conditions
@@ -112,6 +112,16 @@ class TextRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """How a published pipeline is used, where its weights do not say it themselves."""
+
+    text: Mapping[str, object]  # settings of model.text beside the path
+    clips: Mapping[str, object]  # size, length, steps, guidance and frame rate: settings of `sample`
+    dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that its config.json has not
+    first_frame: bool = False  # text to video that also takes a first frame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParitySample:
     """One sample as a Diffusers class wants it: latent [C, t, h, w], timestep [1] (sigma * 1000), text [L, E]."""
 
@@ -159,6 +169,10 @@ class Family:
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
     parity_frames: Callable[[Any], int] = lambda config: 2  # and frames of tokens
+
+    # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
+    # ValueError for a scheduler of another training than is computed
+    published: Callable[[Json, Json, Json], Published]
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
     index: Callable[[FlowConfig], dict[str, object]] = lambda flow: {}  # further entries of model_index.json

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, ParitySample, TextRecipe, even_sigmas
+from ops.models.base.family import (
+    PICTURE_VAE,
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    TextRecipe,
+    even_sigmas,
+)
 from ops.models.base.joint_config import default_rope_split
 from ops.models.flux.config import FluxConfig
 
@@ -25,6 +34,21 @@ def _model() -> type[nn.Module]:
     from ops.models.flux.model import FluxDiT
 
     return FluxDiT
+
+
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As FluxPipeline is called in its documentation: dev is told its guidance, schnell takes four steps."""
+    dev = bool(fields.get("guidance_embeds"))
+    return Published(
+        text={"kind": "flux", "max_length": 512 if dev else 256},
+        clips={
+            "frames": 1,
+            "height": 1024,
+            "width": 1024,
+            "steps": 28 if dev else 4,
+            "guidance_scale": 3.5 if dev else 1.0,
+        },
+    )
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
@@ -87,6 +111,7 @@ FAMILY = Family(
     diffusers_class="FluxTransformer2DModel",
     pipeline_class=lambda config: "FluxPipeline",
     vae=PICTURE_VAE,
+    published=_published,
     text=_TEXT,
     missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
     missing_note=(

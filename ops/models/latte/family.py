@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, ParitySample, Scheduler
+from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, ParitySample, Published, Scheduler
 from ops.models.latte.config import LatteConfig
 
 if TYPE_CHECKING:
@@ -52,6 +52,26 @@ def _scheduler(config: LatteConfig, flow: FlowConfig) -> Scheduler:
         "clip_sample": False,
     }
     return Scheduler(name="DDIMScheduler", settings=settings)
+
+
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As LattePipeline is called in its documentation, with text of true length."""
+    wanted = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02, "prediction_type": "epsilon"}
+    other = {key: scheduler.get(key, value) for key, value in wanted.items() if scheduler.get(key, value) != value}
+    if other:
+        raise ValueError(f"its scheduler has {other}; only {wanted} is computed.")
+    size = 8 * int(fields.get("sample_size", 64))
+    return Published(
+        text={"max_length": 120},
+        clips={
+            "frames": fields.get("video_length", 16),
+            "height": size,
+            "width": size,
+            "fps": 8.0,
+            "steps": 50,
+            "guidance_scale": 7.5,
+        },
+    )
 
 
 def _parity_inputs(config: LatteConfig, sample: ParitySample) -> dict[str, Any]:
@@ -111,6 +131,7 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    published=_published,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
     parity_frames=lambda config: config.video_length,
