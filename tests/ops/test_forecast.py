@@ -71,7 +71,9 @@ def real_peak(config: WanConfig | HunyuanConfig | LatteConfig, autocast: bool) -
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("config", [WAN, HUNYUAN, LATTE], ids=lambda c: c.architecture)
+@pytest.mark.parametrize(
+    "config", [WAN, HUNYUAN, pytest.param(LATTE, marks=pytest.mark.long)], ids=lambda c: c.architecture
+)
 def test_the_prediction_is_what_tensors_with_data_take(
     config: WanConfig | HunyuanConfig | LatteConfig, checkpointing: bool, autocast: bool
 ) -> None:
@@ -82,7 +84,7 @@ def test_the_prediction_is_what_tensors_with_data_take(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("config", [WAN, LATTE], ids=lambda c: c.architecture)
+@pytest.mark.parametrize("config", [WAN, pytest.param(LATTE, marks=pytest.mark.long)], ids=lambda c: c.architecture)
 def test_short_models_stand_for_a_deep_one(config: WanConfig | LatteConfig, checkpointing: bool) -> None:
     deep = replace(config, num_layers=9, gradient_checkpointing=checkpointing)
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
