@@ -168,7 +168,8 @@ class Family:
     # what that class gives back, without its batch -> [C_out, t, h, w]
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
-    parity_frames: Callable[[Any], int] = lambda config: 2  # and frames of tokens
+    # frames of tokens that the Diffusers class takes, where it takes one number of them
+    parity_frames: Callable[[Any], int | None] = lambda config: None
 
     # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
     # ValueError for a scheduler of another training than is computed
