@@ -146,7 +146,8 @@ def is_folder(path: Path) -> bool:
 def _folder_run(folder: Path, device: str) -> RunConfig:
     """The run that was exported, or one for a published pipeline: on a GPU in bfloat16."""
     if is_pipeline(folder):
-        return published_run(folder, autocast=pick_device(device).type == "cuda")
+        on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        return published_run(folder, autocast=on_gpu)
     config = RunConfig.load(folder / "heddle.yaml")
     return replace(config, model=_export_model(config, folder))
 

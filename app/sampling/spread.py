@@ -181,7 +181,10 @@ class ClipWorker:
     def make(self, work: ClipWork) -> list[MadeClip]:
         """In a bag all call it at once, and rank 0 returns the clips."""
         assert self._job is not None, "load comes first"
-        settings = replace(self._job.settings, seed=self._job.settings.seed + work.number)
+        told, train = self._job.settings, self._model.config.train
+        # a published pipeline is in bfloat16 on a GPU, which who asks for clips may not have
+        sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
+        settings = replace(told, seed=told.seed + work.number, sampler=sampler)
         videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
         if self._group is not None and self._group.rank:
             return []
