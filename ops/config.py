@@ -9,6 +9,21 @@ from typing import Literal
 from ops.ranges import above, between, check_numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Diffusion:
+    """A transformer trained by diffusion over whole times 0 .. 999 instead of a flow.
+
+    velocity: betas and zero terminal signal of CogVideoX. noise: betas evenly spaced from 0.0001 to 0.02 (Ho et al.
+    2020, section 4).
+    """
+
+    predicts: Literal["velocity", "noise"] = "velocity"
+    snr_shift: float = 1.0  # divides the ratio of signal to noise; velocity only
+
+    def __str__(self) -> str:
+        return f"SNR shift {self.snr_shift:g}" if self.predicts == "velocity" else "of predicted noise"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShift:
     """A flow shift that grows with the video tokens of a clip: exp of the line through (base_tokens, base) and

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ops import flow
 from ops.comm import Group
 from ops.conditions import Conditions
-from ops.config import TokenShift
+from ops.config import Diffusion, TokenShift
 from ops.geometry import Geometry
 from ops.objective import ddim_steps
 from ops.packing import Layout, patchify, unpatchify
@@ -90,14 +90,16 @@ def sample_latents(
     progress: Callable[[int], None] | None = None,
     low: LowNoiseExpert | None = None,
     negative_pooled: Tensor | None = None,
+    half: Group | None = None,
 ) -> list[Tensor]:
     """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
     `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt, and
     `negative_pooled` its vector where requests have one. Weights that take guidance as an input are told its scale and
-    need no negative. With `low`, `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a
-    batch cross it in other steps.
+    need no negative. `half` are the ranks of `group` before or behind its middle, to which this one belongs: the first
+    half computes with the prompt while the other does with the negative; without guidance it is not used. With `low`,
+    `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a batch cross it in other steps.
     """
     if not requests:
         return []
@@ -106,15 +108,22 @@ def sample_latents(
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
     told = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
     guidance = 1000.0 * config.guidance_scale if told else None
-    vectors = [request.pooled for request in requests if request.pooled is not None]
-    prompt = _Prompts.of(grids, requests, [request.text for request in requests], vectors, guidance, group, device)
+    guided = config.guidance_scale != 1 and not told
+    halves = _Halves.of(group, half) if guided and half is not None else None
+    own = group if halves is None else halves.own
+
+    def with_prompt() -> _Prompts:
+        vectors = [request.pooled for request in requests if request.pooled is not None]
+        return _Prompts.of(grids, requests, [request.text for request in requests], vectors, guidance, own, device)
+
+    def with_negative() -> _Prompts:
+        vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
+        return _Prompts.of(grids, requests, [negative] * len(requests), vectors, None, own, device)
+
+    prompt = with_prompt() if halves is None or halves.prompted else with_negative()
     # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
     # and the two velocities of a row must meet on one rank.
-    negatives = [negative] * len(requests)
-    plain = None
-    if config.guidance_scale != 1 and not told:
-        vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
-        plain = _Prompts.of(grids, requests, negatives, vectors, None, group, device)
+    plain = with_negative() if guided and halves is None else None
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
     schedules = [_steps(config, length, dit.config.diffusion) for length in prompt.layout.lengths]  # type: ignore[union-attr, arg-type]
@@ -126,16 +135,45 @@ def sample_latents(
             if prompt.layout.has_clean_frames:
                 change = change * prompt.layout.noisy_rows[:, None]
             chosen = _expert(dit, low, timesteps, config)
-            velocity = _velocity(chosen, x, timesteps, prompt, group)
+            velocity = _velocity(chosen, x, timesteps, prompt, own)
+            if halves is not None:
+                velocity, base = halves.both(velocity)
+                velocity = base + config.guidance_scale * (velocity - base)
             if plain is not None:
-                base = _velocity(chosen, x, timesteps, plain, group)
+                base = _velocity(chosen, x, timesteps, plain, own)
                 velocity = base + config.guidance_scale * (velocity - base)
             x = keep * x + change * velocity
             if progress is not None:
                 progress(index + 1)
     return [
-        unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, group), grids)
+        unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, own), grids)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """Two bags of one size: rank i of both holds the same rows, one with the prompt, the other with the negative."""
+
+    own: Group
+    whole: Group
+    prompted: bool
+
+    @staticmethod
+    def of(whole: Group, own: Group) -> _Halves:
+        if 2 * own.size != whole.size or whole.rank % own.size != own.rank:
+            raise ValueError(
+                f"rank {own.rank} of {own.size} is in no half of a group of {whole.size} in which it has rank "
+                f"{whole.rank}. Give the ranks before or behind its middle, in their order."
+            )
+        return _Halves(own, whole, whole.rank < own.size)
+
+    def both(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """What both halves predict of this rank's rows: (with the prompt, with the negative)."""
+        other = torch.empty_like(own)
+        partner = (self.whole.rank + self.own.size) % self.whole.size
+        rows = [len(own) if rank == partner else 0 for rank in range(self.whole.size)]
+        self.whole.all_to_all(other, own, rows, rows)
+        return (own, other) if self.prompted else (other, own)
 
 
 def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, config: SamplerConfig) -> nn.Module:
@@ -150,10 +188,10 @@ def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, confi
     return low.dit if all(below) else dit
 
 
-def _steps(config: SamplerConfig, tokens: int, snr_shift: float | None) -> list[tuple[float, float, float]]:
+def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> list[tuple[float, float, float]]:
     """Of a clip of so many tokens, for each step: the time, and x becomes keep * x + change * prediction."""
-    if snr_shift is not None:
-        return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, snr_shift)]
+    if diffusion is not None:
+        return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, diffusion)]
     first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
     shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
     sigmas = flow.sigma_schedule(config.steps, shift, first)

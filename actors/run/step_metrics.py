@@ -163,8 +163,9 @@ def step_metrics(
     tokens = sum(count * length for of in loads for count, length in of)
     dits = [s for of in cascades for s in of if s.module == "dit"]
     fbl_s = max((s.end for s in dits), default=0.0) - min((s.start for s in dits), default=0.0)
-    computed = [sum(count * work.computed_tflop(1, length) for count, length in of) if work else 0.0 for of in loads]
-    trained = sum(count * work.model_tflop(1, length) for of in loads for count, length in of) if work else 0.0
+    shapes = [worker_shapes(of, facts.text_tokens, geometry) for of in cascades]
+    computed = [sum(n * work.computed_tflop(1, *shape) for n, shape in of) if work else 0.0 for of in shapes]
+    trained = sum(n * work.model_tflop(1, *shape) for of in shapes for n, shape in of) if work else 0.0
     peaks = [r.peak_tflops for r in reports] if work else []
     waits = dict(zip(spans, wait_of(cascades, finish), strict=True))
     if history is not None and dits:
@@ -227,6 +228,25 @@ def worker_load(spans: Iterable[Span], text_tokens: Mapping[str, int], geometry:
     """(samples, tokens of one) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
     return [
         (piece.batch / span.degree, _length(piece, text_tokens, geometry))
+        for span in spans
+        if span.module == "dit"
+        for piece in span.pieces
+    ]
+
+
+def worker_shapes(
+    spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry
+) -> list[tuple[float, tuple[int, int, int]]]:
+    """The same with (tokens, of these text, frames of the others) of one sample, by which FLOPs are counted."""
+    return [
+        (
+            piece.batch / span.degree,
+            (
+                _length(piece, text_tokens, geometry),
+                text_tokens.get(piece.item, 0),
+                geometry.token_grid(*piece.bucket)[0],
+            ),
+        )
         for span in spans
         if span.module == "dit"
         for piece in span.pieces

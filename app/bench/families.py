@@ -62,7 +62,8 @@ class UniformBatch:
         config = family.settings(
             num_layers=layers, num_heads=heads, head_dim=head_dim, ffn_dim=4 * dim, text_dim=dim, freq_dim=64
         )
-        grid = (1, grid[1], grid[2]) if config.images_only else grid
+        frames = 1 if config.images_only else family.parity_frames(config) or grid[0]
+        grid = (frames, grid[1], grid[2])
         generator = torch.Generator().manual_seed(0)
         size = [length * patch for length, patch in zip(grid, config.patch, strict=True)]
         clips = [

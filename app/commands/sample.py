@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 def sample(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
-    ],
+        Path | None, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
+    ] = None,
+    published: Annotated[
+        Path | None, typer.Option("--from", help="Instead: the Diffusers folder of a published pipeline.")
+    ] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="What to show. Repeatable; default: sample.prompts of the run's config."),
@@ -58,6 +61,14 @@ def sample(
     from app.sampling.sample import default_out, run
     from app.settings.prompts import read_prompts
 
+    if (checkpoint is None) == (published is None):
+        raise typer.BadParameter("give --checkpoint RUN or --from FOLDER, one of the two.")
+    if published is not None and not (published / "model_index.json").is_file():
+        raise typer.BadParameter(
+            f"--from {published} has no model_index.json; give the folder of a Diffusers pipeline."
+        )
+    checkpoint = checkpoint or published
+    assert checkpoint is not None
     if workers is None and (together or cluster):
         raise typer.BadParameter("--together and --cluster need --workers N.")
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
@@ -94,7 +105,7 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
         from app.sampling.spread import ClipJob, check_together, spread
 
         if together:
-            check_together(workers, order.config.model.dit.num_heads)
+            check_together(workers, order.config.model.dit, order.settings.sampler)
         batch = batch_limit(order.settings, order.geometry)
         job = ClipJob.of(order, device)
         with borrowed_ray(cluster, workers):

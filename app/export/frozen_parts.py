@@ -174,7 +174,7 @@ def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     scheduler.save_pretrained(work / "scheduler")
     parts.index["scheduler"] = ["diffusers", chosen.name]
     diffusion = config.model.dit.diffusion
-    how = f"Euler, flow shift {flow.flow_shift:g}" if diffusion is None else f"DDIM, SNR shift {diffusion:g}"
+    how = f"Euler, flow shift {flow.flow_shift:g}" if diffusion is None else f"DDIM, {diffusion}"
     parts.origins["scheduler"] = how
 
 

@@ -21,7 +21,7 @@ from ops.packing import Layout, Sequence, patchify, unpatchify
 # fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
 TOLERANCE = 1e-4
 _SIGMA = 0.6
-_GRID = (2, 2, 3)
+_FRAMES, _FRAME = 2, (2, 3)
 _IMAGE_TOKENS = 5
 
 
@@ -83,7 +83,8 @@ def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
 
 
 def _grid(config: DiTConfig) -> tuple[int, int, int]:
-    return (1, *_GRID[1:]) if config.images_only else _GRID
+    frames = 1 if config.images_only else FAMILIES[config.architecture].parity_frames(config)
+    return (frames or _FRAMES, *_FRAME)
 
 
 def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:

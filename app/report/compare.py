@@ -168,12 +168,14 @@ class SampleFlops:
 
     def _of_one(self, bucket: tuple[int, int, int]) -> float:
         if bucket not in self.known:
-            tokens = self.geometry.tokens(*bucket)
+            tokens, frames = self.geometry.tokens(*bucket), self.geometry.token_grid(*bucket)[0]
             fit = flop_coefficients(
                 replace(self.dit, gradient_checkpointing=False),
                 tflops=1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0,
             )["dit"]  # fmt: skip
-            load = Load(batch=1, frames=1, height=1, width=1, text_tokens=0, tokens=tokens, degree=1)
+            load = Load(
+                batch=1, frames=1, height=1, width=1, text_tokens=0, tokens=tokens, degree=1, token_frames=frames
+            )
             self.known[bucket] = fit.predict(load)
         return self.known[bucket]
 

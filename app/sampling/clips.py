@@ -161,9 +161,10 @@ def make_clips(
     first: Sequence[np.ndarray] = (),
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
+    half: Group | None = None,
 ) -> list[np.ndarray]:
     """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
-    group every rank calls it and gets all clips."""
+    group every rank calls it and gets all clips; with a `half` of it, guidance's two branches run side by side."""
     texts, vectors = split(model.text.encode(list(prompts)), model.config.model.text)
     requests = [
         SampleRequest(
@@ -190,6 +191,7 @@ def make_clips(
             progress,
             model.low,
             None if away is None else away[0],
+            half,
         )
         with torch.no_grad():
             clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.device.choice import pick_device
+from app.sampling.published import is_pipeline, published_run
 from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
@@ -45,8 +46,8 @@ def load_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pat
 
     `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with.
     """
-    if is_export(path):
-        return _load_export(path, device)
+    if is_folder(path):
+        return _load_folder(path, device)
     folder = checkpoint_folder(path)
     meta, _ = load(folder)
     config = run_config(meta, folder)
@@ -85,14 +86,13 @@ def checkpoint_folder(path: Path) -> Path:
 
 def one_checkpoint(path: Path) -> Path:
     """The one checkpoint that is meant, absolute, however many a live run writes meanwhile: for processes elsewhere."""
-    return (path if is_export(path) else checkpoint_folder(path)).resolve()
+    return (path if is_folder(path) else checkpoint_folder(path)).resolve()
 
 
-def config_of(path: Path) -> tuple[RunConfig, Geometry]:
-    """The run of a checkpoint or of an exported folder, its model resolved, without its weights."""
-    if is_export(path):
-        config = RunConfig.load(path / "heddle.yaml")
-        config = replace(config, model=_export_model(config, path))
+def config_of(path: Path, device: str = "auto") -> tuple[RunConfig, Geometry]:
+    """The run of a checkpoint, an exported folder or a published pipeline, its model resolved, without its weights."""
+    if is_folder(path):
+        config = _folder_run(path, device)
     else:
         folder = checkpoint_folder(path)
         config = run_config(load(folder)[0], folder)
@@ -138,18 +138,25 @@ def _experts(
     return (dit, LowNoiseExpert(other, low)) if high == 1.0 else (other, LowNoiseExpert(dit, high))
 
 
-def is_export(path: Path) -> bool:
-    """Whether `path` is a folder of `heddle export`."""
-    return (path / "heddle.yaml").is_file() and (path / "transformer" / "config.json").is_file()
+def is_folder(path: Path) -> bool:
+    """Whether `path` holds modules in Diffusers' form: a folder of `heddle export`, or a published pipeline."""
+    return is_pipeline(path) or ((path / "heddle.yaml").is_file() and (path / "transformer" / "config.json").is_file())
 
 
-def _load_export(folder: Path, device: str) -> Model:
-    """The modules of an exported folder. What it does not hold (the haar codec, a random encoder) is built from its
-    config."""
+def _folder_run(folder: Path, device: str) -> RunConfig:
+    """The run that was exported, or one for a published pipeline: on a GPU in bfloat16."""
+    if is_pipeline(folder):
+        on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        return published_run(folder, autocast=on_gpu)
     config = RunConfig.load(folder / "heddle.yaml")
-    model = _export_model(config, folder)
-    target = pick_device(device)
-    resolved, geometry = _for_device(config, model, target)
+    return replace(config, model=_export_model(config, folder))
+
+
+def _load_folder(folder: Path, device: str) -> Model:
+    """The modules of such a folder. What an exported one does not hold (the haar codec, a random encoder) is built from
+    its config."""
+    config, target = _folder_run(folder, device), pick_device(device)
+    resolved, geometry = _for_device(config, config.model, target)
     dit = build_dit(resolved.dit, config.train.seed).eval().to(target)
     high, low = _experts(resolved.dit, dit, _other_expert(resolved.dit, None, True), target)
     return Model(

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, first_frames, make_clips, write_clips
-from app.sampling.model import checkpoint_folder, config_of, is_export, load_model, one_checkpoint
+from app.sampling.model import checkpoint_folder, config_of, is_folder, load_model, one_checkpoint
+from app.sampling.published import is_pipeline, published_notes
 from ops.models.config import TextConfig
 from ops.models.load import token_counter
 from ops.ranges import SEED, above, between
@@ -47,7 +48,9 @@ def run(
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
-    config, geometry = config_of(checkpoint)
+    config, geometry = config_of(checkpoint, device)
+    for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
+        print(f"note: {note}")
     if config.model.dit.images_only and changes.frames not in (None, 1):
         raise ConfigError(f"--frames is {changes.frames}, and this transformer makes pictures; leave it out.")
     if config.model.dit.diffusion is not None and changes.flow_shift is not None:
@@ -112,7 +115,7 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
 
     Clips of given prompts are step-N-prompts.mp4: they replace none of the config's prompts.
     """
-    folder = checkpoint if is_export(checkpoint) else checkpoint_folder(checkpoint)
+    folder = checkpoint if is_folder(checkpoint) else checkpoint_folder(checkpoint)
     name = f"{folder.name}-prompts.mp4" if prompts else f"{folder.name}.mp4"
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "samples" / name

@@ -28,6 +28,8 @@ from actors.ray_calls import node_address, resources
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
 from app.sampling.model import load_model
+from ops.models.base.config import DiTConfig
+from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
@@ -140,6 +142,7 @@ class ClipWorker:
         self._model: Any = None
         self._job: ClipJob | None = None
         self._group: Any = None
+        self._half: Any = None
         self._store: Any = None
 
     def load(self, job: ClipJob) -> None:
@@ -157,7 +160,8 @@ class ClipWorker:
         return host, self._store.port
 
     def join(self, rank: int, size: int, host: str, port: int) -> None:
-        """Be one rank of a bag of all workers; all call it at once."""
+        """Be one rank of a bag of all workers, and of the half of it that computes one branch of guidance; all call it
+        at once."""
         import torch.distributed as dist
 
         from ops.groups import Groups
@@ -169,23 +173,39 @@ class ClipWorker:
         members = tuple(range(size))
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
+        assert self._job is not None, "load comes first"
+        if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
+            middle = size // 2
+            self._half = groups.get(members[:middle] if rank < middle else members[middle:])
 
     def make(self, work: ClipWork) -> list[MadeClip]:
         """In a bag all call it at once, and rank 0 returns the clips."""
         assert self._job is not None, "load comes first"
-        settings = replace(self._job.settings, seed=self._job.settings.seed + work.number)
-        videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group)
+        told, train = self._job.settings, self._model.config.train
+        # a published pipeline is in bfloat16 on a GPU, which who asks for clips may not have
+        sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
+        settings = replace(told, seed=told.seed + work.number, sampler=sampler)
+        videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
         if self._group is not None and self._group.rank:
             return []
         return [MadeClip(mp4=_mp4(video, settings.fps), shown=sheet_frames(video)) for video in videos]
 
 
-def check_together(workers: int, heads: int) -> None:
-    """Raises ConfigError for a number of workers that cannot be one bag."""
+def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
+    """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
+    one bag, and exchanges have half the ends."""
+    guided = sampler.guidance_scale != 1 and not dit.takes_guidance
+    return guided and workers % 2 == 0 and dit.num_heads % (workers // 2) == 0
+
+
+def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> None:
+    """Raises ConfigError for a number of workers that can be neither one bag nor two halves."""
     from ops.sequence_parallel import check_degree
 
+    if in_halves(workers, dit, sampler):
+        return
     try:
-        check_degree(workers, heads)
+        check_degree(workers, dit.num_heads)
     except ValueError as error:
         raise ConfigError(f"--workers {workers} --together: {error}") from None
 

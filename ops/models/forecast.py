@@ -42,6 +42,7 @@ from ops.shards import Slot
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
 from ops.train_pass import NoisyClip, train_pass
+from ops.waiting import Pending
 
 GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
@@ -64,6 +65,11 @@ class _PretendGroup(Group):
         super().__init__(None, tuple(range(degree)), 0, 0.0)
 
     def all_to_all(self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
+
+    def all_to_all_async(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Pending:
+        return Pending(None, None, "nothing")
 
     def broadcast(self, tensor: Tensor, source_rank: int) -> None: ...
 
@@ -153,7 +159,9 @@ def pass_bytes(
 
 def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision) -> float:
     """Peak of one cascade beside the states, by short models where all blocks are alike."""
-    if len(config.block_counts) > 1 or config.num_layers <= max(_SHORT):
+    # stacks run one after the other; in which of them the peak lies depends on the number of blocks
+    stacks = len({sequence.grid for sequence in sequences}) if config.spatial_temporal else 1
+    if len(config.block_counts) > 1 or stacks > 1 or config.num_layers <= max(_SHORT):
         return pass_bytes(config, sequences, degree, precision)[0] / GIB
     few, more = (pass_bytes(replace(config, num_layers=layers), sequences, degree, precision)[0] for layers in _SHORT)
     return (few + (config.num_layers - _SHORT[0]) * (more - few) / (_SHORT[1] - _SHORT[0])) / GIB

@@ -32,6 +32,7 @@ from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
@@ -73,6 +74,9 @@ MODELS["cogvideox 2b"] = replace(
 MODELS["cogvideox 5b"] = replace(
     MODELS["cogvideox 2b"],
     dit=CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
+)
+MODELS["latte"] = replace(  # clips have fewer frames than some bags have workers
+    MODEL, dit=LatteConfig(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, temporal_slices=3, sample_size=4)
 )
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")

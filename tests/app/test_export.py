@@ -17,6 +17,7 @@ from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
+    LattePipeline,
     LTXPipeline,
     WanPipeline,
     WanTransformer3DModel,
@@ -45,7 +46,7 @@ from ops.packing import patchify
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_ltx
+from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx
 
 DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
@@ -402,6 +403,32 @@ def test_a_cogvideox_pipeline_makes_our_clip(rank: int, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
     before = cogvideox_clip(CogVideoXPipeline.from_pretrained(base))
     assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
+
+
+def test_a_latte_pipeline_makes_our_clip(tmp_path: Path) -> None:
+    """Trained factors merged, the noise of the two outputs, DDIM's scheduler, text of true length."""
+    base = test_latte.publish(tmp_path / "base")
+    config = RunConfig(run=RunSection(name="tiny"), model=test_latte.settings(base, lora_rank=2))
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    assert exported.components["scheduler"] == "DDIM, of predicted noise"
+    assert any("video_length=5" in note for note in exported.notes)
+    model = load_model(run)
+    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=1.0)
+    text, negative = model.text.encode(["a dot", ""])
+    request = SampleRequest(text=text, frames=5, height=32, width=48, seed=3)
+    ours = sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
+
+    def clip(folder: Path) -> torch.Tensor:
+        size: dict[str, Any] = {"height": 32, "width": 48, "video_length": 5, "num_inference_steps": 3}
+        latents = initial_noise(3, (4, 5, 4, 6))[None]
+        pipeline = LattePipeline.from_pretrained(folder)
+        made = pipeline("a dot", guidance_scale=1.0, latents=latents, output_type="latent", **size)
+        return made.frames[0]
+
+    theirs = clip(tmp_path / "out")
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    assert (clip(base) - theirs).abs().max() > 0.01 * theirs.abs().max()
 
 
 def cogvideox_run(base: Path, **dit: Any) -> RunConfig:

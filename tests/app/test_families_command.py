@@ -26,6 +26,7 @@ PUBLISHED = {
     "cogvideox-2b": 1.69,
     "cogvideox-5b": 5.57,
     "cogvideox1.5-5b": 5.57,
+    "latte-1": 1.06,
 }
 
 

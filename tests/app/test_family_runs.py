@@ -1,4 +1,4 @@
-"""Whole runs of families whose text is more than rows of a T5: through Ray and through the cache."""
+"""Whole runs of families with more than rows of a T5, or blocks of two kinds: through Ray and through the cache."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ MODELS = {
     "cogvideox": """
   dit: {architecture: cogvideox, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, time_dim: 32, rotary: false}
   text: {max_length: 40, unmasked: 40, pad_to: 40, d_model: 16, num_layers: 1, num_heads: 2}
+""",
+    "latte": """
+  dit: {architecture: latte, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, sample_size: 12}
+  text: {max_length: 40, d_model: 16, num_layers: 1, num_heads: 2}
 """,
 }
 

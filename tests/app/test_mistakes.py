@@ -109,6 +109,8 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "profile-out": (["profile", "--config", DEMO, "--out", "no/p.json"], 2, "--out no/p.json"),
     "sample-missing": (["sample", "--checkpoint", "nowhere"], 2, "nowhere does not exist"),
     "sample-file": (["sample", "--checkpoint", "text.txt"], 2, "text.txt"),
+    "sample-from": (["sample", "--from", "."], 2, "--from . has no model_index.json"),
+    "sample-neither": (["sample", "--prompt", "a dot"], 2, "give --checkpoint RUN or --from FOLDER"),
     "sample-empty": (["sample", "--checkpoint", "."], 2, "is no complete checkpoint"),
     "sample-suffix": (["sample", "--checkpoint", ".", "--out", "x.gif"], 2, "must end in .mp4"),
     "sample-prompts": (["sample", "--checkpoint", ".", "--prompts", "no.txt"], 2, "no.txt cannot be read"),

@@ -21,7 +21,20 @@ from app.drawing.video import read_mp4
 from app.sampling import spread as spreading
 from app.sampling.clips import ClipSettings, make_clips
 from app.sampling.model import load_model
-from app.sampling.spread import ClipJob, ClipRecord, ClipWork, ClipWorker, MadeClip, PromptQueue, check_together, spread
+from app.sampling.spread import (
+    ClipJob,
+    ClipRecord,
+    ClipWork,
+    ClipWorker,
+    MadeClip,
+    PromptQueue,
+    check_together,
+    in_halves,
+    spread,
+)
+from ops.models.flux.config import FluxConfig
+from ops.models.wan.config import WanConfig
+from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
 from tests.rays import local_ray
@@ -247,7 +260,17 @@ def test_what_a_worker_cannot_load_is_said_as_it_is(tmp_path: Path) -> None:
 
 def test_a_bag_needs_a_number_that_divides_the_heads() -> None:
     with pytest.raises(ConfigError, match="--workers 3 --together: degree 3 does not divide 2 attention heads"):
-        check_together(3, 2)
+        check_together(3, WanConfig(num_heads=2), SamplerConfig())
+
+
+def test_workers_together_are_two_halves_where_guidance_has_two_branches() -> None:
+    dit, guided, alone = WanConfig(num_heads=6), SamplerConfig(), SamplerConfig(guidance_scale=1.0)
+    assert [workers for workers in range(2, 13) if in_halves(workers, dit, guided)] == [2, 4, 6, 12]
+    assert not in_halves(2, dit, alone)
+    assert not in_halves(2, FluxConfig(guidance_embeds=True), guided)
+    check_together(4, dit, guided)  # two bags of 2, where one of 4 heads could not be
+    with pytest.raises(ConfigError, match="degree 4 does not divide 6"):
+        check_together(4, dit, alone)
 
 
 def test_together_needs_workers() -> None:

@@ -23,6 +23,7 @@ from ops.models.forecast import (
 )
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.image import CLIPImages, vision_rows
+from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.noise import NoiseKey
@@ -34,10 +35,11 @@ from ops.train_pass import NoisyClip, train_pass
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
 HUNYUAN = HunyuanConfig(num_layers=2, num_single_layers=2, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24)
+LATTE = LatteConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=256, text_dim=24)
 CLIPS = [Sequence((3, 8, 10), 12), Sequence((1, 6, 6), 5)]
 
 
-def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
+def real_peak(config: WanConfig | HunyuanConfig | LatteConfig, autocast: bool) -> int:
     """Of the same pass on tensors with data."""
     dit = build_dit(config, seed=0).train()
     for parameter in dit.parameters():
@@ -69,22 +71,26 @@ def real_peak(config: WanConfig | HunyuanConfig, autocast: bool) -> int:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=lambda c: c.architecture)
+@pytest.mark.parametrize(
+    "config", [WAN, HUNYUAN, pytest.param(LATTE, marks=pytest.mark.long)], ids=lambda c: c.architecture
+)
 def test_the_prediction_is_what_tensors_with_data_take(
-    config: WanConfig | HunyuanConfig, checkpointing: bool, autocast: bool
+    config: WanConfig | HunyuanConfig | LatteConfig, checkpointing: bool, autocast: bool
 ) -> None:
     config = replace(config, gradient_checkpointing=checkpointing)
     predicted, _ = pass_bytes(config, CLIPS, 1, Precision(autocast=autocast))
-    assert predicted == pytest.approx(real_peak(config, autocast), rel=0.01)
+    # spatial-temporal: index tensors that NumPy made are counted in the prediction alone
+    assert predicted == pytest.approx(real_peak(config, autocast), rel=0.02 if config.spatial_temporal else 0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_short_models_stand_for_a_deep_one(checkpointing: bool) -> None:
-    deep = replace(WAN, num_layers=9, gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize("config", [WAN, pytest.param(LATTE, marks=pytest.mark.long)], ids=lambda c: c.architecture)
+def test_short_models_stand_for_a_deep_one(config: WanConfig | LatteConfig, checkpointing: bool) -> None:
+    deep = replace(config, num_layers=9, gradient_checkpointing=checkpointing)
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
-    for degree in (1, 2):
-        whole, _ = pass_bytes(deep, CLIPS, degree, precision)
-        assert dit_need_gib(deep, CLIPS, degree, precision) * GIB == pytest.approx(whole, rel=1e-9)
+    for degree, clips in ((1, CLIPS), (2, CLIPS), (2, CLIPS[:1] * 2)):
+        whole, _ = pass_bytes(deep, clips, degree, precision)
+        assert dit_need_gib(deep, clips, degree, precision) * GIB == pytest.approx(whole, rel=1e-9)
 
 
 def test_the_need_is_a_line_over_the_rows_of_a_rank() -> None:

@@ -91,8 +91,9 @@ def test_module_keeps_its_training_mode() -> None:
     assert dit.training
 
 
-@pytest.mark.parametrize("degree", [2])
-def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(degree: int) -> None:
+@pytest.mark.parametrize(("degree", "halves"), [(2, False), (2, True), (4, True)])
+def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(degree: int, halves: bool) -> None:
+    """All ranks as one bag, or as two, of which one computes with the prompts and the other with the negative."""
     dit = build_dit(DIT, seed=1)
     # 5 x 2 x 1 and 2 x 3 x 1 tokens: neither the lengths nor the whole divide evenly by rank
     requests = [
@@ -106,7 +107,9 @@ def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(degree: int) -> None
     def member(rank: int) -> list[torch.Tensor]:
         groups = Groups(store, rank, members, "gloo", 0, 30.0, CancelToken())
         group: Group = groups.get(members)
-        result = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG, group)
+        middle = degree // 2
+        half = groups.get(members[:middle] if rank < middle else members[middle:]) if halves else None
+        result = sample_latents(dit, requests, NEGATIVE, GEOMETRY, CONFIG, group, half=half)
         groups.close()
         return result
 
@@ -115,6 +118,12 @@ def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(degree: int) -> None
     for latents in everywhere:
         for latent, expected in zip(latents, alone):
             torch.testing.assert_close(latent, expected, atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+def test_a_half_that_is_none_is_refused() -> None:
+    group = Group(None, (0, 1, 2), 1, 0.0)
+    with pytest.raises(ValueError, match="rank 0 of 1 is in no half of a group of 3 in which it has rank 1"):
+        sample_latents(build_dit(DIT, seed=1), [request(1)], NEGATIVE, GEOMETRY, CONFIG, group, half=Group.solo())
 
 
 def test_shapes_that_the_codec_cannot_make_are_refused() -> None:

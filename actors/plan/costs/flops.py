@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.plan.costs.fit import Fit
+from actors.plan.costs.forms import mean_keys
 from ops.models.base.config import DiTConfig
 
 
@@ -22,7 +23,7 @@ def flop_coefficients(
 
     `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE.
     MLP width and cross-attention enter through their real sizes; Ulysses moves 4 activations of width d per layer and
-    pass.
+    pass, spatial-temporal parallelism one (ScaleFusion, section 4.1).
     """
     rate = tflops * 1e12
     layers = sum(dit.block_counts)
@@ -30,9 +31,10 @@ def flop_coefficients(
     passes = 4.0 if dit.gradient_checkpointing else 3.0
     linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate
     quadratic = passes * layers * 4.0 * d / rate
-    exchange = passes * layers * 4.0 * d * 4.0 / (exchange_gbps * 1e9)
+    form, moved = ("spatial_temporal", 1.0) if dit.spatial_temporal else ("arachne", 4.0)
+    exchange = passes * layers * 4.0 * d * moved / (exchange_gbps * 1e9)
     return {
-        "dit": _analytic("arachne", (launch_s * layers, linear, quadratic, exchange)),
+        "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),
         "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, image_flops / rate)),
         "text": _analytic("captions", (launch_s * 4, text_flops_per_token / rate)),
     }
@@ -53,6 +55,7 @@ class DiTWork:
     ffn_dim: int
     recomputes: bool  # gradient checkpointing computes every forward once more
     frozen: bool = False  # LoRA: of products with frozen weights the backward computes one side of two
+    spatial_temporal: bool = False  # tokens attend within a frame and to the text, or along a position
 
     @classmethod
     def of(cls, dit: DiTConfig) -> DiTWork:
@@ -62,20 +65,26 @@ class DiTWork:
             ffn_dim=dit.ffn_dim,
             recomputes=dit.gradient_checkpointing,
             frozen=dit.lora_rank > 0,
+            spatial_temporal=dit.spatial_temporal,
         )
 
-    def model_tflop(self, samples: int, length: int) -> float:
+    def model_tflop(self, samples: int, length: int, text: int = 0, frames: int = 1) -> float:
         """TFLOP of forward and backward of so many samples of `length` text and video tokens: three times the forward,
-        without what checkpointing computes again. This is what MFU counts (PaLM, appendix B)."""
-        linear, attention = self._forward(length)
+        without what checkpointing computes again. This is what MFU counts (PaLM, appendix B). Blocks of two kinds also
+        ask how many of the tokens are text, and over how many frames the others lie."""
+        linear, attention = self._forward(length, text, frames)
         return samples * ((2.0 if self.frozen else 3.0) * linear + 3.0 * attention) / 1e12
 
-    def computed_tflop(self, samples: int, length: int) -> float:
+    def computed_tflop(self, samples: int, length: int, text: int = 0, frames: int = 1) -> float:
         """The same with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2): what HFU counts."""
-        again = sum(self._forward(length)) if self.recomputes else 0.0
-        return self.model_tflop(samples, length) + samples * again / 1e12
+        again = sum(self._forward(length, text, frames)) if self.recomputes else 0.0
+        return self.model_tflop(samples, length, text, frames) + samples * again / 1e12
 
-    def _forward(self, length: int) -> tuple[float, float]:
+    def _forward(self, length: int, text: int, frames: int) -> tuple[float, float]:
         """FLOPs of one sample's products with weights, and of its attention."""
         d = self.dim
-        return self.layers * length * (8.0 * d * d + 4.0 * d * self.ffn_dim), self.layers * 4.0 * length * length * d
+        rows, keys = length, float(length)
+        if self.spatial_temporal:
+            rows = length - text
+            keys = mean_keys(rows, text, frames)
+        return self.layers * rows * (8.0 * d * d + 4.0 * d * self.ffn_dim), self.layers * 4.0 * rows * keys * d

@@ -21,6 +21,7 @@ class Load:
     text_tokens: int
     tokens: int  # video tokens of one sample
     degree: int
+    token_frames: int = 1  # frames of its token grid
 
     @property
     def length(self) -> int:
@@ -43,6 +44,19 @@ def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
     """
     work = load.batch * load.length
     return 1.0, work / load.degree, work * load.length / load.degree, work * (load.degree - 1) / load.degree**2
+
+
+def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
+    """The same for blocks that attend in turn within a frame, to the text there, and along a position. Text is in no
+    block's rows; an exchange moves the activations of a block once."""
+    work = load.batch * load.tokens
+    keys = mean_keys(load.tokens, load.text_tokens, load.token_frames)
+    return 1.0, work / load.degree, work * keys / load.degree, work * (load.degree - 1) / load.degree**2
+
+
+def mean_keys(tokens: int, text_tokens: int, frames: int) -> float:
+    """Keys that a token of a spatial-temporal transformer meets in a block, mean of its two kinds."""
+    return (tokens / frames + text_tokens + frames) / 2
 
 
 def _knapformer(load: Load, exponent: float) -> tuple[float, ...]:
@@ -72,6 +86,7 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
 
 FORMS = {
     "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne),
+    "spatial_temporal": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
     "adaptiveload": CostForm(("a", "b"), _adaptiveload),
     "tiles": CostForm(("constant", "volume"), _tiles),

@@ -243,6 +243,7 @@ class Profile:
             text_tokens=text_tokens,
             tokens=tokens,
             degree=degree,
+            token_frames=self.tokens(frames, 1, 1),
         )
 
     def price(

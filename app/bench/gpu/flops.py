@@ -36,6 +36,7 @@ def _load(sequence: Sequence) -> Load:
         text_tokens=sequence.text_tokens,
         tokens=sequence.tokens,
         degree=1,
+        token_frames=sequence.grid[0],
     )
 
 

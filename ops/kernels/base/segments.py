@@ -89,8 +89,12 @@ class Segments:
 
     @classmethod
     def dense(cls, batch: int, tokens: int, device: torch.device | str = "cpu") -> Segments:
-        """A [batch, tokens, D] tensor with one table row per sample."""
-        return cls.packed([tokens] * batch, device=device)
+        """A [batch, tokens, D] tensor with one table row per sample. Reads no values, as FakeTensorMode wants it."""
+        if batch * tokens >= 2**31:
+            raise ValueError(f"{batch * tokens} tokens do not fit the int32 index; split the micro-batch.")
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        samples = ends[:batch]
+        return cls(samples.repeat_interleave(tokens), ends * tokens, samples, ends, samples)
 
     @classmethod
     def per_frame(cls, batch: int, frames: int, tokens_per_frame: int, device: torch.device | str = "cpu") -> Segments:

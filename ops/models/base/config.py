@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from ops.attention.names import AttentionName
+from ops.config import Diffusion
 from ops.ranges import above, between, check_numbers
 
 
@@ -106,8 +107,8 @@ class DiTConfig:
         return False
 
     @property
-    def diffusion(self) -> float | None:
-        """The SNR shift of the diffusion that it predicts velocities of; None: it predicts those of a flow."""
+    def diffusion(self) -> Diffusion | None:
+        """The diffusion that it is trained by; None: it predicts the velocities of a flow."""
         return None
 
     @property
@@ -158,6 +159,11 @@ class DiTConfig:
                 f"Leave model.image out."
             )
         return replace(self, in_channels=channels, out_channels=channels, text_dim=text_dim)
+
+    @property
+    def spatial_temporal(self) -> bool:
+        """Whether blocks attend in turn within a frame and along a position, so that a bag needs no Ulysses."""
+        return False
 
     @property
     def block_counts(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ Imports neither torch nor Ray; the callables that need them import them when cal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ops.conditions import NOTHING, Conditions
@@ -47,6 +47,15 @@ class VAEClass:
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
+
+
+def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride = 2 ** (len(fields.get("block_out_channels", (64,))) - 1)
+    return fields.get("latent_channels", 4), (1, stride, stride)
+
+
+PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True)
+"""Of FLUX.1 and Latte: every frame by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +112,16 @@ class TextRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """How a published pipeline is used, where its weights do not say it themselves."""
+
+    text: Mapping[str, object]  # settings of model.text beside the path
+    clips: Mapping[str, object]  # size, length, steps, guidance and frame rate: settings of `sample`
+    dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that its config.json has not
+    first_frame: bool = False  # text to video that also takes a first frame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParitySample:
     """One sample as a Diffusers class wants it: latent [C, t, h, w], timestep [1] (sigma * 1000), text [L, E]."""
 
@@ -149,6 +168,12 @@ class Family:
     # what that class gives back, without its batch -> [C_out, t, h, w]
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
+    # frames of tokens that the Diffusers class takes, where it takes one number of them
+    parity_frames: Callable[[Any], int | None] = lambda config: None
+
+    # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
+    # ValueError for a scheduler of another training than is computed
+    published: Callable[[Json, Json, Json], Published]
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
     index: Callable[[FlowConfig], dict[str, object]] = lambda flow: {}  # further entries of model_index.json

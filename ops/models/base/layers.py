@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ops.fused import qk_norm_rope
 
 Activation = Callable[[Tensor], Tensor]
+_TIME_DIM = 256  # sinusoidal width of AdaLayerNormSingle, not a setting there
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -131,6 +132,25 @@ def time_and_modulation(timesteps: Tensor, embedder: TwoLayerMLP, projection: nn
         modulation = projection(F.silu(time)).unflatten(1, (6, -1))
     at_least_fp32 = torch.promote_types(dtype, torch.float32)
     return time.to(at_least_fp32), modulation.to(at_least_fp32)
+
+
+class TimeModulation(nn.Module):
+    """Diffusers' AdaLayerNormSingle: the time of each table row, and from it what modulates all blocks."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.emb = _TimestepEmbedding(dim)
+        self.linear = nn.Linear(dim, 6 * dim)
+
+    def forward(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        """[R] -> time [R, D], modulation [R, 6, D]."""
+        return time_and_modulation(timesteps, self.emb.timestep_embedder, self.linear)
+
+
+class _TimestepEmbedding(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
 
 
 def init_linear(model: nn.Module, head: nn.Linear) -> None:

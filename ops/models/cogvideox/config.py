@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ops.config import Diffusion
 from ops.models.base.config import DiTConfig
 from ops.ranges import above, between, check_numbers
 
@@ -54,5 +55,5 @@ class CogVideoXConfig(DiTConfig):
         return self.head_dim // 4, self.head_dim // 8 * 3, self.head_dim // 8 * 3
 
     @property
-    def diffusion(self) -> float:
-        return self.snr_shift
+    def diffusion(self) -> Diffusion:
+        return Diffusion(snr_shift=self.snr_shift)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, VAEClass
 from ops.models.cogvideox.config import CogVideoXConfig
 
 if TYPE_CHECKING:
@@ -59,6 +59,20 @@ def _scheduler(config: CogVideoXConfig, flow: FlowConfig) -> Scheduler:
         "clip_sample": False,
     }
     return Scheduler(name="CogVideoXDDIMScheduler", settings=settings)
+
+
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As CogVideoXPipeline is called by default; its text has all rows of its padding, encoded without a mask."""
+    if scheduler.get("prediction_type") != "v_prediction" or not scheduler.get("rescale_betas_zero_snr"):
+        raise ValueError("its scheduler is not that of velocities without a signal at the last time.")
+    rows = fields.get("max_text_seq_length", 226)
+    later = fields.get("patch_size_t") is not None
+    size = {"frames": 85, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
+    return Published(
+        text={"max_length": rows, "unmasked": rows, "pad_to": rows},
+        clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0},
+        dit={"snr_shift": scheduler.get("snr_shift_scale", 3.0)},
+    )
 
 
 def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, Any]:
@@ -143,6 +157,7 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    published=_published,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: output.transpose(0, 1),
     parity_text=lambda config: 7 if config.rotary else config.text_rows,

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, TextRecipe, VAEClass, even_sigmas
+from ops.models.base.family import (
+    PICTURE_VAE,
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    TextRecipe,
+    even_sigmas,
+)
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.flux.config import FluxConfig
 
@@ -27,9 +36,19 @@ def _model() -> type[nn.Module]:
     return FluxDiT
 
 
-def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
-    stride = 2 ** (len(fields.get("block_out_channels", (64,))) - 1)
-    return fields.get("latent_channels", 4), (1, stride, stride)
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As FluxPipeline is called in its documentation: dev is told its guidance, schnell takes four steps."""
+    dev = bool(fields.get("guidance_embeds"))
+    return Published(
+        text={"kind": "flux", "max_length": 512 if dev else 256},
+        clips={
+            "frames": 1,
+            "height": 1024,
+            "width": 1024,
+            "steps": 28 if dev else 4,
+            "guidance_scale": 3.5 if dev else 1.0,
+        },
+    )
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
@@ -88,7 +107,8 @@ FAMILY = Family(
     model=_model,
     diffusers_class="FluxTransformer2DModel",
     pipeline_class=lambda config: "FluxPipeline",
-    vae=VAEClass(name="AutoencoderKL", numbers=_vae_numbers, can_be_tiled=False, of_pictures=True),
+    vae=PICTURE_VAE,
+    published=_published,
     text=_TEXT,
     missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
     missing_note=(

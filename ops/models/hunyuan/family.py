@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, TextRecipe, VAEClass
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, TextRecipe, VAEClass
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
 
@@ -96,6 +96,10 @@ FAMILY = Family(
     missing_note=(
         "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
         "load by their own classes; train with model.text.kind hunyuan for a complete pipeline, or give --base."
+    ),
+    published=lambda index, fields, scheduler: Published(  # as HunyuanVideoPipeline is called by default
+        text={"kind": "hunyuan", "max_length": 256},
+        clips={"frames": 129, "height": 720, "width": 1280, "fps": 15.0, "steps": 50, "guidance_scale": 6.0},
     ),
     key_map={
         "num_layers": "num_layers",

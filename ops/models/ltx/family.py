@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, VAEClass, even_sigmas
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, VAEClass, even_sigmas
 from ops.models.ltx.config import LTXConfig
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
 
 def _write_rest(config: LTXConfig) -> dict[str, object]:
     return {"cross_attention_dim": config.dim}
+
+
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As LTXPipeline is called by default, with its text of 128 rows encoded without a mask."""
+    return Published(
+        text={"max_length": 128, "unmasked": 128},
+        clips={"frames": 161, "height": 512, "width": 704, "fps": 25.0, "steps": 50, "guidance_scale": 3.0},
+        first_frame=True,
+    )
 
 
 def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, Any]:
@@ -110,6 +119,7 @@ FAMILY = Family(
     ),
     scheduler=even_sigmas,
     shifts_by_tokens=True,
+    published=_published,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
 )

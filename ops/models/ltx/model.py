@@ -17,17 +17,16 @@ from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.models.base.layers import (
     Attention,
     FeedForward,
+    TimeModulation,
     TwoLayerMLP,
     gelu_tanh,
     init_linear,
-    time_and_modulation,
 )
 from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
 from ops.models.ltx.config import LTXConfig
 from ops.packing import Layout
 from ops.sequence_parallel import sequence_parallel_attention
 
-_TIME_DIM = 256  # LTX-Video's sinusoidal width, not a setting there
 _QK_EPS = 1e-5
 _OUT_EPS = 1e-6
 _LONGEST = (20.0, 2048.0, 2048.0)  # seconds and pixels at which a position is 1
@@ -70,25 +69,6 @@ def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Ten
     angles = (frequencies[:, None] * place[:, None]).flatten(1)  # [n, count * 3]
     angles = F.pad(angles, (config.dim % 6 // 2, 0))
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-class TimeModulation(nn.Module):
-    """Diffusers' AdaLayerNormSingle: the time of each table row, and from it what modulates all blocks."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.emb = _TimestepEmbedding(dim)
-        self.linear = nn.Linear(dim, 6 * dim)
-
-    def forward(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """[R] -> time [R, D], modulation [R, 6, D]."""
-        return time_and_modulation(timesteps, self.emb.timestep_embedder, self.linear)
-
-
-class _TimestepEmbedding(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
 
 
 class LTXBlock(nn.Module):

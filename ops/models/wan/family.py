@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, VAEClass
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, VAEClass
 from ops.models.wan.config import WanConfig
 
 if TYPE_CHECKING:
@@ -76,6 +76,24 @@ def _scheduler(config: WanConfig, flow: FlowConfig) -> Scheduler:
         "flow_shift": flow.flow_shift,
     }
     return Scheduler(name="DPMSolverMultistepScheduler", settings=settings)
+
+
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As WanPipeline is called in its documentation; Wan2.2 TI2V-5B has latents of 48 channels."""
+    from_image, experts = (
+        fields["in_channels"] > fields["out_channels"],
+        bool((index.get("transformer_2") or [None])[0]),
+    )
+    size: dict[str, object] = {"frames": 81, "height": 480, "width": 832, "fps": 16.0}
+    if fields["out_channels"] == 48:
+        size = {"frames": 121, "height": 704, "width": 1280, "fps": 24.0}
+    dit = {"first_frame": "channels"} if from_image else {}
+    return Published(
+        text={"max_length": _IMAGE_TO_VIDEO_TEXT, "pad_to": _IMAGE_TO_VIDEO_TEXT},
+        clips={**size, "steps": 50, "guidance_scale": 4.0 if experts else 5.0},
+        dit=dit | ({"expert": "high"} if experts else {}),
+        first_frame=bool(index.get("expand_timesteps")),
+    )
 
 
 def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]:
@@ -168,6 +186,7 @@ FAMILY = Family(
     ),
     scheduler=_scheduler,
     wan_steps=True,
+    published=_published,
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
     index=lambda flow: {"expand_timesteps": True} if flow.first_frame else {},

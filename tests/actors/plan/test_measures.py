@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from actors.plan.costs.flops import DiTWork
+from actors.plan.costs.flops import DiTWork, flop_coefficients
+from actors.plan.costs.forms import Load
 from actors.plan.devices import DEVICES, device_speed
 from actors.plan.measures import (
     correlation,
@@ -14,6 +17,7 @@ from actors.plan.measures import (
     wait_sync,
     workload_imbalance,
 )
+from ops.models.latte.config import LatteConfig
 
 
 def test_cv_step_is_the_gap_over_the_longest() -> None:
@@ -56,6 +60,24 @@ def test_flops_are_those_of_knapformer_s_table() -> None:
     assert tflop == pytest.approx(4 * forward)
     assert work.model_tflop(1024, 451) == pytest.approx(3 * forward)
     assert 100 * (flops_utilization(tflop, 2.95, [989.0] * 32) or 0) == pytest.approx(26.2, abs=0.1)
+
+
+def test_spatial_temporal_blocks_attend_to_frames_positions_and_text() -> None:
+    """Latte-1 on 16 frames of 512 x 512 with 120 tokens of text: 28 blocks each of 1024 and of 16 tokens,
+    counted block by block. Plans count the same."""
+    dit = LatteConfig(num_layers=28, num_heads=16, head_dim=72, ffn_dim=4608)
+    tokens, text, d = 16 * 1024, 120, 1152
+    linear = 56 * tokens * (8 * d * d + 4 * d * 4608)
+    attention = 28 * 4 * d * tokens * (1024 + text) + 28 * 4 * d * tokens * 16
+    tflop = DiTWork.of(dit).model_tflop(1, tokens + text, text, 16)
+    assert tflop == pytest.approx(3 * (linear + attention) / 1e12)
+    fit = flop_coefficients(
+        dit, 1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0
+    )["dit"]
+    load = Load(batch=1, frames=16, height=512, width=512, text_tokens=text, tokens=tokens, degree=1, token_frames=16)
+    assert fit.predict(load) == pytest.approx(tflop)
+    full = replace(DiTWork.of(dit), spatial_temporal=False)
+    assert tflop < 0.5 * full.model_tflop(1, tokens + text, text, 16)
 
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:

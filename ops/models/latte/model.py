@@ -1,0 +1,241 @@
+"""Latte's diffusion transformer over packed sequences, with the parameter names of LatteTransformer3DModel.
+
+Spatial blocks attend within a frame and to the text, temporal blocks along a position, in turn (Ma et al. 2024, variant
+1). A bag runs them by spatial-temporal parallelism: sequences of one token grid as a stack, stacks one after the other.
+
+S sequences, B of one stack, T frames, P positions of a frame (h w), n rows of a slice, D width, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ops.attention.lengths import Lengths
+from ops.attention.varlen import attention
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
+from ops.kernels.base.segments import Segments
+from ops.models.base.layers import FeedForward, TimeModulation, TwoLayerMLP, gelu_tanh, init_linear
+from ops.models.base.transformer import ForwardInputs, PackedTransformer
+from ops.models.latte.config import LatteConfig
+from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
+
+_OUT_EPS = 1e-6
+
+
+class LatteDiT(PackedTransformer):
+    config: LatteConfig
+
+    def __init__(self, config: LatteConfig) -> None:
+        super().__init__(config)
+        dim = config.dim
+        self.pos_embed = PatchProjection(config)
+        self.adaln_single = TimeModulation(dim)
+        self.caption_projection = TwoLayerMLP(config.text_dim, dim, gelu_tanh)
+        self.transformer_blocks = nn.ModuleList(LatteSpatialBlock(config) for _ in range(config.num_layers))
+        self.temporal_transformer_blocks = nn.ModuleList(LatteBlock(config) for _ in range(config.num_layers))
+        self.scale_shift_table = nn.Parameter(torch.randn(2, dim) / dim**0.5)
+        self.proj_out = nn.Linear(dim, 2 * config.out_channels * self.patch_size)  # noise and variance
+        init_linear(self, head=self.proj_out)
+        nn.init.xavier_uniform_(self.pos_embed.proj.weight.flatten(1))
+
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        """The predicted noise."""
+        layout, group = given.layout, given.group
+        rest = Rest.of(layout, self.config.schedule)
+        time, modulation = self.adaln_single(given.timesteps)
+        texts = self.caption_projection(given.text).split(layout.text_lengths)
+        tables = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)  # shift and scale [S, D]
+        finished = []
+        for stack, tokens in zip(rest.stacks, to_rest(given.tokens, rest, group)):
+            members = torch.tensor(stack.members, device=layout.device)
+            shared = StackInputs(
+                modulation=modulation[members],
+                text=torch.cat([texts[member] for member in stack.members]),
+                text_lengths=Lengths.of([layout.text_lengths[member] for member in stack.members], layout.device),
+                device=layout.device,
+            )
+            x = self.pos_embed(tokens)
+            x = x + spatial_positions(stack, self.config)[stack.positions].to(x.dtype)
+            x = run_layers(x, self._layers(stack, shared), stack.split, group)
+            shift, scale = (table[members] for table in tables)
+            segments = shared.segments(x.shape[1] * x.shape[2])
+            rows = ln_modulate(x.flatten(0, 2), scale, shift, segments, eps=_OUT_EPS)
+            finished.append(self._noise(self.proj_out(rows)).unflatten(0, x.shape[:3]))
+        return from_rest(finished, rest, group)
+
+    def _layers(self, stack: Stack, shared: StackInputs) -> list[Layer]:
+        """Spatial and temporal blocks in turn, as `run_layers` calls them. Frames are numbered behind the first spatial
+        block, pictures are not."""
+        moments = None
+        if stack.split.frames > 1:
+            places = torch.arange(stack.split.frames, dtype=torch.float64, device=shared.device)
+            moments = sinusoids(places, self.config.dim)[:, None]  # [T, 1, D]
+        layers: list[Layer] = []
+        for number, (spatial, temporal) in enumerate(zip(self.transformer_blocks, self.temporal_transformer_blocks)):
+            layers.append(partial(self._on_frames, spatial, shared))
+            layers.append(partial(self._on_positions, temporal, shared, None if number else moments))
+        return layers
+
+    def _on_frames(self, block: nn.Module, shared: StackInputs, x: Tensor, numbers: Tensor) -> Tensor:
+        """x [B, t, P, D]: rows by frame."""
+        batch, frames, positions, _ = x.shape
+        rows: Tensor = self.run(block, x.flatten(0, 2), shared, positions, batch * frames)
+        return rows.view(x.shape)
+
+    def _on_positions(
+        self, block: nn.Module, shared: StackInputs, moments: Tensor | None, x: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """x [B, T, s, D]: rows by position."""
+        batch, frames, positions, _ = x.shape
+        if moments is not None:
+            x = x + moments.to(x.dtype)
+        by_position = x.transpose(1, 2)
+        rows: Tensor = self.run(block, by_position.flatten(0, 2), shared, frames, batch * positions)
+        return rows.view(by_position.shape).transpose(1, 2)
+
+    def _noise(self, rows: Tensor) -> Tensor:
+        """Of [n, patch (noise, variance)], channel last as in Diffusers, the noise [n, C patch], channel first."""
+        return rows.unflatten(-1, (self.patch_size, -1))[..., : self.config.out_channels].transpose(-1, -2).flatten(-2)
+
+
+@dataclass(slots=True)
+class StackInputs:
+    """What all blocks share for the sequences of one stack; index tensors are kept by size of the slice."""
+
+    modulation: Tensor  # [B, 6, D]
+    text: Tensor  # [T, D]
+    text_lengths: Lengths
+    device: torch.device
+    _segments: dict[int, Segments] = field(default_factory=dict)
+    _lengths: dict[tuple[int, int], Lengths] = field(default_factory=dict)
+
+    def segments(self, rows: int) -> Segments:
+        """The modulation row of each of `rows` rows of each sequence."""
+        if rows not in self._segments:
+            self._segments[rows] = Segments.dense(len(self.modulation), rows, self.device)
+        return self._segments[rows]
+
+    def lengths(self, length: int, count: int) -> Lengths:
+        """Of `count` sequences of attention."""
+        if (length, count) not in self._lengths:
+            self._lengths[length, count] = Lengths.of([length] * count, self.device)
+        return self._lengths[length, count]
+
+
+def sinusoids(places: Tensor, dim: int) -> Tensor:
+    """places [n] -> [n, dim] in fp64, sines first, as Diffusers' get_1d_sincos_pos_embed_from_grid."""
+    half = dim // 2
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=places.device) / half)
+    angles = places.double()[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def spatial_positions(stack: Stack, config: LatteConfig) -> Tensor:
+    """[h w, D] in fp64: sinusoids of w, then of h, scaled to the grid of `sample_size`."""
+    _, h, w = stack.grid
+    base, scale = config.sample_size // config.patch[1], max(config.sample_size // 64, 1)
+    # in fp32 as published, so that places that fp32 cannot hold are the same ones
+    device = stack.positions.device
+    rows, columns = (torch.arange(n, dtype=torch.float32, device=device) / (n / base) / scale for n in (h, w))
+    half = config.dim // 2
+    return torch.cat([sinusoids(columns, half).repeat(h, 1), sinusoids(rows, half).repeat_interleave(w, dim=0)], dim=1)
+
+
+class PatchProjection(nn.Module):
+    """Diffusers' PatchEmbed without its positions."""
+
+    def __init__(self, config: LatteConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(config.in_channels, config.dim, config.patch[1:], config.patch[1:])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[..., C * patch] -> [..., D]"""
+        weight = self.proj.weight
+        return nn.functional.linear(tokens.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class LatteAttention(nn.Module):
+    """Projections of Diffusers' Attention; queries and keys are not normalised."""
+
+    def __init__(self, dim: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+
+    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [n, H, d] of x; k, v [m, H, d] of the context."""
+        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def output(self, heads: Tensor) -> Tensor:
+        """[n, H, d] -> [n, D]"""
+        return self.to_out[0](heads.flatten(1))
+
+
+class LatteBlock(nn.Module):
+    """Attention within `count` sequences of `length` rows, then the MLP: a temporal block."""
+
+    def __init__(self, config: LatteConfig) -> None:
+        super().__init__()
+        self.eps, self.backend = config.eps, config.attention
+        self.attn1 = LatteAttention(config.dim, config.head_dim)
+        self.ff = FeedForward(config.dim, config.ffn_dim)
+        self.scale_shift_table = nn.Parameter(torch.randn(6, config.dim) / config.dim**0.5)
+
+    def forward(self, x: Tensor, shared: StackInputs, length: int, count: int) -> Tensor:
+        """x [n, D] -> [n, D], n = length count."""
+        segments, lengths = shared.segments(len(x) // len(shared.modulation)), shared.lengths(length, count)
+        table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unbind(1)
+        h = ln_modulate(x, scale, shift, segments, eps=self.eps)
+        q, k, v = self.attn1.project(h, h)
+        y = self.attn1.output(attention(q, k, v, lengths, lengths, self.backend))
+        x, h = self._after(x, y, gate, mlp_scale, mlp_shift, shared, segments)
+        return gate_residual(x, self.ff(h), mlp_gate, segments)
+
+    def _after(
+        self,
+        x: Tensor,
+        y: Tensor,
+        gate: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        shared: StackInputs,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor]:
+        """What attention gave is added: the stream, and what the MLP sees of it."""
+        return gate_residual_ln_modulate(x, y, gate, scale, shift, segments, eps=self.eps)
+
+
+class LatteSpatialBlock(LatteBlock):
+    """The same with cross-attention to the text of each sequence, which reads the stream as it is."""
+
+    def __init__(self, config: LatteConfig) -> None:
+        super().__init__(config)
+        self.attn2 = LatteAttention(config.dim, config.head_dim)
+
+    def _after(
+        self,
+        x: Tensor,
+        y: Tensor,
+        gate: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        shared: StackInputs,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor]:
+        x = gate_residual(x, y, gate, segments)
+        q, k, v = self.attn2.project(x, shared.text)
+        each = len(x) // len(shared.modulation)
+        queries = shared.lengths(each, len(shared.modulation))
+        y = self.attn2.output(attention(q, k, v, queries, shared.text_lengths, self.backend))
+        return gate_residual_ln_modulate(x, y, None, scale, shift, segments, eps=self.eps)

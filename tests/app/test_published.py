@@ -1,0 +1,114 @@
+"""`heddle sample --from`: a published pipeline is sampled as its own files and its family say, without a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from app.sampling.clips import ClipChanges, ClipSettings, make_clips
+from app.sampling.model import config_of, load_model
+from app.sampling.published import flow_of, published_notes, published_run
+from app.sampling.sample import run
+from ops.config import TokenShift
+from ops.models.base.family import Published
+from ops.models.config import TextConfig
+from ops.models.families import FAMILIES
+from ops.models.folders import resolve
+from ops.models.load import build_dit, build_text, build_vae
+from ops.models.wan.config import WanConfig
+from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.typed import ConfigError
+from tests.ops import test_cogvideox, test_flux, test_latte
+
+PUBLISHED = {"cogvideox": test_cogvideox, "flux": test_flux, "latte": test_latte}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("published")
+    return {name: module.publish(made / name) for name, module in PUBLISHED.items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders: dict[str, Path]) -> None:
+    """Text, transformer, VAE and objective as the settings that its own pipeline is compared with in tests/ops."""
+    config, geometry = config_of(folders[name], "cpu")
+    own = {"snr_shift": 3.0} if name == "cogvideox" else {}
+    expected, expected_geometry = resolve(PUBLISHED[name].settings(folders[name], **own))
+    rows = {"cogvideox": test_cogvideox.ROWS, "flux": 512, "latte": 120}[name]
+    assert config.model == replace(expected, text=replace(expected.text, max_length=rows))
+    assert geometry == expected_geometry and config.train.autocast == "none"
+
+
+def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The command's own function, with its defaults but for the size, beside modules that are built one by one."""
+    size = ClipChanges(frames=5, height=16, width=32, steps=2, seed=3)
+    file, _ = run(folders["latte"], ["a dot"], tmp_path / "x.mp4", changes=size, device="cpu")
+    with av.open(str(file)) as video:
+        assert len(list(video.decode(video=0))) == 5
+    model, config = load_model(folders["latte"], device="cpu"), config_of(folders["latte"], "cpu")[0]
+    (made,) = make_clips(model, ["a dot"], ClipSettings.of(config).changed(size))
+    resolved, geometry = resolve(test_latte.settings(folders["latte"]))
+    text, negative = build_text(resolved.text).encode(["a dot", ""])
+    request = SampleRequest(text=text, frames=5, height=16, width=32, seed=3)
+    sampler = SamplerConfig(steps=2, guidance_scale=7.5)
+    (latent,) = sample_latents(build_dit(resolved.dit, 0), [request], negative, geometry, sampler)
+    assert np.array_equal(made, build_vae(resolved.vae).decode(latent[None])[0].numpy())
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "shift"),
+    [
+        ({"flow_shift": 5.0, "use_flow_sigmas": True}, 5.0),  # UniPC, of Wan
+        ({"shift": 7.0}, 7.0),  # FlowMatchEuler, of HunyuanVideo
+        ({"shift": 1.0, "use_dynamic_shifting": False}, 1.0),
+    ],
+)
+def test_the_shift_is_the_scheduler_s(scheduler: dict[str, Any], shift: float) -> None:
+    assert flow_of(scheduler).flow_shift == shift and flow_of(scheduler).token_shift is None
+
+
+def test_a_dynamic_shift_is_a_line_over_tokens() -> None:
+    fields = {"use_dynamic_shifting": True, "base_image_seq_len": 1024, "base_shift": 0.95, "max_shift": 2.05}
+    assert flow_of(fields).token_shift == TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
+
+
+def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
+    def published(index: dict[str, Any], inside: int, outside: int) -> Published:
+        return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside}, {})
+
+    plain, image, five = published({}, 16, 16), published({}, 36, 16), published({"expand_timesteps": True}, 48, 48)
+    experts = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 16, 16)
+    assert (plain.dit, image.dit, experts.dit) == ({}, {"first_frame": "channels"}, {"expert": "high"})
+    assert not plain.first_frame and five.first_frame and five.clips["height"] == 704
+    assert published({"transformer_2": [None, None]}, 16, 16).dit == {}
+    assert all(found.text == {"max_length": 512, "pad_to": 512} for found in (plain, image, five, experts))
+    assert WanConfig(**image.dit).starts_from_image and TextConfig(**plain.text).pad_to == 512  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_sampled_is_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    with pytest.raises(ConfigError, match=r"is a StableDiffusionPipeline without transformer/config\.json"):
+        published_run(other, False)
+    for part, fields in {"transformer": {"_class_name": "MochiTransformer3DModel"}, "scheduler": {}}.items():
+        (other / part).mkdir()
+        name = "config.json" if part == "transformer" else "scheduler_config.json"
+        (other / part / name).write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="has a MochiTransformer3DModel; clips are made with WanTransformer3DModel"):
+        published_run(other, False)
+    (other / "transformer" / "config.json").write_text((folders["latte"] / "transformer/config.json").read_text())
+    (other / "scheduler" / "scheduler_config.json").write_text('{"beta_end": 0.012, "shift_terminal": 0.1}')
+    with pytest.raises(ConfigError, match=r"its scheduler has \{'beta_end': 0.012\}"):
+        published_run(other, False)
+    assert "stretches its noise levels to end at 0.1" in published_notes(other)[0]
+    assert published_notes(folders["latte"]) == []
+    with pytest.raises(ConfigError, match="no prompt: give --prompt"):
+        run(folders["latte"], [], tmp_path / "x.mp4", device="cpu")
