@@ -13,10 +13,10 @@ from actors.config import WorkersConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPlan
+from actors.plan.types import Cascade, Cluster, Item, Part, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut
-from actors.run.dispatch import Holdings, calls_of
-from actors.run.steps import StepRunner
+from actors.run.dispatch import Holdings, calls_of, end_of
+from actors.run.steps import StepRunner, early_encodes
 from actors.run.waits import StepWaits
 from actors.step import Seat, StepAssignment, StepSamples
 from ops.geometry import Geometry
@@ -26,7 +26,9 @@ from tests.actors.fakes import Handle
 
 GEOMETRY = Geometry()
 WORKER: Any = Handle(
-    **dict.fromkeys(("encode_text", "encode_vae", "dit", "finish_step", "published"), lambda *given: object())
+    **dict.fromkeys(
+        ("encode_text", "encode_vae", "dit", "finish_step", "published", "outlasted"), lambda *given: object()
+    )
 )
 SHAPES = ((1, 64, 96), (5, 64, 64), (17, 64, 96), (33, 64, 96))
 
@@ -71,7 +73,7 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
         assert trained == sorted(s.id for of in samples[step].samples.values() for s in of)
         ahead = [c for c in cascades if c.step > step]
         early += len(ahead)
-        done = [EarlyEncode(item=p.item, module=c.module, workers=c.workers) for c in ahead for p in c.parts]
+        done = [one for c in ahead for one in early_encodes(c, end_of(cascades, step))]
         holdings.drop_before(step + 1)
     assert early > 0 or strategy != "cascade", "the cascade strategy never used a gap"
 
