@@ -14,6 +14,7 @@ from ops.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from ops.comm import Group
     from ops.models.image import ImageEncoder
@@ -34,7 +35,7 @@ class Bench:
         device: torch.device,
         group: Group | None = None,
     ) -> None:
-        """`group`: the bag of which this process is a member; only DiT cascades run in one."""
+        """`group`: the bag of which this process is a member."""
         import torch
 
         from ops.attention.varlen import check_backend
@@ -80,8 +81,10 @@ class Bench:
         return PointTimes(seconds=seconds, peak_gib=peak)
 
     def _text(self, shape: ProfiledShape) -> Callable[[], object]:
+        from actors.worker.encoding import encode_texts
+
         captions = [self._caption(shape.text_tokens)] * shape.batch
-        return lambda: self.text.encode(captions)
+        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device)
 
     def _caption(self, tokens: int) -> str:
         """A caption of about this many tokens."""
@@ -97,14 +100,13 @@ class Bench:
         size = (shape.batch, bucket.frames, bucket.height, bucket.width, 3)
         video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-        def work() -> None:
-            self.vae.encode(video.to(self.device))
-            if self.frame.channels:
-                self.vae.encode(self.frame.still(video).to(self.device))
-            if self.image is not None:
-                self.image.encode(video[:, 0])
+        from actors.worker.encoding import encode_clips
+        from actors.worker.loading import Modules
 
-        return work
+        modules = Modules(
+            config=self.model, geometry=self.geometry, dit=self.dit, vae=self.vae, text=self.text, image=self.image
+        )
+        return lambda: encode_clips(modules, self.frame, video, self.group, _Unparted(), self.device)
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
         """Forward and backward of one packed batch, gradients accumulated as in training."""
@@ -143,3 +145,12 @@ class Bench:
             flow_loss(predicted.float(), target, layout, weights).backward()
 
         return work
+
+
+class _Unparted:
+    """Stands for what times a cascade of a run: a lack of memory is a limit here, and no reason to encode in parts."""
+
+    def phase(self, name: str) -> None: ...
+
+    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
+        return encode(samples) if len(samples) else []

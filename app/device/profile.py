@@ -3,7 +3,7 @@
     heddle profile --config configs/runs/demo.yaml --out profile.json
 
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
-device, the DiT also in bags of every degree that this machine has devices for, with the process groups of a run. What
+device and in bags of every degree that this machine has devices for, with the process groups of a run. What
 runs out of memory is a limit. The file is written after every point, and a file of the same setting is continued.
 Other batch sizes and degrees are predicted by the models fitted to these points.
 """
@@ -118,15 +118,27 @@ def run_profile(
 
 
 def points_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[ProfilePoint]:
-    """Every module alone, and the DiT's largest batches in bags."""
+    """Every module alone, and its largest batches in bags. Captions are dealt whole: a bag has one for every member."""
     found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
     largest: dict[object, ProfiledShape] = {}
     for shape in shapes:
         known = largest.get(shape.bucket)
         largest[shape.bucket] = shape if known is None or known.batch < shape.batch else known
     return found + [
-        ProfilePoint(module="dit", shape=shape, degree=degree) for degree in bags for shape in largest.values()
+        ProfilePoint(module=module, shape=shape, degree=degree)
+        for module in MODULES
+        for degree in bags
+        for shape in largest.values()
+        if module != "text" or shape.batch >= degree
     ]
+
+
+def with_degrees(profile: Profile) -> None:
+    """Encoders may run at the degrees at which they were measured: any is legal for them, and only these are priced."""
+    for module in MODULES:
+        if module != "dit":
+            measured = {degree for name, *_, degree in profile.measured if name == module}
+            profile.degrees[module] = tuple(sorted({1} | measured))
 
 
 def by_information(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
@@ -195,7 +207,7 @@ def _measure(
                 found = (
                     bench.measure(point.module, point.shape, repeats)
                     if point.degree == 1
-                    else bags[point.degree].measure(point.shape, repeats)
+                    else bags[point.degree].measure(point.module, point.shape, repeats)
                 )
             except (MemoryError, RuntimeError) as error:
                 _ran_out(point, error, profile)
@@ -245,6 +257,7 @@ def _is_larger(point: ProfilePoint, failed: ProfilePoint) -> bool:
 def _save(profile: Profile, out: Path) -> None:
     if not profile.measured:
         return
+    with_degrees(profile)
     torn = out.with_name(f"{out.name}.torn")
     write_profile(profile, torn)
     os.replace(torn, out)
