@@ -20,7 +20,7 @@ from actors.plan.costs.fit import fit_form, knapformer_constants
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile, write_profile
 from actors.plan.types import MODULES, Module, PlanError
-from actors.planning.batching import TargetBatch
+from actors.planning.batching import TargetBatch, seconds_of
 from actors.planning.learned import refuse_other, setting_of
 from app.device.bag import Bag, degrees_here
 from app.device.bench import Bench
@@ -310,7 +310,7 @@ def _limits(
     print(
         f"batches   seconds = {fit.coefficients[0]:.4g} + {fit.coefficients[1]:.4g} B S^{fit.exponent:g}, R^2 "
         f"{fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%; M_mem {batch.memory_tokens:,.0f} tokens, M_comp "
-        f"{batch.compute:.4g} for {batch.target_s:.3g} s a batch"
+        f"{batch.compute:.4g} for {seconds_of(batch, fit):.3g} s a batch"
     )
     if write:
         write_limits(path, batch)

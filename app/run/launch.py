@@ -114,6 +114,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
 
 def _with_limits(config: RunConfig) -> RunConfig:
     """Where `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
+    from actors.planning.batching import seconds_of
     from actors.planning.options import profile_of
     from actors.pool.workers import device_of
     from ops.models.folders import resolve
@@ -127,7 +128,7 @@ def _with_limits(config: RunConfig) -> RunConfig:
         batch = found.data.batch
         _note(
             f"data.batch: auto is memory_tokens {batch.memory_tokens:,.0f}, compute {batch.compute:.4g}, exponent "
-            f"{batch.exponent:g} for {batch.target_s:.3g} s a batch ({fit.source}, R^2 {fit.r2:.3f})"
+            f"{batch.exponent:g} for {seconds_of(batch, fit):.3g} s a batch ({fit.source}, R^2 {fit.r2:.3f})"
         )
     return found
 
