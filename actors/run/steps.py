@@ -117,7 +117,8 @@ class StepRunner:
         watched = [*self._outlasting_calls, *submitted]
         self._outlasting = [call for call in calls if call.task.outlasts]
         self._outlasting_calls = [one for one, call in zip(submitted, calls, strict=True) if call.task.outlasts]
-        self._outlasting_calls += [self._submit_end(call) for call in self._outlasting]
+        end_s = end_of(assignment.cascades, step)
+        self._outlasting_calls += [self._submit_end(call, end_s) for call in self._outlasting]
         running = RunningStep(
             step=step,
             generation=self.generation,
@@ -209,9 +210,12 @@ class StepRunner:
             reads_data=reads_data,
         )
 
-    def _submit_end(self, call: Call) -> SubmittedCall:
-        """The end of an encode that outlasts its step: after the update in its worker's queue."""
-        seat, task = self.world[call.rank], call.task
+    def _submit_end(self, call: Call, end_s: float) -> SubmittedCall:
+        """The end of an encode that outlasts its step, which ends at `end_s`: after the update in its worker's queue.
+        It counts with the next step, from whose start its planned times are told."""
+        seat, planned = self.world[call.rank], call.task
+        start_s, over_s = planned.planned_start_s - end_s, planned.planned_end_s - end_s
+        task = replace(planned, planned_start_s=start_s, planned_end_s=over_s)
         ended = seat.handle.outlasted.options(name=f"end of {shape_of(task.name)}").remote(task)
         self._publish(call, ended)
         return SubmittedCall(worker=seat.name, name=task.name, module=task.module, reference=ended, reads_data=False)

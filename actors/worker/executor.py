@@ -198,7 +198,7 @@ class Executor:
         for result in one.kept:
             self.store.keep(task.module, result)
         assert one.span is not None, "an encode that has ended was measured"
-        self.work.add_cascade(one.span)
+        self.work.add_cascade(replace(one.span, planned_start_s=task.planned_start_s, planned_end_s=task.planned_end_s))
         if task.leave:
             self.leave_bag(task.bag)
         return results
