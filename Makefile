@@ -42,7 +42,7 @@ demo: $(STAMP) | $(DATA)/shards
 	@echo "clips     $(RUN)/samples/"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest -q -m faults

@@ -26,6 +26,18 @@ if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
     hypothesis.settings.load_profile("unhurried")
 
 GPU_MARK = "mark.gpu"
+LONGEST = (  # minutes each, of which most is waiting; begun first, so that no process of the test run ends alone
+    "app/test_train.py",
+    "actors/test_elastic.py",
+    "blackbox/test_blackbox.py",
+    "app/test_spread.py",
+    "actors/test_lost_arguments.py",
+    "actors/test_exactness.py",
+    "data/engines/test_ray_data.py",
+    "actors/test_out_of_memory.py",
+    "app/test_bench_gpu_rehearsal.py",
+    "actors/test_ends.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -54,7 +66,9 @@ def _has_gpu_tests(file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    """The longest files come first; tests marked `gpu` are skipped where there is no CUDA device."""
+    rank = {Path(__file__).parent / name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return

@@ -29,6 +29,7 @@ BENCHMARKS = {
         "app.bench.headroom",
         "What published models leave free on a GPU: on tensors without data, and planned.",
     ),
+    "families": ("app.bench.families", "Every family's transformer against the class of Diffusers, on uniform clips."),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -1,7 +1,7 @@
-"""Where a run's curves can be seen besides its own files: TensorBoard, Weights & Biases, and Ray's own metrics.
+"""Where a run's curves can be seen besides its own files: TensorBoard, Weights & Biases, MLflow, and Ray's own metrics.
 
-`track: [tensorboard, wandb, ray]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is left
-out for the rest of the run, with a warning, and never ends it.
+`track: [tensorboard, wandb, mlflow, ray]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is
+left out for the rest of the run, with a warning, and never ends it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
     from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
 WANDB_ID = "wandb.id"  # in the run's folder: a resumed run continues its own page
+MLFLOW_ID = "mlflow.id"  # the same
+PACKAGES = {"mlflow": "mlflow-skinny"}  # the client alone, which the whole package brings too
+_PARAMETERS_PER_CALL = 100  # MLflow's limits
+_PARAMETER_LENGTH = 6000
 Scalars = Iterable[tuple[str, float]]
 
 
@@ -101,6 +106,67 @@ class WandbTracker:
         self._run.finish()
 
 
+class MlflowTracker:
+    """A run on the tracking server of MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME or "heddle",
+    with the settings as its parameters. Without that variable it writes to `mlruns/` of the run's folder.
+
+    A server that does not answer holds up one step, by some seconds. Steps that are computed again stand there twice.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own are seven, over minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow wants a server or a database by now
+            uri = (folder.absolute() / "mlruns").as_uri()
+        from mlflow.tracking import MlflowClient
+
+        self._client: MlflowClient = MlflowClient(tracking_uri=uri)
+        known = folder / MLFLOW_ID
+        if known.exists():
+            self._run = known.read_text().strip()
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "heddle")
+        experiment = self._client.get_experiment_by_name(name)
+        made = self._client.create_run(
+            experiment.experiment_id if experiment else self._client.create_experiment(name),
+            run_name=folder.name,
+            tags={"mlflow.note.content": f"report: {folder / 'report.html'}"},
+        )
+        self._run = made.info.run_id
+        known.write_text(self._run)
+        self._tell(config)
+
+    def _tell(self, config: Mapping[str, object]) -> None:
+        from mlflow.entities import Param
+
+        settings = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flat(config)]
+        for first in range(0, len(settings), _PARAMETERS_PER_CALL):
+            self._client.log_batch(self._run, params=settings[first : first + _PARAMETERS_PER_CALL])
+
+    def log(self, step: int, time: float, scalars: Scalars) -> None:
+        from mlflow.entities import Metric
+
+        self._client.log_batch(self._run, [Metric(tag, value, int(time * 1000), step) for tag, value in scalars])
+
+    def forget(self, step: int) -> None:
+        """It has no way to."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def flat(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
+    """Settings by their dotted names, as text: {"train": {"seed": 3}} -> ("train.seed", "3")."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)
+
+
 class RayTracker:
     """Gauges of Ray (`ray.util.metrics`), which its nodes export to Prometheus; docker/grafana/heddle.json shows them.
 
@@ -153,6 +219,7 @@ def gauge_of(tag: str) -> tuple[str, str]:
 TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
     "ray": RayTracker,
 }
 
@@ -161,7 +228,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError for a tracker whose package is not here."""
     for name in names:
         try:
-            importlib.metadata.distribution(name)
+            importlib.metadata.distribution(PACKAGES.get(name, name))
         except importlib.metadata.PackageNotFoundError:
             raise ConfigError(
                 f"track has {name}, whose package is not installed. Install it with "

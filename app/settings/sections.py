@@ -7,7 +7,7 @@ from typing import Literal
 
 from ops.ranges import SEED, above, between, check_numbers
 
-TrackerName = Literal["tensorboard", "wandb", "ray"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "ray"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

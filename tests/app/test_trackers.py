@@ -87,7 +87,7 @@ def test_an_unknown_tracker_is_refused_with_those_there_are() -> None:
 
 
 def test_every_tracker_that_a_run_file_may_name_is_there() -> None:
-    assert set(TRACKERS) == {"tensorboard", "wandb", "ray"}
+    assert set(TRACKERS) == {"tensorboard", "wandb", "mlflow", "ray"}
     RunConfig.from_yaml(RUN + f"track: [{', '.join(TRACKERS)}]\n")
 
 
@@ -119,6 +119,44 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
     assert runs and all((folder / "wandb.id").read_text() in run.name for run in runs)
     stored = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
     assert b"train/loss" in stored and b"report.html" in stored
+
+
+def test_mlflow_writes_a_run_of_its_own_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "1")  # the tracker sets them: they are put back
+        monkeypatch.delenv(name)
+    folder = tmp_path / "tracked"
+    folder.mkdir()
+    settings = {"train": {"seed": 3}, "long": "x" * 7000, "many": {f"n{n}": n for n in range(250)}}
+    for start in (0, 2):  # the second time as a resumed run does
+        trackers = Trackers(["mlflow"], folder, settings)
+        for step in range(start, start + 2):
+            trackers.log(step, 1.7e9 + step, [("train/loss", 1.0 / (step + 1)), ("loss/9x64x96", float("nan"))])
+        trackers.close()
+    client = tracking.MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("heddle").experiment_id])
+    assert run.info.run_name == "tracked" and run.info.status == "FINISHED"
+    assert run.data.params["train.seed"] == "3" and run.data.params["many.n249"] == "249"
+    assert "report.html" in run.data.tags["mlflow.note.content"]
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(p.step, p.value, p.timestamp) for p in points] == [
+        (s, 1 / (s + 1), (1_700_000_000 + s) * 1000) for s in range(4)
+    ]
+
+
+def test_a_tracking_server_that_is_down_is_left_soon_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    trackers = Trackers(["mlflow"], tmp_path, {})
+    trackers.log(0, 1.7e9, [("train/loss", 1.0)])
+    trackers.close()
+    assert [r.message for r in caplog.records if "mlflow gets no more of this run" in r.message]
 
 
 def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,7 @@ from tests.blackbox.soak import STEPS as STEPS_OF_A_RUN
 from tests.blackbox.soak import soak, table
 
 # quick ones: a killed controller or cluster costs half a minute, a start as much
-FEW = (
-    "kill worker",
-    "kill feeder",
-    "freeze worker",
-    "terminate driver",
-    "checkpoint shard: flip",
-    "half a line of metrics",
-)
+FEW = ("kill worker", "kill feeder", "terminate driver", "checkpoint shard: flip")
 
 
 STEPS = 5
@@ -133,7 +126,7 @@ def assert_nothing_deviates(results: list[Result], faults: int) -> None:
 @pytest.mark.timeout(600)
 def test_a_run_under_a_few_faults_is_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
     with closing(Place(tmp_path, steps=30)) as place:
-        assert_nothing_deviates(soak(place, reference(place), faults=4, seed=3, only=FEW), 4)
+        assert_nothing_deviates(soak(place, reference(place), faults=3, seed=3, only=FEW), 3)
 
 
 @pytest.fixture(scope="module")
