@@ -133,6 +133,7 @@ class CascadeTask:
     keep: tuple[int, ...] = ()
     start_sum: SumStart = SumStart.NEVER
     leave: bool = False  # the bag is closed as the cascade ends, to make room for others
+    outlasts: bool = False  # an early encode that the step it runs in does not wait for
     patience: Patience | None = None  # with the others of the bag; None: as the generation began
 
 
@@ -161,7 +162,8 @@ class FinishTask:
     generation: int
     step: int
     export: bool  # copy this worker's shard of the training state, for keepers and checkpoints
-    cascades: tuple[str, ...]  # all that this worker was given since the end of the step before, early encodes included
+    # All that this worker was given since the end of the step before and that ends by now, early encodes included.
+    cascades: tuple[str, ...]
     weight: float  # of the samples, good or bad, in the step's DiT cascades that this worker leads
     patience: Patience | None = None  # with all other workers
 
@@ -359,6 +361,8 @@ class WorkerHandle(Protocol):
     def encode_vae(self) -> Method[Concatenate[CascadeTask, ...], list[PublishedResult]]: ...
     @property
     def published(self) -> Method[[CascadeTask, list[Ref[list[PublishedResult]]]], list[PublishedResult]]: ...
+    @property
+    def outlasted(self) -> Method[[CascadeTask], list[PublishedResult]]: ...
     @property
     def dit(self) -> Method[Concatenate[CascadeTask, ...], None]: ...
     @property

@@ -55,12 +55,13 @@ class CancelToken:
             raise Cancelled(f"{doing} cancelled: {self.reason}")
 
 
-class WaitClock:
+class WaitClock(threading.local):
     """Seconds for which nothing was computed because the result of a collective was awaited: the communication that is
     not hidden behind work.
 
     On the CPU the host waits, and is timed. On CUDA (NCCL) a wait only orders streams: events before and after it on
-    the current stream say how long that stream stood still. One clock for all groups of a generation.
+    the current stream say how long that stream stood still. One clock for all groups of a generation; it counts the
+    waits of every thread apart, and `take` answers for the thread that asks.
     """
 
     def __init__(self) -> None:

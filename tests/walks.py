@@ -72,7 +72,7 @@ def plan_route() -> list[Station]:
     from actors.plan.types import Cluster
     from app.inputs.workload import read_workload
 
-    options = PlanOptions(budget_s=0.05, counted=True, replans=True, update_waits=True, least_gain=0.1)
+    options = PlanOptions(budget_s=0.05, counted=True, replans=True, least_gain=0.1)
     steps = read_workload(ROOT / WORKLOAD).steps[:2]
     strategy = CascadeSearch()
     problem = Problem(steps, read_profile(ROOT / PROFILE), Cluster(nodes=NODES), options)

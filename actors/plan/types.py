@@ -132,11 +132,13 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyEncode:
-    """An encode result that exists before the plan starts: it needs no cascade, only a handoff from these workers."""
+    """An encode that an earlier step runs: it needs no cascade, only a handoff from these workers. `end_s`: it outlasts
+    that step by so many seconds, and keeps its workers busy until then."""
 
     item: str
     module: Module
     workers: tuple[int, ...]
+    end_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

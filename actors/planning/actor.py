@@ -49,7 +49,7 @@ class Planner:
             options, told = adapted(options, window, self._profile, cluster)
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
         check(plan, window, self._profile, cluster, done=done)
-        cascades = tuple(rolling_cut(plan, options.update_waits))
+        cascades = tuple(rolling_cut(plan))
         return StepAssignment(
             step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started, adapted=told
         )

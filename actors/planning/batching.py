@@ -50,12 +50,14 @@ class TargetBatch:
 def fitted_limits(
     profile: Profile, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float = inf
 ) -> tuple[BatchConfig, Fit]:
-    """(the limits with M_mem, M_comp, p and `target_s` filled in; the fit behind them), AdaptiveLoad sec. 3.2.
+    """(the limits with M_mem, M_comp and p filled in; the fit behind them), AdaptiveLoad sec. 3.2.
 
     seconds = a + b B S^p is fitted to the DiT's prices of these buckets, p on [1.6, 2.4] for the best R^2, and
-    M_comp = (target_s - a) / b. Without a target it is what one clip of the longest bucket takes. M_mem are the rows
-    that fit `room_gib` of a worker; where no limit of memory is known, `memory_tokens` stays. Raises ValueError where
-    the profile prices nothing, and for a target that no batch can meet.
+    M_comp = (target_s - a) / b. The paper presets target_s. Where it is 0 it is what one clip of the longest bucket
+    takes by these costs, so that M_comp = S^p of that bucket, and it stays 0: seconds that were found by one cost model
+    are no target for another, such as the costs that a run has measured. M_mem are the rows that fit `room_gib` of a
+    worker; where no limit of memory is known, `memory_tokens` stays. Raises ValueError where the profile prices
+    nothing, and for a target that no batch can meet.
     """
     loads, seconds = [], []
     for bucket in buckets:
@@ -87,12 +89,17 @@ def fitted_limits(
     rows = profile.needs.most_rows(room_gib) if isfinite(room_gib) else inf
     found = replace(
         limits,
-        target_s=float(f"{target:.6g}"),
         compute=float(f"{(target - fixed) / slope:.6g}"),
         exponent=fit.exponent,
         memory_tokens=float(int(rows)) if isfinite(rows) and rows >= 1 else limits.memory_tokens,
     )
     return found, fit
+
+
+def seconds_of(limits: BatchConfig, fit: Fit) -> float:
+    """What a batch at M_comp takes by the fit."""
+    fixed, slope = fit.coefficients
+    return fixed + slope * limits.compute
 
 
 def best_sizes(

@@ -16,6 +16,7 @@ from importlib import import_module
 
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
+from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.figures import assemble
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.schedule.strategy import Strategy
@@ -40,6 +41,8 @@ def make_plan(
     problem = Problem(steps, profile, cluster, options, first_step=first_step, done=done)
     started = time.perf_counter()
     cascades = strategy.plan(problem, seed)
+    if any(problem.busy_s):  # strategies may think all workers idle
+        cascades = simulate(problem, cascades)
     planning_s = (time.perf_counter() - started) / max(len(steps), 1)
     return assemble(problem, cascades, planning_s)
 
@@ -52,10 +55,11 @@ def strategy_named(name: str) -> Strategy:
     return made
 
 
-def rolling_cut(plan: Plan, update_waits: bool = False) -> list[Cascade]:
+def rolling_cut(plan: Plan) -> list[Cascade]:
     """What the runtime executes for the plan's first step, in execution order: its own cascades, and encodes of later
-    steps that start before the end of its last dit cascade, or with `update_waits` end by it. Encodes of a cut item run
-    early together or not at all: the next plan is told of whole items only (`EarlyEncode`)."""
+    steps that start before the end of its last dit cascade. Those that end after it are the last ones of their workers.
+    Encodes of a cut item run early together or not at all: the next plan is told of whole items only (`EarlyEncode`).
+    """
     if not plan.steps:
         return []
     first = plan.steps[0]
@@ -64,12 +68,7 @@ def rolling_cut(plan: Plan, update_waits: bool = False) -> list[Cascade]:
         default=max((c.end_s for c in first.cascades), default=0.0),
     )
     encodes = [c for step in plan.steps for c in step.cascades if c.step != first.step and c.module != "dit"]
-    late = {
-        result
-        for c in encodes
-        if c.start_s >= end - 1e-9 or (update_waits and c.end_s > end + 1e-9)
-        for result in _results(c)
-    }
+    late = {result for c in encodes if c.start_s >= end - 1e-9 for result in _results(c)}
     chosen = [c for c in first.cascades if c.step == first.step]
     chosen += [c for c in encodes if late.isdisjoint(_results(c))]
     position = {id(c): number for number, c in enumerate(chosen)}

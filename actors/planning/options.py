@@ -31,7 +31,6 @@ def options_of(config: PlannerConfig, *, budget_s: float, replans: bool) -> Plan
         static_degree=config.static_degree,
         split=config.split,
         lookahead=config.lookahead,
-        update_waits=True,
         replans=replans,
         least_gain=LEAST_GAIN,
         bag_peers=config.bag_peers,

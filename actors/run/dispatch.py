@@ -16,6 +16,7 @@ from actors.plan.types import Cascade, Module
 from actors.step import StepSamples
 
 ENCODERS: tuple[Module, ...] = ("text", "vae")
+_SAME_S = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,7 @@ def calls_of(
 ) -> list[Call]:
     """Calls of one dispatch, in plan order; updates `holdings`. `current` is the step of its DiT cascades, `left` has
     the positions of cascades that close their bag as they end."""
+    end_s = end_of(cascades, current)
     consumer = {s.id: tuple(sorted(c.workers)) for c in cascades if c.module == "dit" for s in _samples(c, steps)}
     calls: list[Call] = []
     for position, cascade in enumerate(cascades):
@@ -58,13 +60,24 @@ def calls_of(
             if cascade.module == "dit"
             else _encode_calls(cascade, steps, generation, consumer, holdings)
         )
-        calls += [replace(c, task=replace(c.task, leave=True)) for c in made] if position in left else made
+        outlasts = cascade.step > current and cascade.end_s > end_s + _SAME_S
+        calls += [replace(c, task=replace(c.task, leave=position in left, outlasts=outlasts)) for c in made]
     return _with_sum_starts(calls)
 
 
-def finish_of(rank: int, calls: Sequence[Call], generation: int, step: int, export: bool) -> FinishTask:
-    """The end of a step on one worker: it names every call of the dispatch that this worker must have run."""
-    mine = [call.task for call in calls if call.rank == rank]
+def end_of(cascades: Sequence[Cascade], step: int) -> float:
+    """When the step's last DiT cascade ends by the plan, or its last cascade where it has no DiT."""
+    own = [c for c in cascades if c.step == step]
+    return max((c.end_s for c in own if c.module == "dit"), default=max((c.end_s for c in own), default=0.0))
+
+
+def finish_of(
+    rank: int, calls: Sequence[Call], generation: int, step: int, export: bool, before: Sequence[Call] = ()
+) -> FinishTask:
+    """The end of a step on one worker: it names every call of the dispatch that this worker must have run, but not an
+    encode that outlasts the step. `before` are those that have outlasted the step before."""
+    mine = [call.task for call in before if call.rank == rank]
+    mine += [call.task for call in calls if call.rank == rank and not call.task.outlasts]
     led = [task for task in mine if task.module == "dit" and task.bag[0] == rank]
     return FinishTask(
         generation=generation,
@@ -80,10 +93,13 @@ def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see
-    ops.gradient_sum). Workers without a call start at the end of the step, which is at once.
+    ops.gradient_sum). Workers without a call start at the end of the step, which is at once. An encode that outlasts
+    the step has its collectives after it.
     """
     starts: dict[int, tuple[int, SumStart]] = {}
     for position, call in enumerate(calls):
+        if call.task.outlasts:
+            continue
         starts.setdefault(call.rank, (position, SumStart.BEFORE))
         if len(call.task.bag) > 1:
             starts[call.rank] = (position, SumStart.AFTER)

@@ -121,7 +121,7 @@ class StepAccount:
         started, self._last_ended_at = self._last_ended_at, done.collected_at
         facts = self._facts(done, started)
         self._data_wait_s = 0.0
-        begin = min((s.start for r in done.reports for s in r.spans if s.module != "finish"), default=started)
+        begin = begin_of(done.reports, started)
         timeline = [
             record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin)
         ]
@@ -143,6 +143,13 @@ class StepAccount:
             num_tokens=sum(len(s) * self.geometry.tokens(*samples.buckets[i]) for i, s in samples.samples.items()),
             text_tokens={item.id: item.text_tokens for item in running.data.items.items},
         )
+
+
+def begin_of(reports: Sequence[StepReport], started: float) -> float:
+    """When the first cascade of a step began (unix seconds), from where planned times count; `started` without one. An
+    encode that outlasted the step before was planned to begin in that one, at less than 0 s of this one."""
+    own = [s for r in reports for s in r.spans if s.module != "finish" and s.planned_start_s >= 0]
+    return min((s.start for s in own), default=started)
 
 
 def step_metrics(

@@ -17,12 +17,12 @@ import ray
 
 from actors.feed.step_source import StepSource
 from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
-from actors.plan.types import Cluster, EarlyEncode, Item, Module
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
 from actors.run.communicators import Communicators, StepBags
-from actors.run.dispatch import Call, Holdings, calls_of, finish_of
+from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
@@ -58,6 +58,8 @@ class StepRunner:
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
     _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
+    _outlasting: list[Call] = field(default_factory=list)  # encodes that the last dispatched step does not wait for
+    _outlasting_calls: list[SubmittedCall] = field(default_factory=list)
     _planned: bool = False
 
     def __post_init__(self) -> None:
@@ -104,21 +106,27 @@ class StepRunner:
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         export = self.exports(step)
-        finishes = [
-            replace(finish_of(rank, calls, self.generation, step, export), patience=patience)
+        tasks = [
+            replace(finish_of(rank, calls, self.generation, step, export, self._outlasting), patience=patience)
             for rank in range(len(self.world))
         ]
+        finishes = [
+            seat.handle.finish_step.options(name="finish").remote(task)
+            for seat, task in zip(self.world, tasks, strict=True)
+        ]
+        watched = [*self._outlasting_calls, *submitted]
+        self._outlasting = [call for call in calls if call.task.outlasts]
+        self._outlasting_calls = [one for one, call in zip(submitted, calls, strict=True) if call.task.outlasts]
+        end_s = end_of(assignment.cascades, step)
+        self._outlasting_calls += [self._submit_end(call, end_s) for call in self._outlasting]
         running = RunningStep(
             step=step,
             generation=self.generation,
             assignment=assignment,
             data=data[step],
             results=dict(self._results),
-            calls=submitted,
-            finishes=[
-                seat.handle.finish_step.options(name="finish").remote(finish)
-                for seat, finish in zip(self.world, finishes, strict=True)
-            ],
+            calls=watched,
+            finishes=finishes,
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
@@ -193,10 +201,25 @@ class StepRunner:
             method = handle.encode_text if task.module == "text" else handle.encode_vae
             encoded = method.options(name=shown).remote(task, *batches)
             reference, reads_data = encoded, True
-            self._publish(call, encoded)
+            if not task.outlasts:
+                self._publish(call, encoded)
         return SubmittedCall(
-            worker=seat.name, name=task.name, module=task.module, reference=reference, reads_data=reads_data
+            worker=seat.name,
+            name=task.name,
+            module=task.module,
+            reference=reference,
+            reads_data=reads_data,
         )
+
+    def _submit_end(self, call: Call, end_s: float) -> SubmittedCall:
+        """The end of an encode that outlasts its step, which ends at `end_s`: after the update in its worker's queue.
+        It counts with the next step, from whose start its planned times are told."""
+        seat, planned = self.world[call.rank], call.task
+        start_s, over_s = planned.planned_start_s - end_s, planned.planned_end_s - end_s
+        task = replace(planned, planned_start_s=start_s, planned_end_s=over_s)
+        ended = seat.handle.outlasted.options(name=f"end of {shape_of(task.name)}").remote(task)
+        self._publish(call, ended)
+        return SubmittedCall(worker=seat.name, name=task.name, module=task.module, reference=ended, reads_data=False)
 
     def _publish(self, call: Call, reference: Ref[list[PublishedResult]]) -> None:
         task, handle, shown = call.task, self.world[call.rank].handle, shape_of(call.task.name)
@@ -207,12 +230,17 @@ class StepRunner:
             self._results[task.cascade] = reference
 
     def _remember_early(self, assignment: StepAssignment, step: int) -> None:
-        """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there."""
-        early = [c for c in assignment.cascades if c.step > step]
-        self._early = {s: done for s, done in self._early.items() if s > step}
-        for c in early:
-            done = [EarlyEncode(item=part.item, module=c.module, workers=c.workers) for part in c.parts]
-            self._early.setdefault(c.step, []).extend(done)
+        """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there. Their
+        ends count from the end of this step, where the plan of the next one begins."""
+        end_s = end_of(assignment.cascades, step)
+        self._early = {
+            s: [replace(one, end_s=max(0.0, one.end_s - end_s)) for one in done]
+            for s, done in self._early.items()
+            if s > step
+        }
+        for c in assignment.cascades:
+            if c.step > step:
+                self._early.setdefault(c.step, []).extend(early_encodes(c, end_s))
         self._holdings.drop_before(step + 1)
         wanted = set(self._holdings.published.values())
         self._results = {cascade: r for cascade, r in self._results.items() if cascade in wanted}
@@ -287,6 +315,15 @@ class StepRunner:
         references = [call.reference for running in self.running for call in running.calls if call.reads_data]
         done, _ = wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         return any(has_lost_argument(reference) for reference in done)
+
+
+def early_encodes(cascade: Cascade, end_s: float) -> list[EarlyEncode]:
+    """What later plans are told of an early encode in a step that ends at `end_s`."""
+    over_s = max(0.0, cascade.end_s - end_s)
+    return [
+        EarlyEncode(item=part.item, module=cascade.module, workers=cascade.workers, end_s=over_s)
+        for part in cascade.parts
+    ]
 
 
 def room_of(rooms: Sequence[float | None]) -> tuple[float, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -34,7 +35,8 @@ from actors.messages import (
 from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.loading import Modules
-from actors.worker.meter import Meter, Unmetered, ran_out, release
+from actors.worker.meter import Meter, Unmetered, freed, ran_out, release
+from actors.worker.outlasting import Outlasting
 from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
@@ -48,7 +50,7 @@ from ops.objective import objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
-from ops.sync import Sync
+from ops.sync import StepIncomplete, Sync
 from ops.train_pass import NoisyClip, train_pass
 
 if TYPE_CHECKING:
@@ -94,6 +96,8 @@ class Executor:
         self.work = WorkDone()
         self._seen: set[Shape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
+        self._outlasting: Outlasting | None = None
+        self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -112,6 +116,9 @@ class Executor:
         """Close the groups and drop everything that belongs to unfinished steps."""
         if self.groups is not None:
             self.groups.close()
+            if self._outlasting is not None:
+                self._outlasting.abandon()
+                self._outlasting = None
             self.groups = None
             self.sync.leave()
         self.store.clear()
@@ -162,6 +169,56 @@ class Executor:
             return self._deliver(
                 task, [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
             )
+
+    def begin_outlasting(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:
+        """Begin an encode that may outlast its step. Nothing but the end of that step, `finish`, may follow before
+        `end_outlasting`. `encode` is a call of `text` or `vae` with this task."""
+        self.admit(task.generation)
+        self._wait_as(task)
+        self._bag(task)  # connects it: the thread may not
+
+        def run() -> list[EncodeResult]:
+            with freed():
+                return encode()
+
+        self._outlasting = Outlasting(task, run)
+        self._outlasting.start()
+
+    def end_outlasting(self, task: CascadeTask) -> list[EncodeResult]:
+        """Wait for it. From here on it has run here, as part of the step after the one it outlasted."""
+        self.admit(task.generation)
+        self._wait_as(task)
+        one = self._outlasting
+        if one is None or one.task.cascade != task.cascade:
+            raise StepIncomplete(f"{task.name} was not begun here; its step is computed again.")
+        try:
+            results = one.end()
+        finally:
+            self._outlasting = None
+        for result in one.kept:
+            self.store.keep(task.module, result)
+        assert one.span is not None, "an encode that has ended was measured"
+        self.work.add_cascade(replace(one.span, planned_start_s=task.planned_start_s, planned_end_s=task.planned_end_s))
+        if task.leave:
+            self.leave_bag(task.bag)
+        return results
+
+    @contextmanager
+    def beside_encodes(self) -> Iterator[None]:
+        """For the end of a step: on CUDA it does not queue behind an encode that goes on. All cascades of the step have
+        ended on the device by then (`CascadeMeasure` waits for them)."""
+        if self._outlasting is None or self.device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def own_outlasting(self) -> Outlasting | None:
+        """The encode whose thread calls."""
+        one = self._outlasting
+        return one if one is not None and one.is_own() else None
 
     def dit(
         self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
@@ -290,14 +347,22 @@ class Executor:
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
         if self.groups is not None and self.groups.rank == task.bag[0]:
             self.on_encoded(task, results)
-        for i in task.keep:
-            self.store.keep(task.module, results[i])
+        kept = [results[i] for i in task.keep]
+        if (outlasting := self.own_outlasting()) is not None:
+            outlasting.kept = kept
+        else:
+            for result in kept:
+                self.store.keep(task.module, result)
         published = [results[i] for i in task.publish]
         if self.copies is None:
             return [replace(result, rows=result.rows.cpu()) for result in published]
         if published:
             self.copies.start((task.generation, task.cascade), published)
         return []
+
+
+def _unseen(phase: str) -> None:
+    """The worker is at the end of a step, and says so."""
 
 
 class _PhaseClock:
@@ -324,14 +389,17 @@ class CascadeMeasure:
         self._fetch_s: float | None = None
         self._exceeded_gib: float | None = None
         self._shapes = shapes_of(task)
+        self._outlasting = executor.own_outlasting()
+        self._held_s = 0.0  # at the gate of an encode that outlasts its step
 
     def __enter__(self) -> CascadeMeasure:
-        self._executor.admit(self._task.generation)
-        self._executor._wait_as(self._task)
+        if self._outlasting is None:
+            self._executor.admit(self._task.generation)
+            self._executor._wait_as(self._task)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
-        self._clock = _PhaseClock(self._marks, self._executor.on_phase)
+        self._clock = _PhaseClock(self._marks, self._executor.on_phase if self._outlasting is None else _unseen)
         self._room_gib = self._executor.meter.room_gib() or 0.0
         self._executor.meter.start()
         self._came = self._met = self._executor._watch.mark()
@@ -341,6 +409,8 @@ class CascadeMeasure:
         """The bag of the cascade, when all its members have come. What is waited until then belongs to what they did
         before, not to this cascade; on CUDA the stream waits and the host goes on."""
         executor = self._executor
+        if self._outlasting is not None:
+            return executor._bag(self._task)
         if len(self._task.bag) > 1:
             self._clock("wait")  # also for the others to connect
         group = executor._bag(self._task)
@@ -371,7 +441,18 @@ class CascadeMeasure:
         return [*self.in_parts(encode, samples[:middle]), *self.in_parts(encode, samples[middle:])]
 
     def phase(self, name: str) -> None:
+        if self._outlasting is not None and name == "handoff":
+            self._hold(self._outlasting)
         self._clock(name)
+
+    def _hold(self, outlasting: Outlasting) -> None:
+        """Until the end of the step that the encode outlasts."""
+        if self._executor.device.type == "cuda":
+            torch.cuda.current_stream(self._executor.device).synchronize()
+        self._clock("wait")
+        began = time.perf_counter()
+        outlasting.pass_gate()
+        self._held_s += time.perf_counter() - began
 
     def received(self, inputs: Inputs, fetch_s: float | None) -> None:
         self._inputs, self._fetch_s = inputs, fetch_s
@@ -393,40 +474,42 @@ class CascadeMeasure:
         if executor.device.type == "cuda":
             torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
         self._clock("idle")
-        wait_s = executor._watch.seconds(self._came, self._met)
+        wait_s = executor._watch.seconds(self._came, self._met) + self._held_s
         exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
         if executor.device.type == "cuda":
             exposed_s = max(0.0, exposed_s - wait_s)
         first_here = not self._shapes <= executor._seen
         executor._seen |= self._shapes
         ended = time.time()
-        if task.leave:
-            executor.leave_bag(task.bag)
-        executor.work.add_cascade(
-            self._with_handoff(
-                Span(
-                    name=task.name,
-                    module=task.module,
-                    cascade=task.cascade,
-                    step=task.step,
-                    start=self._start,
-                    end=ended,
-                    batch=len(task.samples),
-                    degree=len(task.bag),
-                    pieces=task.pieces,
-                    planned_start_s=task.planned_start_s,
-                    planned_end_s=task.planned_end_s,
-                    phases=self._marks,
-                    need_gib=need_gib,
-                    exceeded_gib=self._exceeded_gib,
-                    bag=task.bag,
-                    work_s=executor._watch.seconds(self._met, worked),
-                    wait_s=wait_s,
-                    exposed_s=exposed_s,
-                    first_here=first_here,
-                )
+        span = self._with_handoff(
+            Span(
+                name=task.name,
+                module=task.module,
+                cascade=task.cascade,
+                step=task.step,
+                start=self._start,
+                end=ended,
+                batch=len(task.samples),
+                degree=len(task.bag),
+                pieces=task.pieces,
+                planned_start_s=task.planned_start_s,
+                planned_end_s=task.planned_end_s,
+                phases=self._marks,
+                need_gib=need_gib,
+                exceeded_gib=self._exceeded_gib,
+                bag=task.bag,
+                work_s=executor._watch.seconds(self._met, worked) - self._held_s,
+                wait_s=wait_s,
+                exposed_s=exposed_s,
+                first_here=first_here,
             )
         )
+        if self._outlasting is not None:
+            self._outlasting.span = span
+            return
+        if task.leave:
+            executor.leave_bag(task.bag)
+        executor.work.add_cascade(span)
 
     def _with_handoff(self, span: Span) -> Span:
         """The span with what its inputs took to get here."""

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -187,8 +187,7 @@ class Worker:
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
-        with bar(task.name), freed():
-            return self._done(task, self.executor.text(task, captions))
+        return self._encoded(task, lambda: self.executor.text(task, captions))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)
@@ -196,8 +195,14 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        with bar(task.name), freed():
-            return self._done(task, self.executor.vae(task, video, ok))
+        return self._encoded(task, lambda: self.executor.vae(task, video, ok))
+
+    def outlasted(self, task: CascadeTask) -> list[PublishedResult]:
+        """The end of an encode that was begun with `outlasts`: comes after the end of the step that it outlasts, and
+        answers as the encode itself does otherwise."""
+        self._activity_of(task)
+        with freed():
+            return self._done(task, self.executor.end_outlasting(task))
 
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
         """What an encode call left for other workers, on a worker that `publishes_later`. Runs beside the task thread.
@@ -232,11 +237,12 @@ class Worker:
         self.heartbeat.activity(name, "reduce", task.step, 0.0, task.patience)
         self._holds = None
         self._first.trained()
-        with bar(name):
-            done = self.executor.finish(task)
-        self._holds = task.step
-        started = time.perf_counter()
-        snapshot = self._send_snapshot(task.step) if task.export else None
+        with self.executor.beside_encodes():
+            with bar(name):
+                done = self.executor.finish(task)
+            self._holds = task.step
+            started = time.perf_counter()
+            snapshot = self._send_snapshot(task.step) if task.export else None
         report = self._report(task, done, snapshot_s=time.perf_counter() - started)
         self.heartbeat.idle()
         return report, snapshot
@@ -262,6 +268,14 @@ class Worker:
         return digest.hexdigest()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _encoded(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> list[PublishedResult]:
+        """What an encode publishes; of one that may outlast its step nothing yet (`outlasted`)."""
+        if task.outlasts:
+            self.executor.begin_outlasting(task, encode)
+            return []
+        with bar(task.name), freed():
+            return self._done(task, encode())
 
     def _load(self) -> Executor:
         modules = build_modules(self.settings, self.device)

@@ -95,13 +95,13 @@ def planned_bags(
         shape.dit, shape.vae, geometry=Geometry(), tflops=400.0, degrees=DEGREES[model], exchange_gbps=200.0
     )
     profile.cross_node = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json").cross_node
-    options = PlanOptions(budget_s=budget_s, counted=True, update_waits=True, bag_peers=most)
+    options = PlanOptions(budget_s=budget_s, counted=True, bag_peers=most)
     found = []
     for number, items in enumerate(
         items_from_buckets(settings, shape, batches_of(settings, Geometry(), profile), steps, 0)
     ):
         plan = make_plan([items], profile, cluster, options, first_step=number)
         check(plan, [items], profile, cluster)
-        bags = [tuple(sorted(cascade.workers)) for cascade in rolling_cut(plan, update_waits=True)]
+        bags = [tuple(sorted(cascade.workers)) for cascade in rolling_cut(plan)]
         found.append(PlannedBags(seconds=plan.steps[0].makespan_s, bags=bags))
     return found

@@ -77,6 +77,7 @@ class TimedWorker(Worker):
     """A worker whose model is one small layer and whose cascades are waits."""
 
     def _load(self) -> Executor:
+        torch.manual_seed(0)  # all workers begin with the same weights
         layer = torch.nn.Linear(64, 64)
         nothing: Any = SimpleNamespace()  # no encoder is asked for anything
         modules = Modules(config=self.settings.model, geometry=nothing, dit=layer, vae=nothing, text=nothing)

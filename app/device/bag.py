@@ -1,8 +1,8 @@
 """A bag of processes that `heddle profile` measures: one per device, connected as the workers of a run are.
 
 with Bag(config, degree=2, device="cuda") as bag:
-    point = bag.measure(shape, repeats=3)       # raises MemoryError when it ran out on a member
-    speed = bag.exchange(2**24)                 # all-to-all, bytes per second of a member
+    point = bag.measure("dit", shape, repeats=3)    # raises MemoryError when it ran out on a member
+    speed = bag.exchange(2**24)                     # all-to-all, bytes per second of a member
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
+from actors.plan.types import Module
 from app.device.points import PointTimes, ProfiledShape, timed
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
@@ -28,11 +29,11 @@ _ANSWER_S = 600.0  # of one run of a cascade
 _CAUSE_S = 5.0  # a member that fails may be one that another has left, which says why a moment later
 _WARM_UP = 1
 
-Order = tuple[Literal["measure"], ProfiledShape, int] | tuple[Literal["exchange"], int, int]
+Order = tuple[Literal["measure"], Module, ProfiledShape, int] | tuple[Literal["exchange"], int, int]
 
 
 class Bag:
-    """`degree` processes that run DiT cascades together. Closing it ends them."""
+    """`degree` processes that run cascades together. Closing it ends them."""
 
     def __init__(self, config: RunConfig, degree: int, device: str) -> None:
         """Raises ConfigError where a member does not come up."""
@@ -57,10 +58,10 @@ class Bag:
             self.close()
             raise
 
-    def measure(self, shape: ProfiledShape, repeats: int) -> PointTimes:
-        """Forward and backward of a packed batch. Raises MemoryError where a member ran out of memory: the bag is of no
-        use then."""
-        answers = self._ask(("measure", shape, repeats))
+    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
+        """Forward and backward of a packed batch, or an encode with what its members then share. Raises MemoryError
+        where a member ran out of memory: the bag is of no use then."""
+        answers = self._ask(("measure", module, shape, repeats))
         times = [answer for answer in answers if isinstance(answer, PointTimes)]
         peaks = [one.peak_gib for one in times if one.peak_gib is not None]
         longest = tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True))
@@ -160,7 +161,7 @@ def _come_up(config_yaml: str, rank: int, degree: int, device: str, port: int) -
 
 def _carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
     if order[0] == "measure":
-        return bench.measure("dit", order[1], order[2])
+        return bench.measure(order[1], order[2], order[3])
     import torch
 
     _, num_bytes, repeats = order

@@ -14,7 +14,7 @@ from ops.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from ops.comm import Group
     from ops.models.image import ImageEncoder
@@ -35,7 +35,7 @@ class Bench:
         device: torch.device,
         group: Group | None = None,
     ) -> None:
-        """`group`: the bag of which this process is a member; only DiT cascades run in one."""
+        """`group`: the bag of which this process is a member."""
         import torch
 
         from ops.attention.varlen import check_backend
@@ -76,17 +76,6 @@ class Bench:
 
         return build_image(self.model.image, self.device)
 
-    @cached_property
-    def frozen_gib(self) -> float:
-        """What the modules that are not trained take of a GPU; they are there from now on. 0 on a CPU."""
-        import torch
-
-        if self.device.type != "cuda":
-            return 0.0
-        before = torch.cuda.memory_allocated(self.device)
-        _ = self.vae, self.text, self.image
-        return (torch.cuda.memory_allocated(self.device) - before) / 2**30
-
     def rest(self) -> None:
         """Take nothing of the device until the next measurement, which loads anew."""
         from actors.worker.meter import collect
@@ -97,10 +86,10 @@ class Bench:
 
     def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
         """Seconds of a cascade, several times after a warm-up, and the peak GiB of a worker with all modules where the
-        device counts; of a member of a bag without those that are not trained."""
+        device counts."""
         import torch
 
-        if self.device.type == "cuda" and self.group.size == 1:
+        if self.device.type == "cuda":
             _ = self.dit, self.vae, self.text, self.image
         work = getattr(self, f"_{module}")(shape)
         if self.device.type == "cuda":
@@ -110,8 +99,10 @@ class Bench:
         return PointTimes(seconds=seconds, peak_gib=peak)
 
     def _text(self, shape: ProfiledShape) -> Callable[[], object]:
+        from actors.worker.encoding import encode_texts
+
         captions = [self._caption(shape.text_tokens)] * shape.batch
-        return lambda: self.text.encode(captions)
+        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device)
 
     def _caption(self, tokens: int) -> str:
         """A caption of about this many tokens."""
@@ -127,14 +118,13 @@ class Bench:
         size = (shape.batch, bucket.frames, bucket.height, bucket.width, 3)
         video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-        def work() -> None:
-            self.vae.encode(video.to(self.device))
-            if self.frame.channels:
-                self.vae.encode(self.frame.still(video).to(self.device))
-            if self.image is not None:
-                self.image.encode(video[:, 0])
+        from actors.worker.encoding import encode_clips
+        from actors.worker.loading import Modules
 
-        return work
+        modules = Modules(
+            config=self.model, geometry=self.geometry, dit=self.dit, vae=self.vae, text=self.text, image=self.image
+        )
+        return lambda: encode_clips(modules, self.frame, video, self.group, _Unparted(), self.device)
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
         """Forward and backward of one packed batch, gradients accumulated as in training."""
@@ -173,3 +163,12 @@ class Bench:
             flow_loss(predicted.float(), target, layout, weights).backward()
 
         return work
+
+
+class _Unparted:
+    """Stands for what times a cascade of a run: a lack of memory is a limit here, and no reason to encode in parts."""
+
+    def phase(self, name: str) -> None: ...
+
+    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
+        return encode(samples) if len(samples) else []

@@ -3,7 +3,7 @@
     heddle profile --config configs/runs/demo.yaml --out profile.json
 
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
-device, the DiT also in bags of every degree that this machine has devices for, with the process groups of a run. What
+device and in bags of every degree that this machine has devices for, with the process groups of a run. What
 runs out of memory is a limit. The file is written after every point, and a file of the same setting is continued.
 Other batch sizes and degrees are predicted by the models fitted to these points.
 """
@@ -20,7 +20,7 @@ from actors.plan.costs.fit import fit_form, knapformer_constants
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile, write_profile
 from actors.plan.types import MODULES, Module, PlanError
-from actors.planning.batching import TargetBatch
+from actors.planning.batching import TargetBatch, seconds_of
 from actors.planning.learned import refuse_other, setting_of
 from app.device.bag import Bag, degrees_here
 from app.device.bench import Bench
@@ -118,15 +118,27 @@ def run_profile(
 
 
 def points_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[ProfilePoint]:
-    """Every module alone, and the DiT's largest batches in bags."""
+    """Every module alone, and its largest batches in bags. Captions are dealt whole: a bag has one for every member."""
     found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
     largest: dict[object, ProfiledShape] = {}
     for shape in shapes:
         known = largest.get(shape.bucket)
         largest[shape.bucket] = shape if known is None or known.batch < shape.batch else known
     return found + [
-        ProfilePoint(module="dit", shape=shape, degree=degree) for degree in bags for shape in largest.values()
+        ProfilePoint(module=module, shape=shape, degree=degree)
+        for module in MODULES
+        for degree in bags
+        for shape in largest.values()
+        if module != "text" or shape.batch >= degree
     ]
+
+
+def with_degrees(profile: Profile) -> None:
+    """Encoders may run at the degrees at which they were measured: any is legal for them, and only these are priced."""
+    for module in MODULES:
+        if module != "dit":
+            measured = {degree for name, *_, degree in profile.measured if name == module}
+            profile.degrees[module] = tuple(sorted({1} | measured))
 
 
 def by_information(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
@@ -180,14 +192,12 @@ def _measure(
 ) -> None:
     """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
     bags: dict[int, Bag] = {}
-    frozen_gib = bench.frozen_gib
 
     def found_in_bag(point: ProfilePoint) -> PointTimes:
         if point.degree not in bags:
             bags[point.degree] = Bag(config, point.degree, device)
             _print_exchange(bags[point.degree])
-        times = bags[point.degree].measure(point.shape, repeats)
-        return times if times.peak_gib is None else replace(times, peak_gib=times.peak_gib + frozen_gib)
+        return bags[point.degree].measure(point.module, point.shape, repeats)
 
     def found(point: ProfilePoint) -> PointTimes:
         if point.degree == 1:
@@ -255,6 +265,7 @@ def _ran_out(point: ProfilePoint, error: Exception, profile: Profile) -> None:
 def _save(profile: Profile, out: Path) -> None:
     if not profile.measured:
         return
+    with_degrees(profile)
     torn = out.with_name(f"{out.name}.torn")
     write_profile(profile, torn)
     os.replace(torn, out)
@@ -314,7 +325,7 @@ def _limits(
     print(
         f"batches   seconds = {fit.coefficients[0]:.4g} + {fit.coefficients[1]:.4g} B S^{fit.exponent:g}, R^2 "
         f"{fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%; M_mem {batch.memory_tokens:,.0f} tokens, M_comp "
-        f"{batch.compute:.4g} for {batch.target_s:.3g} s a batch"
+        f"{batch.compute:.4g} for {seconds_of(batch, fit):.3g} s a batch"
         + ("; the fit is poor, and so are these limits" if fit.poor else "")
     )
     if write:

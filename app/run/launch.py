@@ -115,6 +115,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
 
 def _with_limits(config: RunConfig) -> RunConfig:
     """Where a `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
+    from actors.planning.batching import seconds_of
     from actors.planning.options import profile_of
     from actors.pool.workers import device_of
     from actors.ray_calls import gpus_of_a_node
@@ -132,9 +133,10 @@ def _with_limits(config: RunConfig) -> RunConfig:
             if fit is not None and name == "data.batch"
             else ""
         )
+        seconds = limits.target_s if fit is None else seconds_of(limits, fit)
         _note(
             f"{name}: auto is memory_tokens {limits.memory_tokens:,.0f}, compute {limits.compute:.4g}, exponent "
-            f"{limits.exponent:g} for {limits.target_s:.3g} s a batch{source}"
+            f"{limits.exponent:g} for {seconds:.3g} s a batch{source}"
         )
     if device_gib(config)[0] is None:
         _note(

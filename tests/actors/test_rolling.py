@@ -13,10 +13,10 @@ from actors.config import WorkersConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Part, StepPlan
+from actors.plan.types import Cascade, Cluster, Item, Part, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut
-from actors.run.dispatch import Holdings, calls_of
-from actors.run.steps import StepRunner
+from actors.run.dispatch import Holdings, calls_of, end_of
+from actors.run.steps import StepRunner, early_encodes
 from actors.run.waits import StepWaits
 from actors.step import Seat, StepAssignment, StepSamples
 from ops.geometry import Geometry
@@ -26,7 +26,9 @@ from tests.actors.fakes import Handle
 
 GEOMETRY = Geometry()
 WORKER: Any = Handle(
-    **dict.fromkeys(("encode_text", "encode_vae", "dit", "finish_step", "published"), lambda *given: object())
+    **dict.fromkeys(
+        ("encode_text", "encode_vae", "dit", "finish_step", "published", "outlasted"), lambda *given: object()
+    )
 )
 SHAPES = ((1, 64, 96), (5, 64, 64), (17, 64, 96), (33, 64, 96))
 
@@ -71,7 +73,7 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
         assert trained == sorted(s.id for of in samples[step].samples.values() for s in of)
         ahead = [c for c in cascades if c.step > step]
         early += len(ahead)
-        done = [EarlyEncode(item=p.item, module=c.module, workers=c.workers) for c in ahead for p in c.parts]
+        done = [one for c in ahead for one in early_encodes(c, end_of(cascades, step))]
         holdings.drop_before(step + 1)
     assert early > 0 or strategy != "cascade", "the cascade strategy never used a gap"
 
@@ -141,3 +143,74 @@ def test_what_is_encoded_steps_ahead_is_encoded_once_and_found(lookahead: int) -
         running = runner.dispatch()
         assert all(call.reference is not None for call in running.calls)
     assert ("vae", f"s{11 + lookahead}.0") in planner.given and set(planner.given.values()) == {1}
+
+
+class PlanningAhead:
+    """Plans a DiT of one second a step, and begins the encodes of the next step in its second half."""
+
+    def __init__(self) -> None:
+        self.told: list[list[float]] = []
+
+    def plan(self, step: int, window: Any, cluster: Cluster, done: Any, budget_s: float) -> StepAssignment:
+        self.told.append([one.end_s for one in done])
+        known = {(one.module, one.item) for one in done}
+        cascades = []
+        for ahead, items in enumerate(window[:2]):
+            for module in ("text", "vae", "dit")[: 3 - ahead]:
+                if (module, items[0].id) not in known:
+                    part = Part(item=items[0].id, first=0, count=items[0].batch)
+                    # the VAE of the next step outlasts this one by 0.25 s, its text encode ends in time
+                    times = (0.6, 1.25) if ahead and module == "vae" else (0.0, 1.0)
+                    worker = 1 if module == "vae" else 0
+                    cascades.append(Cascade(id=f"{items[0].id}/{module}/0", module=module, step=step + ahead,
+                                            parts=(part,), degree=1, workers=(worker,), start_s=times[0],
+                                            end_s=times[1]))  # fmt: skip
+        cascades.sort(key=lambda c: (c.module == "dit", c.step))
+        plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, planning_s=0, idle_ratio=0)
+        return StepAssignment(step=plan, cascades=tuple(cascades), planning_s=0.0)
+
+    def request(self, *question: Any) -> None:
+        pass
+
+
+def test_the_end_of_a_step_stands_before_that_of_an_encode_that_outlasts_it() -> None:
+    asked: list[tuple[int, str, Any]] = []
+
+    def handle(rank: int) -> Any:
+        def answer(method: str) -> Any:
+            return lambda task, *rest: (
+                asked.append((rank, method, task)) or (rank, method, task.cascade if method != "finish_step" else "")
+            )
+
+        return Handle(**{m: answer(m) for m in ("encode_text", "encode_vae", "dit", "finish_step", "outlasted")})
+
+    planner = PlanningAhead()
+    runner = StepRunner(
+        generation=1,
+        world=tuple(Seat(name=f"w{n}", node="n", handle=handle(n)) for n in range(2)),
+        cluster=Cluster(nodes=(2,)),
+        source=Source(),  # type: ignore[arg-type]
+        planner=planner,  # type: ignore[arg-type]
+        budget_s=0.01,
+        lookahead=1,
+        exports=lambda step: False,
+        next_step=0,
+        last_step=100,
+        forming=[],
+        waits=StepWaits(config=WorkersConfig()),
+    )
+    first, second = runner.dispatch(), runner.dispatch()
+    late = "s1.0/vae/0"
+    of_1 = [(method, getattr(task, "cascade", f"finish {task.step}")) for rank, method, task in asked if rank == 1]
+    begun, ended = of_1.index(("encode_vae", late)), of_1.index(("outlasted", late))
+    assert begun < of_1.index(("finish_step", "finish 0")) < ended < of_1.index(("finish_step", "finish 1"))
+    finishes = {(rank, task.step): task.cascades for rank, method, task in asked if method == "finish_step"}
+    assert late not in finishes[1, 0] and late in finishes[1, 1]
+    (end,) = [task for rank, method, task in asked if method == "outlasted" and task.cascade == late]
+    assert (end.planned_start_s, end.planned_end_s) == pytest.approx((-0.4, 0.25))
+    assert planner.told[1] == pytest.approx([0.0, 0.25]), "the next plan knows until when its worker is busy"
+    assert second.results[late] == (1, "outlasted", late), "what others fetch comes from its end"
+    refs = {call.reference[1:] for call in second.calls}  # type: ignore[index]
+    assert {("encode_vae", late), ("outlasted", late)} <= refs and ("outlasted", late) not in {
+        c.reference[1:] for c in first.calls
+    }  # type: ignore[index]

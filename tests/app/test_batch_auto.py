@@ -48,7 +48,7 @@ def test_auto_is_resolved_once_and_a_resume_takes_the_numbers_of_the_run(tmp_pat
     model, geometry = resolve(config.model)
     found, fit = with_limits(config, model, geometry, flop_profile(model, geometry))
     batch = found.data.batch
-    assert fit is not None and batch.compute > 0 and batch.target_s > 0 and batch.max_batch == 7 and not is_open(batch)
+    assert fit is not None and batch.compute > 0 and batch.target_s == 0 and batch.max_batch == 7 and not is_open(batch)
     assert with_limits(found, model, geometry, flop_profile(model, geometry, "H100")) == (found, None), "it has them"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(found.to_yaml())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from app.device.bag import Bag, degrees_here
@@ -93,10 +94,55 @@ def test_the_ends_of_every_line_are_measured_first_and_nothing_is_left_out() -> 
 
 def test_bags_run_the_largest_batch_of_every_bucket() -> None:
     shapes = [point(batch, frames).shape for frames in (1, 5) for batch in (1, 3)]
-    bags = [
-        (one.shape.bucket.frames, one.shape.batch, one.degree) for one in points_of(shapes, (2, 4)) if one.degree > 1
-    ]
-    assert bags == [(1, 3, 2), (5, 3, 2), (1, 3, 4), (5, 3, 4)]
+    bags: dict[str, list] = {"text": [], "vae": [], "dit": []}
+    for one in points_of(shapes, (2, 4)):
+        if one.degree > 1:
+            bags[one.module].append((one.shape.bucket.frames, one.shape.batch, one.degree))
+    assert bags["dit"] == bags["vae"] == [(1, 3, 2), (5, 3, 2), (1, 3, 4), (5, 3, 4)]
+    assert bags["text"] == [(1, 3, 2), (5, 3, 2)], "three captions keep no bag of four busy"
+
+
+def test_encoders_run_at_the_degrees_at_which_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Two:
+        """A bag in which everything takes 0.6 of the seconds."""
+
+        degree = 2
+
+        def __init__(self, *settings: object) -> None: ...
+
+        def measure(self, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+            return PointTimes(seconds=(0.06 * shape.batch * shape.bucket.frames,), peak_gib=None)
+
+        def exchange(self, num_bytes: int) -> float:
+            return 1e9
+
+        def close(self) -> None: ...
+
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr("app.device.profile.Bag", Two)
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
+    profile = read_profile(out)
+    assert {key[0] for key in profile.measured if key[5] == 2} == {"text", "vae", "dit"}
+    assert profile.legal_degrees("vae", 3, 5, 32, 48) == profile.legal_degrees("text", 3, 5, 32, 48, 56) == (1, 2)
+    assert dict(profile.modes("vae", 3, 5, 32, 48))[2] == pytest.approx(
+        0.6 * dict(profile.modes("vae", 3, 5, 32, 48))[1]
+    )
+
+
+def test_a_member_without_a_caption_makes_no_text_encode_quicker() -> None:
+    one, two, third = (
+        FORMS["captions"].features(
+            Load(batch=batch, frames=1, height=8, width=8, text_tokens=20, tokens=1, degree=k), 1.0
+        )
+        for batch, k in ((1, 1), (1, 2), (3, 2))
+    )
+    assert one == two == (1.0, 20.0) and third == (1.0, 40.0)
 
 
 def test_long_samples_are_swept_over_batches() -> None:
@@ -243,6 +289,6 @@ def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
     profile = read_profile(out)
-    assert {key[5] for key in profile.measured if key[0] == "dit"} == {1, 2}
+    assert all({key[5] for key in profile.measured if key[0] == module} == {1, 2} for module in ("text", "vae", "dit"))
     assert profile.measured["dit", 3, 5, 32, 48, 2] > 0
     assert "all-to-all of 2:" in capsys.readouterr().out

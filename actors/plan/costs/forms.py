@@ -81,7 +81,8 @@ def _pixels(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 def _captions(load: Load, exponent: float) -> tuple[float, ...]:
-    return 1.0, float(load.batch * max(load.text_tokens, 1)) / load.degree
+    """Captions are dealt whole: the member with most of them decides."""
+    return 1.0, float(-(-load.batch // load.degree) * max(load.text_tokens, 1))
 
 
 FORMS = {

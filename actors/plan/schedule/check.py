@@ -9,7 +9,7 @@ from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.evaluator import cascade_seconds
-from actors.plan.schedule.problem import ItemKey, done_results, index_items
+from actors.plan.schedule.problem import ItemKey, busy_until, done_results, index_items
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError
 
 TOLERANCE_S = 1e-6
@@ -26,7 +26,7 @@ def check(
         _check_cascade(cascade, items, profile, topology)
         _check_memory(cascade, items, profile, cluster.least_room_gib)
     _check_coverage(cascades, items, profile, done)
-    _check_exclusive(cascades)
+    _check_exclusive(cascades, busy_until(done, cluster.num_workers))
     _check_predecessors(cascades, items, profile, done)
     _check_barriers(cascades)
     if not bag_order_is_deadlock_free(cascades):
@@ -142,13 +142,18 @@ def _check_coverage(
                 )
 
 
-def _check_exclusive(cascades: Sequence[Cascade]) -> None:
+def _check_exclusive(cascades: Sequence[Cascade], busy_s: Sequence[float]) -> None:
     per_worker: dict[int, list[Cascade]] = {}
     for cascade in cascades:
         for worker in cascade.workers:
             per_worker.setdefault(worker, []).append(cascade)
     for worker, queue in per_worker.items():
         queue.sort(key=lambda cascade: (cascade.start_s, cascade.end_s))
+        if queue[0].start_s < busy_s[worker] - TOLERANCE_S:
+            raise PlanError(
+                f"worker {worker} runs {queue[0].id} at {queue[0].start_s:.3f} s, before its encode of the step before "
+                f"ends at {busy_s[worker]:.3f} s."
+            )
         for first, second in pairwise(queue):
             if second.start_s < first.end_s - TOLERANCE_S:
                 raise PlanError(f"worker {worker} runs {first.id} and {second.id} at the same time.")
@@ -160,7 +165,7 @@ def _check_predecessors(
     produced: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...], str]]] = {}
     for key, result in done_results(done, items):
         for sample in range(items[key].batch):
-            produced.setdefault((key, sample), []).append((0.0, result.workers, "an earlier encode"))
+            produced.setdefault((key, sample), []).append((result.end_s, result.workers, "an earlier encode"))
     for cascade in cascades:
         if cascade.module != "dit":
             for part in cascade.parts:

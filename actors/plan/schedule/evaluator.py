@@ -45,11 +45,11 @@ def to_cascades(problem: Problem, jobs: Sequence[PlannedJob], placed: Sequence[P
 def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
     """Time cascades in list order; their own start_s and end_s are ignored. Starts are as early as the rules allow."""
     items, profile, topology = problem.items, problem.profile, problem.topology
-    free = [0.0] * topology.num_workers
+    free = list(problem.busy_s)
     encoded: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...]]]] = {}
     for (key, _), result in problem.finished.items():
         for sample in range(items[key].batch):
-            encoded.setdefault((key, sample), []).append((0.0, result.workers))
+            encoded.setdefault((key, sample), []).append((result.end_s, result.workers))
     step_end: dict[int, float] = {}
     timed = []
     for cascade in order:

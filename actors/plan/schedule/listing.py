@@ -149,7 +149,7 @@ class ListSchedule:
         for module in ("text", "vae"):
             result = self.problem.finished.get((job.item, module))
             if result is not None and bag.isdisjoint(result.workers):
-                ready = max(ready, delay)
+                ready = max(ready, result.end_s + delay)
         return ready
 
     def _bags(self, degree: int, ready: float, producers: set[int]) -> list[tuple[int, ...]]:

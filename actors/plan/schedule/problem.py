@@ -46,7 +46,6 @@ class PlanOptions:
     static_degree: int = 0  # static only; 0: the best fixed degree for this workload
     split: bool = True  # a batch may run as several cascades
     lookahead: int = 1  # steps whose encodes may fill gaps of this one
-    update_waits: bool = False  # all workers join an update that ends each step: encodes in gaps end before it
     replans: bool = False  # only the first step will be executed: the budget is spent on it alone
     least_gain: float = 0.0  # share of a step that cut batches or packed bags must save before they are chosen
     bag_peers: int = (
@@ -151,6 +150,7 @@ class Problem:
         self.items = index_items(steps, first_step)
         self.finished = {(key, result.module): result for key, result in done_results(done, self.items)}
         self.numbers = range(first_step, first_step + len(steps))
+        self.busy_s = busy_until(done, cluster.num_workers)
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
@@ -206,11 +206,22 @@ class Problem:
             first += count
         return jobs
 
+    @property
+    def start(self) -> StepContext:
+        """What the first step inherits: workers that are still at an early encode, and when it ends."""
+        ran = {
+            (key, module, 0, self.items[key].batch): (result.end_s, result.workers)
+            for (key, module), result in self.finished.items()
+            if result.end_s > 0
+        }
+        return StepContext(self.busy_s, 0.0, ran)
+
     def on(self, cluster: Cluster) -> Problem:
         """The same items on another cluster, such as some nodes of this one."""
         part = copy.copy(self)
         part.cluster = cluster
         part.topology = Topology(cluster, self.profile.cross_node)
+        part.busy_s = (0.0,) * cluster.num_workers
         part._modes, part._cheapest = {}, {}
         return part
 
@@ -381,6 +392,15 @@ def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[It
                 raise PlanError(f"step {number}: item {item.id!r} occurs twice. Give every item of a step its own id.")
             items[number, item.id] = item
     return items
+
+
+def busy_until(done: Sequence[EarlyEncode], num_workers: int) -> tuple[float, ...]:
+    """When each worker ends the early encodes of the steps before."""
+    busy = [0.0] * num_workers
+    for result in done:
+        for worker in result.workers:
+            busy[worker] = max(busy[worker], result.end_s)
+    return tuple(busy)
 
 
 def done_results(done: Sequence[EarlyEncode], items: Mapping[ItemKey, Item]) -> list[tuple[ItemKey, EarlyEncode]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from actors.plan.schedule.constructive import allot, list_by_tail
-from actors.plan.schedule.evaluator import to_cascades
+from actors.plan.schedule.evaluator import simulate, to_cascades
 from actors.plan.schedule.figures import end_with_credit
 from actors.plan.schedule.problem import EncodeKey, Placement, PlannedJob, Problem, StepContext
 from actors.plan.schedule.strategy import Strategy, one_by_one
@@ -46,6 +46,7 @@ class CascadeSearch:
         except PlanError:  # knapsack has no legal plan here
             return found
         last = problem.numbers[0] if options.replans else problem.numbers[-1]
+        packed = simulate(problem, packed)  # on workers that may still be at an early encode
         gain = max(options.least_gain, 1e-9)
         earlier = end_with_credit(problem, packed, last) * (1 + gain) < end_with_credit(problem, found, last)
         return packed if earlier else found
@@ -56,7 +57,7 @@ def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:
     numbers = problem.numbers
     long = len(numbers) >= LONG_HORIZON and budget_s > 0
     width, worths = (BEAM, WORTHS) if long else (1, WORTHS[:1])
-    beam = [EarlierSteps(StepContext.idle(problem.topology.num_workers), [], [])]
+    beam = [EarlierSteps(problem.start, [], [])]
     for step in numbers:
         ahead = tuple(s for s in range(step + 1, step + 1 + problem.options.lookahead) if s in numbers)
         rough = problem.options.replans and step != numbers[0]

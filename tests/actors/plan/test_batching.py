@@ -6,7 +6,7 @@ import pytest
 
 from actors.plan.costs.needs import NeedLine
 from actors.plan.costs.profile import Profile
-from actors.planning.batching import TargetBatch, best_sizes, fitted_limits, moved
+from actors.planning.batching import TargetBatch, best_sizes, fitted_limits, moved, seconds_of
 from actors.planning.options import flop_profile
 from data.config import BatchConfig
 from data.types import Bucket
@@ -70,6 +70,18 @@ def test_without_a_target_one_clip_of_the_longest_bucket_sets_it() -> None:
     limits = BatchConfig(auto=True, text_tokens=100, memory_tokens=1e6)
     sizes = best_sizes(known(), BUCKETS, limits)
     assert sizes[BUCKETS[-1]] == 1 and sizes[BUCKETS[0]] > sizes[BUCKETS[1]] > sizes[BUCKETS[2]] > 1
+
+
+@pytest.mark.parametrize("dearer", [0.1, 3.0, 100.0])
+def test_costs_that_were_thought_lower_everywhere_leave_the_sizes_of_an_automatic_target(dearer: float) -> None:
+    """A run begins with the FLOP model of its device and measures other seconds: with those of the model as a target
+    every batch was re-sized to one clip."""
+    limits = BatchConfig(auto=True, text_tokens=100, memory_tokens=1e6)
+    begun, fit = fitted_limits(known(), BUCKETS, limits)
+    sizes = best_sizes(known(), BUCKETS, begun)
+    assert begun.target_s == 0 and best_sizes(known(dearer), BUCKETS, begun) == sizes
+    longest = 100 + GEOMETRY.tokens(BUCKETS[-1].frames, BUCKETS[-1].height, BUCKETS[-1].width)
+    assert seconds_of(begun, fit) == pytest.approx(A + B_ * longest**P, rel=1e-3)
 
 
 def test_a_target_below_what_any_cascade_takes_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,10 @@ from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search.space import useful_modes
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, StepPlan
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut
+from actors.run.dispatch import end_of
+from actors.run.steps import early_encodes
 from ops.models.wan.config import WanConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
@@ -104,20 +107,40 @@ def test_what_runs_in_a_step_is_free_of_deadlock_and_complete(steps: list, clust
 
 @settings(max_examples=15, deadline=None)
 @given(workloads, clusters)
-def test_nothing_that_runs_in_a_step_outlasts_it_where_the_update_waits(steps: list, cluster: Cluster) -> None:
-    """Otherwise all workers would wait for it before the update. What the step takes longer than one planned alone is
-    repaid by encodes of later steps, or less than the gain that a run asks for before it packs or cuts a batch."""
+def test_what_outlasts_a_step_is_the_last_of_its_workers_and_the_next_plan_waits_for_it(
+    steps: list, cluster: Cluster
+) -> None:
+    """And what a step takes longer than one planned alone is repaid by encodes of later steps, or less than the gain
+    that a run asks for before it packs or cuts a batch."""
     workload = named(steps)
-    options = PlanOptions(budget_s=0.01, update_waits=True, replans=True)
+    options = PlanOptions(budget_s=0.01, replans=True)
     plan = make_plan(workload, FLOPS, cluster, options)
     check(plan, workload, FLOPS, cluster)
-    executed = rolling_cut(plan, update_waits=True)
-    end = max(c.end_s for c in executed if c.step == 0)
-    assert all(c.end_s <= end + 1e-6 for c in executed)
-    assert {c.id for c in plan.steps[0].cascades} <= {c.id for c in executed if c.step == 0}
+    executed = rolling_cut(plan)
+    end = end_of(executed, 0)
+    for worker in range(cluster.num_workers):
+        mine = [c for c in executed if worker in c.workers]
+        assert all(c.end_s <= end + 1e-6 for c in mine[:-1])
+    done = [one for c in executed if c.step > 0 for one in early_encodes(c, end)]
+    following = workload[1:2]
+    after = make_plan(following, FLOPS, cluster, options, first_step=1, done=done)
+    check(after, following, FLOPS, cluster, done=done)
     alone = make_plan(workload[:1], FLOPS, cluster, options)
     repaid = sum(c.seconds * c.degree for c in executed if c.step > 0) / cluster.num_workers
     assert plan.steps[0].makespan_s - repaid <= alone.steps[0].makespan_s * (1 + options.least_gain) + 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "knapsack", "longest_first"])
+def test_a_plan_counts_on_workers_that_are_still_at_an_early_encode(strategy: str) -> None:
+    workload, cluster = named([[(2, 17, 64, 64, 20), (1, 5, 64, 64, 20)]]), Cluster(nodes=(2,))
+    done = [EarlyEncode(item=workload[0][0].id, module="vae", workers=(1,), end_s=3.0)]
+    plan = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=done)
+    check(plan, workload, FLOPS, cluster, done=done)
+    assert min(c.start_s for step in plan.steps for c in step.cascades if 1 in c.workers) >= 3.0
+    idle = [replace(done[0], end_s=0.0)]
+    free = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=idle)
+    with pytest.raises(PlanError, match="before"):
+        check(free, workload, FLOPS, cluster, done=done)
 
 
 def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:

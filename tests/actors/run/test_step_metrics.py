@@ -11,7 +11,7 @@ from actors.messages import Piece, Span, StepReport
 from actors.plan.costs.flops import DiTWork
 from actors.plan.types import Item, Part, StepPlan
 from actors.records.span_record import span_of
-from actors.run.step_metrics import LoadHistory, StepFacts, loss_by_bucket, step_metrics, timeline_records
+from actors.run.step_metrics import LoadHistory, StepFacts, begin_of, loss_by_bucket, step_metrics, timeline_records
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
 from ops.geometry import Geometry
@@ -159,3 +159,9 @@ def test_a_timeline_says_what_was_work_and_what_was_waiting() -> None:
     assert (record.line()["work_s"], record.line()["wait_s"], record.line()["exposed_s"]) == (4.0, 1.0, 0.5)
     old = {k: v for k, v in record.line().items() if k not in ("work_s", "wait_s", "exposed_s")}
     assert (span_of(old).work_s, span_of(old).wait_s) == (None, 0.0), "files of earlier versions are read"
+
+
+def test_an_encode_that_outlasted_the_step_before_does_not_move_the_begin_of_a_step() -> None:
+    late, own = ran(7.0, 12.0, planned_start_s=-3.0, planned_end_s=2.0), ran(10.1, 12.0)
+    assert begin_of([report("w0", late), report("w1", own)], 9.0) == 10.1
+    assert begin_of([report("w0", late)], 9.0) == 9.0

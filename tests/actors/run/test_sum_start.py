@@ -54,8 +54,14 @@ def test_a_bag_starts_it_behind_its_last_collective() -> None:
 
 
 def test_an_encode_bag_behind_the_last_dit_cascade_holds_it_back() -> None:
-    found = starts(*encodes("a", 0), cascade("a", "dit", (0,), 2), cascade("b", "vae", (0, 1), 3, step=1))
-    assert found == {0: [NEVER, NEVER, NEVER, AFTER], 1: [AFTER]}
+    other = [*encodes("c", 2), cascade("c", "dit", (2,), 4)]
+    found = starts(*encodes("a", 0), cascade("a", "dit", (0,), 2), cascade("b", "vae", (0, 1), 3, step=1), *other)
+    assert found == {0: [NEVER, NEVER, NEVER, AFTER], 1: [AFTER], 2: [NEVER, NEVER, DURING]}
+
+
+def test_an_encode_bag_that_outlasts_the_step_holds_nothing_back() -> None:
+    found = starts(*encodes("a", 0), cascade("a", "dit", (0,), 2), cascade("b", "vae", (0, 1), 2.5, step=1))
+    assert found == {0: [NEVER, NEVER, DURING, NEVER], 1: [NEVER]}
 
 
 def test_a_worker_without_gradient_starts_before_its_first_encode() -> None:

@@ -11,7 +11,7 @@ from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved
-from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs
+from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs, own_jobs
 
 FEW_JOBS = 6  # up to so many, a cut is also searched if its start is a little worse than that of whole batches
 MANY_JOBS = 48  # up to so many, one search over the whole cluster is stronger than cells
@@ -44,16 +44,17 @@ def plan_step(
 ) -> PlannedStep:
     """The best decision found for one step within the budget.
 
-    Where an update waits for all workers, encodes of later steps only fill the gaps of the step's own best plan: one
-    that is not over by then would delay the update.
+    An encode of a later step may outlast it. Where a step has so many jobs that they are searched without those of
+    later steps, these fill the gaps of what was found, and end by it.
     """
     started = time.perf_counter()
-    if not (problem.options.update_waits and ahead.steps):
+    later = later_jobs(problem, context, step, ahead)
+    if not later or len(own_jobs(problem, context, step)) + len(later) <= MANY_JOBS:
         schedule = best_schedule(problem, context, step, ahead, seed, budget_s)
-        return PlannedStep(schedule, tuple(schedule.free))
-    schedule = best_schedule(problem, context, step, StepsAhead(), seed, budget_s)
-    schedule.fill(_deadline(problem, started, budget_s) + FILL * budget_s, later_jobs(problem, context, step, ahead))
-    return PlannedStep(schedule, (schedule.step_end,) * problem.topology.num_workers)
+    else:
+        schedule = best_schedule(problem, context, step, StepsAhead(), seed, budget_s)
+        schedule.fill(_deadline(problem, started, budget_s) + FILL * budget_s, later)
+    return PlannedStep(schedule, tuple(schedule.free))
 
 
 def best_schedule(
