@@ -84,7 +84,7 @@ class Bag:
     def _ask(self, order: Order) -> list[object]:
         for pipe in self._pipes:
             pipe.send(order)
-        return self._answers(_ANSWER_S * (_WARM_UP + order[2]))
+        return self._answers(_ANSWER_S * (_WARM_UP + order[-1]))
 
     def _answers(self, patience_s: float) -> list[object]:
         """Of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it, or fail
