@@ -186,6 +186,8 @@ class WorkerInfo:
     gradients: str = ""  # where it would have them, "own", "node" or "host"
     state_on_host: bool = False  # optimizer state will lie in host memory
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
+    store_gib: float | None = None  # size of its node's object store; None: unknown
+    shared_gib: float | None = None  # size of /dev/shm there; None: there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,6 +72,12 @@ def gpus_of_a_node() -> int:
     return int(max((one["Resources"].get("GPU", 0.0) for one in nodes() if one["Alive"]), default=0.0)) or 8
 
 
+def object_store_gib(node_id: str) -> float | None:
+    """Size of a node's object store; None when Ray does not say."""
+    sizes = [one["Resources"].get("object_store_memory") for one in nodes() if one["NodeID"] == node_id]
+    return None if not sizes or sizes[0] is None else sizes[0] / 2**30
+
+
 def resources(*, free: bool) -> dict[str, float]:
     """What the cluster offers, or of it what nobody uses now, by Ray's names: "CPU", "GPU"."""
     found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()

@@ -166,6 +166,7 @@ class RunningStep:
     num_calls: int
     planning_s: float
     patience: Patience  # of the waits inside it
+    speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ the CancelToken and the deadline in between. NCCL waits only order streams; ther
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 import weakref
@@ -18,13 +19,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
+from ops.shards import even_bounds
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
+
+log = logging.getLogger(__name__)
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -88,7 +93,18 @@ class Group:
     @property
     def on_device(self) -> bool:
         """Whether its collectives take tensors of a GPU alone (NCCL)."""
-        return self._process_group is not None and self._process_group.name() == "nccl"
+        return _is_nccl(self._process_group)
+
+    @property
+    def failure(self) -> str:
+        """What went wrong on NCCL in a collective that has returned already; "" if nothing is known. There a wait only
+        orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
+        (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
+        process_group = self._process_group
+        if process_group is None or not _is_nccl(process_group):
+            return ""
+        error: ErrorType = cast(ErrorTeller, process_group).get_error()
+        return "" if error == ErrorType.SUCCESS else f"an error of its communicator ({error.name})"
 
     # Collectives ------------------------------------------------------------------------------------------------
 
@@ -165,15 +181,15 @@ class Group:
 
         Neighbouring ranges of flat [n] in rank order, some of them empty. Until the wait, flat is left alone there.
 
-        NCCL has a collective for equal ranges; others are reduced to one owner after the other. Gloo's reduce-scatter
-        is slower than its all-reduce at every size, so there the ranges are exchanged and added by the owner in rank
-        order, which also makes the sum independent of how it is cut.
+        NCCL has a collective for equal ranges (`even_ranges`); others are reduced to one owner after the other. Gloo's
+        reduce-scatter is slower than its all-reduce at every size, so there the ranges are exchanged and added by the
+        owner in rank order, which also makes the sum independent of how it is cut.
         """
         if self.size == 1:
             return []
         lo, hi = bounds[self.rank]
         whole = flat[bounds[0][0] : bounds[-1][1]]
-        if flat.is_cuda:
+        if self.on_device:
             if _equal(bounds):
                 usual = dist.ReduceScatterOptions()
                 return [
@@ -204,10 +220,11 @@ class Group:
             pending.wait()
 
     def all_gather_ranges_async(self, flat: Tensor, bounds: Sequence[tuple[int, int]]) -> list[Pending]:
-        """In-place broadcasts on Gloo (measured 4x faster than its all-gather), one grouped all-gather on NCCL."""
+        """In-place broadcasts on Gloo (measured 4x faster than its all-gather). NCCL gathers equal ranges in place
+        (`even_ranges`), others through a copy of all of them."""
         if self.size == 1:
             return []
-        if flat.is_cuda:
+        if self.on_device:
             lo, hi = bounds[self.rank]
             if _equal(bounds):
                 whole = flat[bounds[0][0] : bounds[-1][1]]
@@ -215,6 +232,12 @@ class Group:
             outputs = [[flat[a:b] for a, b in bounds]]
             return [self._begin("all_gather", flat, lambda pg: pg.allgather(outputs, [flat[lo:hi]]))]
         return [self.broadcast_async(flat[a:b], source_rank=r) for r, (a, b) in enumerate(bounds)]
+
+    def even_ranges(self, flat: Tensor, total: int) -> list[tuple[int, int]] | None:
+        """The members' ranges of one length, by which NCCL sums and gathers all of a vector of `total` elements at
+        once, in place; None where that is not better, or `flat` has too little room behind the vector."""
+        bounds = even_bounds(total, self.size)
+        return bounds if self.size > 1 and self.on_device and bounds[-1][1] <= flat.numel() else None
 
     def barrier(self, device: str | torch.device = "cpu") -> None:
         """Returns when every member has called it."""
@@ -232,9 +255,7 @@ class Group:
 
     def abort(self) -> None:
         """Make the group unusable from any thread: waiting members raise, on NCCL the communicator is aborted."""
-        process_group = self._process_group
-        if process_group is not None and process_group.name() == "nccl":
-            process_group.abort()
+        _abort(self._process_group)
         self._release("aborted")
 
     def install_default(self) -> None:
@@ -244,7 +265,7 @@ class Group:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        backend = "gloo" if self._process_group is None else self._process_group.name()
+        backend = "nccl" if self.on_device else "gloo"
         store = dist.HashStore() if self._store is None else dist.PrefixStore("default", self._store)
         timeout = timedelta(seconds=self.patience.limit_s or 60.0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
@@ -283,6 +304,7 @@ class Group:
         # Another thread has ended the group since it was looked at, without knowing this work.
         if not pending.done:
             self.abandoned = True
+            _abort(process_group)
             _bury(_Remains(process_group, [work]))
         self._cancel.check(f"{name} in group {self.members}")
         raise GroupError(f"{name} in group {self.members}: the group is {self.broken}.")
@@ -303,7 +325,8 @@ class Group:
             raise
         finally:
             pending.forget()
-            self._outstanding.discard(pending)
+            with self._ending:  # another thread may be looking through them
+                self._outstanding.discard(pending)
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
     def _wait_sliced(self, pending: Pending, begin: float, patience: Patience) -> None:
@@ -332,28 +355,49 @@ class Group:
                 )
 
     def _release(self, why: str) -> None:
-        if self._is_default:
-            self._is_default = False
-            dist.destroy_process_group()
-        if self.size == 1:
-            return
         with self._ending:
-            if self.broken:
-                return
-            self.broken = why
+            was_default, self._is_default = self._is_default, False
+            ends_now = self.size > 1 and not self.broken
+            if ends_now:
+                self.broken = why
             pending = list(self._outstanding)
             self._outstanding.clear()
+        if was_default:
+            dist.destroy_process_group()
+        if not ends_now:
+            return
         busy = [one.work for one in pending if one.work is not None and not one.done]
         self.abandoned = self.abandoned or bool(busy)
         for one in pending:
             one.forget()
         process_group, self._process_group = self._process_group, None
         if busy:
+            _abort(process_group)
             _bury(_Remains(process_group, busy))
         free_ended()  # idle connections close at the end of this call, within a millisecond
 
 
 _DONE = Pending(None, None, "done")
+
+
+def _is_nccl(process_group: dist.ProcessGroup | None) -> bool:
+    return process_group is not None and process_group.name() == "nccl"
+
+
+def _abort(process_group: dist.ProcessGroup | None) -> None:
+    """End what runs in it: on NCCL nothing else does, and a device that waits in a collective does nothing more."""
+    if process_group is None or not _is_nccl(process_group):
+        return
+    try:
+        process_group.abort()
+    except RuntimeError as error:  # the group is lost either way, and whoever ends it has more to do
+        log.warning("a communicator could not be aborted: %s", first_line(error))
+
+
+class ErrorTeller(Protocol):
+    """What ProcessGroupNCCL has beside the collectives of a process group."""
+
+    def get_error(self) -> ErrorType: ...
 
 
 @dataclass(eq=False)
@@ -365,6 +409,7 @@ class _Remains:
 
 
 _buried: list[_Remains] = []
+_digging = threading.Lock()  # of `_buried`: what has ended is freed once
 
 
 def _bury(remains: _Remains) -> None:
@@ -381,10 +426,12 @@ def _bury(remains: _Remains) -> None:
 def free_ended() -> None:
     """Destroy buried groups whose operations have ended meanwhile: they hold the tensors of their collectives, which in
     a gradient sum are as large as the model. To be called when all members have left a generation."""
-    for remains in list(_buried):
-        if all(work.is_completed() for work in remains.works):
+    with _digging:
+        ended = [remains for remains in _buried if all(work.is_completed() for work in remains.works)]
+        for remains in ended:
             _buried.remove(remains)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(remains))
+    for remains in ended:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(remains))
 
 
 def _equal(bounds: Sequence[tuple[int, int]]) -> bool:

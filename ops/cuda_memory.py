@@ -4,6 +4,9 @@ The driver's own allocations and handles (cuMemAlloc, cuIpcGetMemHandle), not Py
 out of segments, of which with `expandable_segments` no handle can be had in a container. A handle is opened for the
 receiver's own device, also where CUDA_VISIBLE_DEVICES hides the sender's, as Ray has it. libcuda.so.1 comes with the
 driver and keeps these calls as they are.
+
+A GPU may reach another's memory and still lose additions there: over PCIe there are no atomic additions of floats. CUDA
+tells it of two visible devices alone, NVML (libnvidia-ml.so.1, of the driver too) of any two of the node.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ log = logging.getLogger(__name__)
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _REGISTER_PORTABLE = 1
+_P2P_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS
 _PAGE_BYTES = 4096
+_GRANULE_BYTES = 2 << 20  # smaller allocations share a block with others, and a handle is of the whole block
 
 
 class _Handle(ctypes.Structure):
@@ -63,9 +68,8 @@ class CudaPeers:
             self._over = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self.wait()
         torch.cuda.empty_cache()  # what the allocator keeps for later is no room for the driver
-        address, num_bytes = ctypes.c_uint64(), elements * dtype.itemsize
-        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        memory = torch.as_tensor(_Raw(address.value, num_bytes), device=self.device).view(dtype).zero_()
+        num_bytes = elements * dtype.itemsize
+        memory = torch.as_tensor(_Raw(_taken(num_bytes), num_bytes), device=self.device).view(dtype).zero_()
         self.wait()  # before another process is told of it
         return memory
 
@@ -74,13 +78,14 @@ class CudaPeers:
         _call("cuMemFree_v2", ctypes.c_uint64(memory.data_ptr()))
 
     def lend(self, memory: Tensor) -> bytes:
-        """As `PeerMemory.lend`."""
+        """As `PeerMemory.lend`: the driver's handle, and behind it which GPU this is."""
         handle = _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr()))
-        return bytes(handle)
+        return bytes(handle) + _bus_id()
 
     def borrow(self, handle: bytes) -> int:
         """As `PeerMemory.borrow`."""
+        _check_additions(_bus_id(), handle[_HANDLE_BYTES:])
         address = ctypes.c_uint64()
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         return address.value
@@ -124,7 +129,7 @@ class CudaHostCopy:
         """In the current stream, into pinned memory that PyTorch keeps for the next copies."""
         copy = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
         copy.copy_(gradient, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter adds, and spins on no core
         arrived.record(torch.cuda.current_stream(self.device))
         return copy, arrived.synchronize
 
@@ -138,7 +143,8 @@ class CudaHostCopy:
             log.warning("%.1f GiB of the node's gradient are not pinned: %s", num_bytes / 2**30, error)
 
     def unpin(self, memory: Tensor) -> None:
-        """Where it was pinned."""
+        """Where it was pinned. Nothing that was launched here reads it any more."""
+        torch.cuda.synchronize(self.device)
         try:
             _call("cuMemHostUnregister", ctypes.c_void_p(_pages(memory)[0]))
         except RuntimeError as error:
@@ -152,9 +158,51 @@ def _pages(memory: Tensor) -> tuple[int, int]:
     return first, last - first
 
 
+def _taken(num_bytes: int) -> int:
+    """Address of new memory in a block of its own."""
+    address, whole = ctypes.c_uint64(), -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
+    return address.value
+
+
+def _bus_id() -> bytes:
+    """The PCI address of this thread's GPU: its name in every process of the node."""
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    _call("cuCtxGetDevice", ctypes.byref(device))
+    _call("cuDeviceGetPCIBusId", name, ctypes.c_int(len(name)), device)
+    return name.value
+
+
+def _check_additions(one: bytes, other: bytes) -> None:
+    """Raises RuntimeError where additions of one GPU in memory of the other could be lost, OSError without NVML."""
+    if one == other:
+        return
+    status = ctypes.c_uint()
+    _ask("nvmlDeviceGetP2PStatus", _gpu(one), _gpu(other), ctypes.c_uint(_P2P_ATOMICS), ctypes.byref(status))
+    if status.value:
+        raise RuntimeError(
+            f"the link between the GPUs {one.decode()} and {other.decode()} has no atomic additions (NVML's "
+            f"P2P status {status.value})"
+        )
+
+
+def _gpu(bus_id: bytes) -> ctypes.c_void_p:
+    device = ctypes.c_void_p()
+    _ask("nvmlDeviceGetHandleByPciBusId_v2", ctypes.c_char_p(bus_id), ctypes.byref(device))
+    return device
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _nvml() -> ctypes.CDLL:
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    if result := library.nvmlInit_v2():
+        raise RuntimeError(f"nvmlInit_v2: {result}")
+    return library
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -164,3 +212,9 @@ def _call(name: str, *arguments: object) -> None:
         word = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(word))
         raise RuntimeError(f"{name}: {(word.value or b'unknown').decode()} ({result})")
+
+
+def _ask(name: str, *arguments: object) -> None:
+    """Raises RuntimeError with NVML's number for what went wrong."""
+    if result := getattr(_nvml(), name)(*arguments):
+        raise RuntimeError(f"{name}: NVML error {result}")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
-from ops.shards import ARRAYS, ShardState, cut, shard_bounds
+from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
 from ops.sync import Phase, StepResult, check_weight, slots, trainable
 
 log = logging.getLogger(__name__)
@@ -241,10 +241,10 @@ class DeepSpeedSync:
         self._formed().optimizer.update_lp_params()
 
     def _regather(self, own: np.ndarray, bounds: list[tuple[int, int]]) -> Tensor:
-        flat = torch.empty(self.total, device=self._parameters[0].device)
+        flat = torch.empty(self.total + padding(self.total), device=self._parameters[0].device)
         lo, hi = bounds[self._group.rank]
         flat[lo:hi].copy_(torch.from_numpy(own))
-        self._group.all_gather_ranges(flat, bounds)
+        self._group.all_gather_ranges(flat, self._group.even_ranges(flat, self.total) or bounds)
         return flat[self.lo : self.hi].clone()
 
     def _set_state(self, state: dict[str, Tensor]) -> None:

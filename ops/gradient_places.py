@@ -22,18 +22,15 @@ GradientMemory = Literal["own", "node", "node_or_host", "host"]
 MEMORIES: tuple[GradientMemory, ...] = get_args(GradientMemory)  # each takes less of a device than the one before it
 GradientsOf = Callable[[Sequence[nn.Parameter], Sequence[Slot], torch.dtype], Gradients]
 
-_SUM_CPU = 1 << 21  # elements of the gradient whose sum starts together: large enough to fill a link, small enough to
-_SUM_CUDA = 1 << 25  # start early
+_SUM_ELEMENTS = 1 << 21  # of the gradient, whose sum starts together: enough to fill a link, few enough to start early
 
 
 def gradients_in(memory: GradientMemory, sum_elements: int | None = None) -> GradientsOf:
-    """What makes them. `sum_elements` of own gradients are summed together; None: as many as suit the device."""
+    """What makes them. `sum_elements` of own gradients are summed together; None: the usual number."""
 
     def made(parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> Gradients:
-        device = parameters[0].device
         if memory == "own":
-            elements = sum_elements or (_SUM_CUDA if device.type == "cuda" else _SUM_CPU)
-            return OwnGradients(parameters, layout, dtype, elements)
+            return OwnGradients(parameters, layout, dtype, sum_elements or _SUM_ELEMENTS)
         return NodeGradients(parameters, layout, _sums(memory, layout[-1].hi, dtype, parameters[0]))
 
     return made

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.gradient_sum import Bounds, GradientSum
-from ops.shards import Slot
+from ops.shards import Slot, padding
 
 
 class Gradients(Protocol):
@@ -43,6 +43,10 @@ class Gradients(Protocol):
 
     def leave(self) -> None:
         """The generation has ended: write into nobody's memory any more. Any number of times."""
+        ...
+
+    def release(self) -> None:
+        """Let go of memory that PyTorch does not free by itself. All workers that go on have left."""
         ...
 
     def begin_step(self) -> None:
@@ -84,12 +88,12 @@ class OwnGradients:
     def __init__(
         self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype, sum_elements: int
     ) -> None:
-        """`sum_elements` of the gradient are summed together."""
+        """`sum_elements` of the gradient are summed together on the CPU (see ops.gradient_sum)."""
         self._parameters, self._layout, self._dtype, self._sum_elements = parameters, layout, dtype, sum_elements
         self._in_place = parameters[0].dtype == dtype  # backward adds by itself
         self._group = Group.solo()
         self._allocate()
-        self.sum = GradientSum(self.flat, layout, self._group, [(0, layout[-1].hi)], sum_elements)
+        self.sum = GradientSum(self._memory, layout, self._group, [(0, layout[-1].hi)], sum_elements)
 
     def part(self, lo: int, hi: int) -> Tensor:
         """As `Gradients.part`."""
@@ -100,10 +104,13 @@ class OwnGradients:
         if self._group.abandoned:  # a collective of the dead generation may still be writing into the old memory
             self._allocate()
         self._group = group
-        self.sum = GradientSum(self.flat, self._layout, group, bounds, self._sum_elements)
+        self.sum = GradientSum(self._memory, self._layout, group, bounds, self._sum_elements)
 
     def leave(self) -> None:
         """Nothing: nobody else has it."""
+
+    def release(self) -> None:
+        """Nothing: all of it is PyTorch's."""
 
     def begin_step(self) -> None:
         """Zero the gradient."""
@@ -140,7 +147,9 @@ class OwnGradients:
         """Nothing, see `used`."""
 
     def _allocate(self) -> None:
-        self.flat = torch.zeros(self._layout[-1].hi, dtype=self._dtype, device=self._parameters[0].device)
+        total = self._layout[-1].hi
+        self._memory = torch.zeros(total + padding(total), dtype=self._dtype, device=self._parameters[0].device)
+        self.flat = self._memory[:total]
         self._views = [self.flat[slot.lo : slot.hi].view(slot.shape) for slot in self._layout]
         for parameter in self._parameters:
             parameter.grad = None

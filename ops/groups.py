@@ -3,6 +3,11 @@
 Each bag has a store prefix made of generation and members, so only the members of a bag take part in its creation and a
 name is never used twice (`new_group(use_local_synchronization=True)` counts live groups and hangs for dynamic bags).
 
+On NCCL a communicator is made in the same background thread, not by its first collective: so no cascade waits for one,
+and a member that dies meanwhile holds up that thread alone, as nothing can stop ncclCommInitRank. Several may be made
+at a time and beside collectives of others: each waits for threads of its own members only, and what it allocates on
+the device waits for kernels that were launched in the one order of all bags.
+
 Use, in the same order on all members of a bag:
 
     groups = Groups(store, rank=2, world=(0, 1, 2, 3), backend="gloo", generation=7, timeout_s=60, cancel=token)
@@ -18,8 +23,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 
+import torch
 import torch.distributed as dist
 
 from ops.comm import Group
@@ -44,7 +50,8 @@ class Groups:
 
     `rank` is this worker's number, `world` all workers of the generation. `store` is shared by all of them (the
     controller's TCPStore); `address` is the IP of this node that peers can reach, by default the host name's.
-    `nodes` has the node of each worker of the world, in any numbers; None: all are on one.
+    `nodes` has the node of each worker of the world, in any numbers; None: all are on one. `device` is where NCCL makes
+    communicators; None: the current one of the thread that makes this.
     Not thread-safe except `close` and `abort`, which any thread may call.
     """
 
@@ -59,6 +66,7 @@ class Groups:
         cancel: CancelToken,
         address: str | None = None,
         nodes: Sequence[int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is unknown; use gloo (CPU) or nccl (CUDA).")
@@ -82,7 +90,9 @@ class Groups:
         self._threads: list[threading.Thread] = []
         self._node_of = dict(zip(world, nodes or [0] * len(world), strict=True))
         self._device = _gloo_device(address) if backend == "gloo" else None
+        self._place = device or torch.device("cpu")
         if backend == "nccl":
+            self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
             cancel.on_set(self.abort)  # NCCL waits on the device: only aborting the communicator ends them
 
     def allow(self, patience: Patience) -> None:
@@ -120,12 +130,14 @@ class Groups:
         if group is None:
             raise ValueError(f"bag {members} cannot be left: it is not connected.")
         what = f"leaving bag {members} of generation {self.generation}"
+        if group.failure:  # nobody could ask it later
+            raise GroupError(f"{what}: it has {group.failure}.")
         store = dist.PrefixStore(self._name(members), self._store)
         if not self._meet(store, "left", group.rank, group.size):
             self._cancel.check(what)
             raise TimeoutError(f"{what}: not all members came within {self._patience}.")
         with self._counting:
-            del self._groups[members]
+            self._groups.pop(members, None)  # another thread may have closed them all
             self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
         group.close()
@@ -133,10 +145,11 @@ class Groups:
     def world_group(self) -> Group:
         """The group of all workers, from the first call to the end of the generation; a bag of all workers is another
         one, which can be left."""
-        if self._world is None:
-            self._world = self._connect(self.world, f"heddle/{self.generation}/world")
-            self._end_if_closed(self._world)
-        return self._world
+        world = self._world
+        if world is None:
+            world = self._world = self._connect(self.world, f"heddle/{self.generation}/world")
+            self._end_if_closed(world)
+        return world
 
     @property
     def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
@@ -153,12 +166,21 @@ class Groups:
         return found
 
     def check(self, doing: str) -> None:
-        """Raise when the generation was cancelled or one of its bags has broken: on NCCL an aborted collective returns
-        without an error, and leaves anything in its tensors."""
+        """Raise when the generation was cancelled or one of its bags has failed: on NCCL a collective that was aborted,
+        or met an error, returns without one, and leaves anything in its tensors."""
         self._cancel.check(doing)
         for group in self._all():
             if group.broken:
                 raise GroupError(f"{doing}: the group {group.members} is {group.broken}.")
+        if failure := self.failure:
+            raise GroupError(f"{doing}: {failure}.")
+
+    @property
+    def failure(self) -> str:
+        """The error that a communicator of NCCL has met, and its bag; "" if none has. Any thread may ask."""
+        with self._counting:
+            groups = self._all()
+        return next((f"the group {group.members} has {why}" for group in groups if (why := group.failure)), "")
 
     def close(self) -> None:
         """Close all bags. Returns at once also with dead or frozen peers."""
@@ -184,7 +206,8 @@ class Groups:
             raise GroupError(f"bag {group.members}: the groups of generation {self.generation} are closed.")
 
     def _all(self) -> list[Group]:
-        return [*self._groups.values(), *([] if self._world is None else [self._world])]
+        world = self._world  # read once: another thread may close
+        return [*self._groups.values(), *([] if world is None else [world])]
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         strangers = [m for m in members if m not in self.world]
@@ -254,11 +277,13 @@ class Groups:
             store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
             if not self._meet(store, "here", rank, len(members)):
                 return
-            if self._backend == "nccl":
-                creation.process_group = _make_nccl(store, rank, len(members))
+            if self._device is None:
+                made = _make_nccl(store, rank, len(members))
             else:
-                assert self._device is not None
-                creation.process_group = _make_gloo(store, rank, len(members), timeout, self._device)
+                made = _make_gloo(store, rank, len(members), timeout, self._device)
+            if made.name() == "nccl":
+                cast(Connecting, made).eager_connect_single_device(self._place)
+            creation.process_group = made
         except (RuntimeError, ValueError, OSError) as error:
             creation.error = error
         finally:
@@ -302,6 +327,12 @@ def _make_nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _PATIENT  # its watchdog has no limit of its own: the heartbeat's thread keeps that of the plan
     return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+class Connecting(Protocol):
+    """What ProcessGroupNCCL has beside the collectives of a process group."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
 
 
 def _as_group(backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL) -> dist.ProcessGroup:

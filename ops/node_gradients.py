@@ -62,7 +62,7 @@ class NodeGradients:
         workers reach none of the places."""
         self.leave()
         meet(group, self._device)  # all have let go of the last memory: the node need not have room for both
-        self._sum.release()
+        self.release()
         self._group, self._bounds, self._sends = group, bounds, routes(group.nodes)
         refused = []
         for one in self._sums:
@@ -85,6 +85,10 @@ class NodeGradients:
     def leave(self) -> None:
         """As `Gradients.leave`."""
         self._sum.leave()
+
+    def release(self) -> None:
+        """As `Gradients.release`."""
+        self._sum.release()
 
     def begin_step(self) -> None:
         """Nothing of this worker is left over; the sum is zero since its last use."""

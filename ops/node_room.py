@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 _RESERVE = 0.05  # of all memory: Ray's memory monitor begins to end processes when less is free
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_SHARED = Path("/dev/shm")
 
 
 def node_room(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
     """Bytes that may be taken here before processes are ended for it; at least 0."""
-    rooms = [room for room in (_host_room(meminfo), _container_room(cgroup)) if room is not None]
-    return max(0, min(rooms, default=sys.maxsize))
+    rooms = (_host_room(meminfo), _container_room(cgroup), _old_container_room(cgroup / "memory"))
+    return max(0, min((room for room in rooms if room is not None), default=sys.maxsize))
+
+
+def shared_room(directory: Path = _SHARED) -> int | None:
+    """Bytes of /dev/shm in all, taken or not; None where there is none. Docker gives 64 MiB unless told otherwise."""
+    try:
+        stat = os.statvfs(directory)
+    except OSError:
+        return None
+    return stat.f_frsize * stat.f_blocks
 
 
 def _host_room(meminfo: Path) -> int | None:
@@ -31,6 +42,17 @@ def _container_room(cgroup: Path) -> int | None:
         limit = int((cgroup / "memory.max").read_text())  # "max" without a limit
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         taken = int((cgroup / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        return int(limit * (1 - _RESERVE) - taken)
+    except (OSError, ValueError):
+        return None
+
+
+def _old_container_room(cgroup: Path) -> int | None:
+    """The same within a cgroup of version 1, where no limit is a number larger than any memory."""
+    try:
+        limit = int((cgroup / "memory.limit_in_bytes").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        taken = int((cgroup / "memory.usage_in_bytes").read_text()) - int(stat.get("total_inactive_file", 0))
         return int(limit * (1 - _RESERVE) - taken)
     except (OSError, ValueError):
         return None

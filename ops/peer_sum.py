@@ -51,7 +51,8 @@ class PeerMemory(Protocol):
         ...
 
     def borrow(self, handle: bytes) -> int:
-        """The address here of another process's memory. Raises RuntimeError where this device cannot reach it."""
+        """The address here of another process's memory. Raises RuntimeError where this device cannot reach it, or where
+        additions of several devices to it would be lost, OSError where nobody knows."""
         ...
 
     def give_back(self, address: int) -> None: ...
@@ -161,7 +162,8 @@ class PeerSum:
             page.close()  # the owner counts this process no more
 
     def release(self) -> None:
-        """Free the own part when nobody has it. Raises TimeoutError when a process can neither give back nor end."""
+        """Free the own part when nobody has it, and the staging buffers. Raises TimeoutError when a process can neither
+        give back nor end."""
         if self._lender is not None:
             self._lender.fence(keep={os.getpid()}, grace_s=_GRACE_S)
             self._lender.close()
@@ -171,6 +173,7 @@ class PeerSum:
             memory, self.memory = self.memory, self.memory[:0].clone()
             self._held = {}
             self._peers.free(memory)
+        self.buffers = []
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 All trainable parameters, in `named_parameters` order and without padding, are one vector of `total` elements. A worker
 owns [lo, hi) of it. Keepers, checkpoints and peers hold the same ranges, so going from N to M workers is arithmetic.
+Only tensors that NCCL sums or gathers have a few more elements behind the vector (`padding`), in no state and no file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
-_ALIGN = 16  # elements: shards begin on a cache line, and equal shards let NCCL use its fast path
+_ALIGN = 16  # elements: shards begin on a cache line
+_EVEN_WORKERS = (64, 1024)  # at least, and at most, for which a vector has room behind it
+_PADDED = 1 << 13  # elements of the vector for each worker more: 0.2 % of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +73,27 @@ def shard_bounds(total: int, size: int) -> list[tuple[int, int]]:
     >>> shard_bounds(100, 3)
     [(0, 48), (48, 96), (96, 100)]
     """
+    return [(min(total, lo), min(total, hi)) for lo, hi in even_bounds(total, size)]
+
+
+def even_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """The same, all of one length: they reach beyond the vector, by less than 16 elements for each worker.
+
+    >>> even_bounds(100, 3)
+    [(0, 48), (48, 96), (96, 144)]
+    """
     step = -(-total // (size * _ALIGN)) * _ALIGN
-    return [(min(total, r * step), min(total, (r + 1) * step)) for r in range(size)]
+    return [(r * step, (r + 1) * step) for r in range(size)]
+
+
+def padding(total: int) -> int:
+    """Elements behind a vector of `total`, by which that many workers have ranges of one length (`even_bounds`).
+
+    >>> padding(1000) // 16, padding(1_400_000_000) // 16
+    (64, 1024)
+    """
+    least, most = _EVEN_WORKERS
+    return _ALIGN * min(most, max(least, total // _PADDED))
 
 
 def held_elements(total: int, largest: int, workers: int, here: int) -> int:

@@ -31,7 +31,7 @@ from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
-from ops.shards import ShardState, Slot, cut, shard_bounds
+from ops.shards import ShardState, Slot, cut, padding, shard_bounds
 from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class FlatSync:
         gradients: GradientMemory | GradientsOf = "own",
         state: StatePlace = "device",
     ) -> None:
-        """`sum_elements` of own gradients are summed together; None: as many as suit the device. `gradients`: where
+        """`sum_elements` of own gradients are summed together on the CPU; None: the usual number. `gradients`: where
         they lie, or what makes them; workers that name different places all take the one that takes least of a device.
         `state` host: master, moments and EMA of the own range lie in host memory and are updated there."""
         named = trainable(module)
@@ -229,7 +229,8 @@ class FlatSync:
             self._fresh_state()
         else:
             self._import(cut(shards, self.lo, self.hi))
-            group.all_gather_ranges(self._flat, self._bounds)
+            for one in self._gather():
+                one.wait()
         log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
 
     def leave(self) -> None:
@@ -309,10 +310,11 @@ class FlatSync:
         """All workers sum alike, also those whose device would have room for a gradient of its own."""
         if self._memory is None or group.size == 1:
             return
+        self.leave()  # and so have all, once they have exchanged this
         most = MEMORIES[max(exchange(group, MEMORIES.index(self._memory), self._device))]
         if most != self._memory:
             log.info("gradients: %s, as another worker has no room for %s", most, self._memory)
-            self.gradients.leave()
+            self.gradients.release()
             del self.gradients  # before the other ones take memory
             self._memory = most
             self.gradients = gradients_in(most)(self._parameters, self.layout, self._state_dtype)
@@ -321,7 +323,8 @@ class FlatSync:
         # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
         # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
         first = self._parameters[0]
-        self._flat = torch.empty(self.total, dtype=first.dtype, device=self._device)
+        self._padded = torch.zeros(self.total + padding(self.total), dtype=first.dtype, device=self._device)
+        self._flat = self._padded[: self.total]
         with torch.no_grad():
             for parameter, slot in zip(self._parameters, self.layout, strict=True):
                 view = self._flat[slot.lo : slot.hi].view(slot.shape)
@@ -381,12 +384,17 @@ class FlatSync:
         return _BUCKET_CUDA if self._device.type == "cuda" else _BUCKET_CPU
 
     def _update(self, lr: float, factor: float) -> list[Pending]:
-        """AdamW bucket by bucket; each is sent while the next is computed. Returns what is still in flight."""
+        """AdamW bucket by bucket; each is sent while the next is computed. Returns what is still in flight.
+
+        NCCL sends all at the end: it gathers ranges that lie side by side, and a device updates its range in less than
+        a tenth of the time that the gather takes.
+        """
         self.updates += 1
         decay = ema_decay_at(self.config, self.updates)
         bucket = self._bucket()
         longest = max(hi - lo for lo, hi in self._bounds)
         pending: list[Pending] = []
+        at_once = self._group.even_ranges(self._padded, self.total) is not None
         for start in range(0, longest, bucket):
             pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
             lo, hi = pieces[self._group.rank]
@@ -394,10 +402,18 @@ class FlatSync:
             if lo < hi:
                 self._update_range(own, lr, factor)
                 self.gradients.used(lo, hi)
-            pending += self._group.all_gather_ranges_async(self._flat, pieces)
+            if not at_once:
+                pending += self._group.all_gather_ranges_async(self._flat, pieces)
             if self._ema is not None and lo < hi:
                 self._ema[own].lerp_(self._master[own], 1.0 - decay)
-        return pending
+        return self._gather() if at_once else pending
+
+    def _gather(self) -> list[Pending]:
+        """Every rank's range of the parameters to all."""
+        even = self._group.even_ranges(self._padded, self.total)
+        if even is not None:
+            return self._group.all_gather_ranges_async(self._padded, even)
+        return self._group.all_gather_ranges_async(self._flat, self._bounds)
 
     def _update_range(self, own: slice, lr: float, factor: float) -> None:
         adamw_(

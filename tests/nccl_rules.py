@@ -4,34 +4,40 @@
         ...                      # any Groups made here
     assert rules.most_peers(0) <= 11
 
-- A communicator is made by its first collective, which waits in it for all members and cannot be stopped; `prepare` and
-  a constructor connect nothing. (ncclCommInitRank; NCCL User Guide, Creating a Communicator)
+- A communicator is made by its first collective, which waits in it for all members and cannot be stopped, unless its
+  group was told to connect before; a constructor connects nothing. (ncclCommInitRank; NCCL User Guide, Creating a
+  Communicator)
 - Collectives of several communicators on one device must be launched in one order by all devices that share them: two
   that each wait for the other never end. A launch that closes a circle raises before it hangs. (Using multiple NCCL
   communicators concurrently)
 - All members launch the same collectives of a communicator, of equal sizes and types; what one sends is what the other
   receives. Where Gloo aborts the process and NCCL hangs or writes elsewhere, this raises.
+- Ranges of one length are summed and gathered in place; an all-gather of others takes a copy of all of them.
 - Every communicator costs memory for each peer as long as it lives.
-
-Not modelled: errors that come later, with the next look at the communicator.
+- An error of a collective is not told by its wait, which returns with anything in the tensors: only by the
+  communicator, to who asks it or launches the next one. (Asynchronous errors and error handling)
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 import ops.groups
 from ops.groups import Groups
 
+_GARBAGE = 3  # what a failed collective multiplies its result by: neither NaN nor infinite, which a step would skip
 Launched = tuple[str, int]  # a communicator, and the number of its collective
 
 
@@ -51,15 +57,18 @@ class Rules:
     _open: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> peers of its communicators
     _most: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _blocked: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # worker -> what it connects
-    collectives: int = 0
+    _failing: dict[int, tuple[str, int]] = field(default_factory=dict)  # worker -> kind, and how many come before
+    _failed: set[tuple[str, int]] = field(default_factory=set)  # communicators and workers
+    kinds: Counter[str] = field(default_factory=Counter)  # collectives by name, counted once for each member
     made: int = 0  # communicators, counted once for each member
+    made_late: int = 0  # of them, by a collective
 
     def launch(self, worker: int, name: str, members: tuple[int, ...], facts: tuple[object, ...]) -> None:
         """The worker is about to launch its next collective of the communicator."""
         with self._lock:
             number = self._counts[name, worker]
             self._counts[name, worker] += 1
-            self.collectives += 1
+            self.kinds[str(facts[0])] += 1
             now, before = (name, number), self._last.get(worker)
             if before is not None and self._reaches(now, before):
                 raise AgainstNccl(
@@ -73,9 +82,31 @@ class Rules:
                     raise AgainstNccl(f"{now} on workers {worker} and {other}: {why}")
             self._facts[now][worker] = facts
 
+    def fail(self, worker: int, kind: str, after: int = 0) -> None:
+        """The worker's next collective of this kind, or the one `after` others, meets an error."""
+        self._failing[worker] = kind, after
+
+    def fails(self, worker: int, name: str, kind: str) -> bool:
+        """Whether the collective that the worker launches now does."""
+        with self._lock:
+            wanted, before = self._failing.get(worker, ("", 0))
+            if wanted != kind:
+                return False
+            if before:
+                self._failing[worker] = kind, before - 1
+                return False
+            del self._failing[worker]
+            self._failed.add((name, worker))
+            return True
+
+    def has_failed(self, worker: int, name: str) -> bool:
+        with self._lock:
+            return (name, worker) in self._failed
+
     def connects(self, worker: int, name: str, members: tuple[int, ...]) -> None:
         """The worker waits in the communicator's first collective until all members have launched it."""
         with self._lock:
+            self.made_late += 1
             self._blocked[worker] = name, members
             if self._waits_for(worker, worker, set()):
                 raise AgainstNccl(f"worker {worker} connects {name}: it and others wait for each other")
@@ -97,6 +128,10 @@ class Rules:
             self.made += peers > 0
             self._open[worker] += peers
             self._most[worker] = max(self._most[worker], self._open[worker])
+
+    @property
+    def collectives(self) -> int:
+        return self.kinds.total()
 
     def most_peers(self, worker: int) -> int:
         """Peers of all communicators that the worker had at a time."""
@@ -146,21 +181,31 @@ class LazyGroup:
         self._real: dist.ProcessGroup | None = None
 
     def name(self) -> str:
-        return "gloo"
+        return "nccl"  # so that groups take the way that they take on GPUs
+
+    def abort(self) -> None:
+        """Nothing: Gloo's waits end by themselves."""
+
+    def get_error(self) -> ErrorType:
+        failed = self._rules.has_failed(self._worker, self._name)
+        return ErrorType.COMM_ERROR if failed else ErrorType.SUCCESS
 
     def __del__(self) -> None:
         if self._real is not None:
             self._rules.opened(self._worker, 1 - len(self._members))
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._connect()
+
     def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> object:
         (tensor,) = tensors
         self._launch("allreduce", tensor.numel(), str(tensor.dtype))
-        return self._group().allreduce(tensors, options)
+        return self._begun("allreduce", self._group().allreduce(tensors, options), tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> object:
         (tensor,) = tensors
         self._launch("broadcast", tensor.numel(), str(tensor.dtype), options.rootRank)
-        return self._group().broadcast(tensors, options)
+        return self._begun("broadcast", self._group().broadcast(tensors, options), tensor)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, outputs: list[int], inputs: list[int], *more: Any
@@ -170,18 +215,78 @@ class LazyGroup:
             for tensor, splits in ((source, inputs), (output, outputs))
         )
         self._launch("alltoall_base", sent, received)
-        return self._group().alltoall_base(output, source, outputs, inputs, *more)
+        work = self._group().alltoall_base(output, source, outputs, inputs, *more)
+        return self._begun("alltoall_base", work, output)
+
+    def reduce(self, tensors: Sequence[Tensor], options: dist.ReduceOptions) -> object:
+        (tensor,) = tensors
+        self._launch("reduce", tensor.numel(), str(tensor.dtype), options.rootRank)
+        return self._group().reduce(tensors, options)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: dist.ReduceScatterOptions) -> object:
+        """Into its own place in `source`, of which it leaves the rest alone."""
+        size, place = len(self._members), self._members.index(self._worker)
+        if source.numel() != size * output.numel() or output.data_ptr() != source.chunk(size)[place].data_ptr():
+            raise AgainstNccl(
+                f"reduce_scatter of {source.numel()} elements: {output.numel()} for each of {size} members"
+            )
+        self._launch("reduce_scatter", source.numel(), str(source.dtype))
+        whole = source.clone()
+        work = self._group().allreduce([whole], dist.AllreduceOptions())
+        return self._begun("reduce_scatter", Then(work, lambda: output.copy_(whole.chunk(size)[place])), output)
+
+    def _allgather_base(self, output: Tensor, source: Tensor) -> object:
+        """From its own place in `output`."""
+        size, place = len(self._members), self._members.index(self._worker)
+        if output.numel() != size * source.numel() or source.data_ptr() != output.chunk(size)[place].data_ptr():
+            raise AgainstNccl(f"all_gather of {output.numel()} elements: {source.numel()} from each of {size} members")
+        self._launch("all_gather", output.numel(), str(output.dtype))
+        work = self._group().allgather([list(output.chunk(size))], [source.clone()])
+        return self._begun("all_gather", work, output)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> object:
+        lengths = [one.numel() for one in outputs[0]]
+        raise AgainstNccl(f"all_gather of {lengths} elements takes a copy of all of them, and a broadcast for each")
+
+    def _begun(self, kind: str, work: Any, output: Tensor) -> object:
+        """The work, or one that says that all is well and leaves something else in the output."""
+        if not self._rules.fails(self._worker, self._name, kind):
+            return work
+        return Then(work, lambda: output.mul_(_GARBAGE))
 
     def _launch(self, *facts: object) -> None:
+        if self._rules.has_failed(self._worker, self._name):
+            raise RuntimeError("NCCL error: the communicator met an error before")
         self._rules.launch(self._worker, self._name, self._members, facts)
 
     def _group(self) -> dist.ProcessGroup:
-        if self._real is None:
-            self._rules.connects(self._worker, self._name, self._members)
-            self._real = self._make()
-            self._rules.connected(self._worker)
-            self._rules.opened(self._worker, len(self._members) - 1)
+        if self._real is not None:
+            return self._real
+        self._rules.connects(self._worker, self._name, self._members)
+        real = self._connect()
+        self._rules.connected(self._worker)
+        return real
+
+    def _connect(self) -> dist.ProcessGroup:
+        self._real = self._make()
+        self._rules.opened(self._worker, len(self._members) - 1)
         return self._real
+
+
+@dataclass
+class Then:
+    """A work of Gloo whose result is only there when `finish` has put it where it belongs."""
+
+    work: Any
+    finish: Callable[[], object]
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(hours=1)) -> bool:
+        done = bool(self.work.wait(timeout))
+        self.finish()
+        return done
 
 
 @contextmanager

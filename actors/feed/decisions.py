@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from data.dataset.order import SizesRecord
+from data.dataset.order import BatchSizes, SizesRecord
 from data.errors import DataError
 
 DECISIONS = "batches.json"
@@ -27,19 +27,24 @@ class BatchDecisions:
             return
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            self.records = [{"from": int(one["from"]), "sizes": dict(one["sizes"])} for one in found]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.records = [BatchSizes.from_json(one).to_json() for one in found]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError) as error:
             raise DataError(
                 f"{self._path} cannot be read ({error}); it says which batches this run forms. Restore it, or start "
                 f"a new run."
             ) from None
 
     def add(self, record: SizesRecord) -> None:
-        """Keep a decision, on disk when this returns."""
-        self.records = [*(one for one in self.records if one["from"] != record["from"]), record]
-        torn = self._path.with_name(f"{DECISIONS}.torn")
-        with torn.open("w", encoding="utf-8") as file:
-            json.dump(self.records, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(torn, self._path)
+        """Keep a decision for later steps than all before, on disk when this returns."""
+        self.records = [*self.records, record]
+        write_whole(self._path, self.records)
+
+
+def write_whole(path: Path, value: object) -> None:
+    """As JSON, whole or not at all, on disk when this returns."""
+    torn = path.with_name(f"{path.name}.torn")
+    with torn.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(torn, path)

@@ -14,12 +14,11 @@ from actors.config import RuntimeConfig
 from actors.feed.encoders import Encoders
 from actors.feed.feeder import Feeder
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
-from actors.planning.batching import TargetBatch
-from actors.planning.options import profile_of
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
 from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
+from data.buckets import BatchSize
 from data.dataset.order import SizesRecord
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
@@ -85,7 +84,7 @@ class StepSource:
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
-        self._furthest = -1  # the last step that a feeder was asked for
+        self._furthest = -1  # the last step that any feeder was asked for
 
     def open(self, first_step: int, token: Position | None = None) -> Accounting:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
@@ -110,7 +109,7 @@ class StepSource:
     def _open(self, first_step: int, token: Position | None) -> Accounting:
         self.close()
         feeder = self._feeder = self._make()
-        self._furthest = first_step - 1
+        self._furthest = max(self._furthest, first_step - 1)  # steps that run may still be committed as they are
         for record in self._resized:
             feeder.resize.remote(record)
         self._pulse = Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
@@ -187,7 +186,7 @@ class StepSource:
 
     @property
     def next_unasked(self) -> int:
-        """The first step whose items nobody knows yet."""
+        """The first step whose items nobody has known, of this feeder or an earlier one."""
         return self._furthest + 1
 
     def resize(self, record: SizesRecord) -> None:
@@ -254,9 +253,9 @@ def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[
 
 
 def feeder_of(
-    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: str = ""
+    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, timed: BatchSize | None = None
 ) -> Callable[[], FeederHandle]:
-    """The feeder that a run's config describes; `device` is the workers', where its costs decide on batch sizes."""
+    """The feeder that a run's config describes; `timed` sizes the batches of buckets with a `target_s`."""
     return actor_factory(
         Feeder,
         config=config.data,
@@ -264,10 +263,5 @@ def feeder_of(
         seed=config.train.seed,
         encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
         run_dir=config.run_dir,
-        timed=timed_batch(config, model, geometry, device),
+        timed=timed,
     )
-
-
-def timed_batch(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: str) -> TargetBatch:
-    """What sizes the batches of a run with a `target_s` at first: the costs that it begins with, in every start."""
-    return TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)

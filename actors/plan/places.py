@@ -1,4 +1,4 @@
-"""Whether optimizer state lies on a worker's device or in host memory: one rule for runs, plans and previews."""
+"""Where gradients and optimizer state lie, on devices or in host memory: one rule for runs, plans and previews."""
 
 from __future__ import annotations
 

@@ -54,11 +54,13 @@ class Planner:
             step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started, adapted=told
         )
 
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster) -> None:
-        """Measured cascades of a step keep the cost model true. `cluster` is what the step was planned for; a packed
-        cascade counts as the sum of its parts."""
+    def observe(
+        self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster, generation: int = 0
+    ) -> None:
+        """Measured cascades of a step keep the cost model true. `cluster` has the workers of this generation, with
+        their speeds as far as they are known now; a packed cascade counts as the sum of its parts."""
         learn_needs(self._profile, spans, text_tokens)
-        for key, overlap in self._witnesses.doubted(cluster):
+        for key, overlap in self._witnesses.doubted(cluster, generation):
             self._profile.forget(key, overlap)
         found, refused = observations(spans, text_tokens, Topology(cluster, self._profile.cross_node))
         for why in [*refused, *learn(self._profile, found)]:

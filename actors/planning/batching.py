@@ -75,8 +75,13 @@ def fitted_limits(
     fit = fit_form("adaptiveload", loads, seconds, f"fitted to {len(loads)} prices of {profile.device}")
     fixed, slope = fit.coefficients
     longest = max(profile.tokens(b.frames, b.height, b.width) for b in buckets) + limits.text_tokens
+    if slope <= 0:
+        raise ValueError(
+            f"seconds of the DiT do not grow with B S^p ({fit.source}), so they limit no batch. Measure more or larger "
+            f"buckets with heddle profile, or set data.batch.compute and auto: false."
+        )
     target = limits.target_s or fixed + slope * float(longest) ** fit.exponent
-    if slope <= 0 or target <= fixed:
+    if target <= fixed:
         raise ValueError(
             f"data.batch.target_s is {target:g} s, and any cascade takes {fixed:g} s (the constant of the fit). "
             f"Set it to more, or to 0 for what one clip of the longest bucket takes."

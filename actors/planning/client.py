@@ -39,7 +39,7 @@ class PlannerHandle(Protocol):
     @property
     def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
     @property
-    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster], None]: ...
+    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster, int], None]: ...
     @property
     def learned(self) -> Method[[], Profile]: ...
     @property
@@ -111,9 +111,10 @@ class PlannerClient:
                 self.request(*question, budget_s)
         raise RuntimeError(f"the planner died three times while planning step {step}.")
 
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster) -> None:
-        """Tell what a step planned for `cluster` has measured; nobody waits for the answer."""
-        self._actor.observe.remote(spans, text_tokens, cluster)
+    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster, generation: int) -> None:
+        """Tell what a step of this generation has measured on `cluster`, with the speeds of its workers as far as they
+        are known now; nobody waits for the answer."""
+        self._actor.observe.remote(spans, text_tokens, cluster, generation)
 
     def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> SizesAnswer:
         """Ask what batch sizes the costs learned so far would give; nobody waits."""
@@ -124,12 +125,17 @@ class PlannerClient:
         Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
         self._asked = None
         self._actor.exceeded.remote(found, text_tokens)
+        if self._learned is not None:  # it was asked before this was known
+            self._ask_learned_anew()
         return learn_limit(self._profile, found, text_tokens)
 
     def ask_learned(self) -> None:
         """A checkpoint is due: have the planner hand out what it knows, between its plans. `poll` keeps it."""
         if self._keep_in is not None and self._learned is None:
-            self._learned = self._actor.learned.remote()
+            self._ask_learned_anew()
+
+    def _ask_learned_anew(self) -> None:
+        self._learned = self._actor.learned.remote()
 
     def poll(self) -> None:
         """Keep what was asked for in the run's folder once it is there; returns at once."""
@@ -138,8 +144,8 @@ class PlannerClient:
 
     def save_learned(self) -> None:
         """The run ends: keep what was learned, and wait for it."""
-        self.ask_learned()
-        if self._learned is not None:
+        if self._keep_in is not None:
+            self._ask_learned_anew()
             self._keep(_LEARNED_S)
 
     def _keep(self, timeout_s: float) -> None:

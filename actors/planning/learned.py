@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 from actors.plan.costs.profile import Profile, ProfiledSetting
@@ -55,9 +56,26 @@ def refuse_other(profile: Profile, setting: ProfiledSetting, path: str) -> None:
         return
     for name in ("model", "device", "attention"):
         have, want = getattr(found, name), getattr(setting, name)
-        same = have == want or (name == "device" and (have in want or want in have))  # "H100", "NVIDIA H100 80GB HBM3"
+        same = _same_device(have, want) if name == "device" else have == want
         if have and want and not same:
             raise PlanError(
                 f"profile {path} is of {name} {have!r}; this run has {want!r}. Measure it with heddle profile, or "
                 f"leave planner.profile out: then the run learns it."
             )
+
+
+def _same_device(one: str, other: str) -> bool:
+    """Whether two names may be those of one device, as its driver names it and as Ray does: the latter has one word of
+    it, up to its first small letter ("H100", and "G" of a GeForce). "cuda" is a GPU that nobody has named.
+
+    >>> _same_device("NVIDIA H200", "H200"), _same_device("NVIDIA H200", "H20"), _same_device("H20", "cuda")
+    (True, False, True)
+    """
+    if "cuda" in (one, other):
+        return "cpu" not in (one, other)
+    words, others = (set(re.findall(r"[A-Za-z0-9]+", name)) for name in (one, other))
+    return words <= others | set(map(_capitals, others)) or others <= words | set(map(_capitals, words))
+
+
+def _capitals(word: str) -> str:
+    return word[: len(word) - len(word.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"))]

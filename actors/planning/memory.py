@@ -15,6 +15,8 @@ from actors.config import TrainConfig
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
 from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE, PlanError
+from data.buckets import BucketTable
+from data.config import DataConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.shards import STAGE, bytes_per_weight, held_elements, shard_bounds
@@ -133,6 +135,13 @@ class MemoryForecast:
         """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
         other = CONTEXT_GIB + bags_gib if cuda else 0.0
         return USABLE * (memory_gib - other) - self.states(workers).total
+
+
+def clips_of(data: DataConfig, geometry: Geometry) -> list[Shape]:
+    """The shapes of all buckets, of every segment of the run."""
+    tables = [data.buckets, *(s.buckets for s in data.segments if s.buckets is not None)]
+    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
+    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
 
 
 def forecast(

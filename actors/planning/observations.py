@@ -111,7 +111,7 @@ class Witnesses:
     def __init__(self) -> None:
         self._bags: dict[Part, dict[tuple[Module, int, float | None], deque[tuple[int, ...]]]] = {}
         self._speed: tuple[float, ...] = ()
-        self._workers = 0
+        self._workers = (-1, 0)  # generation, number of workers
 
     def saw(self, found: Iterable[Observation]) -> None:
         """These were learned."""
@@ -121,15 +121,15 @@ class Witnesses:
                 key = one.module, one.degree, one.overlap
                 by_degree.setdefault(key, deque(maxlen=NEWEST)).append(one.bag)
 
-    def doubted(self, cluster: Cluster) -> list[tuple[PointKey, float | None]]:
+    def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, float | None]]:
         """(point, overlap) of what was mostly learned from workers whose speed was believed to be another than it is
         now; each is told once."""
         size = cluster.num_workers
         speed = cluster.speed or (1.0,) * size
         before, self._speed = self._speed or (1.0,) * size, speed
-        if size != self._workers:  # another generation: numbers are other workers
+        if (generation, size) != self._workers:  # numbers are other workers, also where as many have come as have gone
             self._bags.clear()
-            self._workers = size
+            self._workers = generation, size
             return []
         changed = {w for w, (now, then) in enumerate(zip(speed, before, strict=True)) if abs(now / then - 1) > _CHANGED}
         found: list[tuple[PointKey, float | None]] = []

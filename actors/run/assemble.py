@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import FeederHandle, StepSource, feeder_of, timed_batch
+from actors.feed.first_sizes import first_sizes
+from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
+from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import forecast
+from actors.planning.memory import clips_of, forecast
 from actors.planning.options import profile_of
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
@@ -44,7 +46,6 @@ from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
-from data.buckets import BucketTable
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import resolve
@@ -85,8 +86,10 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = Pool(run, settings, monitor, worker_class)
+    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
+    timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
-        feeder or feeder_of(config, model, geometry, device),
+        feeder or feeder_of(config, model, geometry, timed),
         geometry,
         config.train.loss_weight,
         config.train.steps,
@@ -96,7 +99,6 @@ def start_controller(
     if why := take_up(profile, setting, run_dir):
         events.tell(ProfileRefused(why=why))
     planner = PlannerClient(profile, config.planner, setting, run_dir)
-    timed = timed_batch(config, model, geometry, device)
     stages = stages_of(config.data, geometry, timed)
     recalibration = Recalibration.of(run_dir, stages, planner, source, events)
     commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
@@ -193,9 +195,7 @@ def _memory(
 ) -> tuple[Needs, tuple[float, ...]]:
     """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
     and state in each of the places that the settings allow."""
-    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
-    buckets = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
-    clips = list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in buckets))
+    clips = clips_of(config.data, geometry)
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     if not cuda:

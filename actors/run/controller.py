@@ -172,7 +172,7 @@ class Controller:
                     raise
                 self._await_a_fit(runner, error)
                 return
-            self.generations.dispatched(step)
+            self.generations.dispatched(runner.running)
             self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
 
@@ -192,7 +192,8 @@ class Controller:
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
-        self.planner.observe([s for r in done.reports for s in r.spans], tokens, runner.cluster)
+        spans = [s for r in done.reports for s in r.spans]
+        self.planner.observe(spans, tokens, runner.cluster, runner.generation)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
         self.planner.poll()
@@ -207,7 +208,7 @@ class Controller:
         if self.config.planner.strategy == "exact":
             return
         names = [seat.name for seat in runner.world]
-        self.speeds.observe(done.reports, dict(zip(names, runner.cluster.speed, strict=False)))
+        self.speeds.observe(done.reports, dict(zip(names, done.running.speed, strict=False)))
         speed = self.speeds.factors(names)
         if speed != runner.cluster.speed:
             self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))

@@ -21,7 +21,7 @@ from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
-from actors.state.hosts import needs_of_hosts, refuse_short_hosts
+from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
 from actors.step import Seat
 from ops.shards import bytes_per_weight
 
@@ -70,6 +70,7 @@ class Forming:
         if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
             weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
             refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
+            refuse_short_stores(infos, self.state_gib)
         world = seats_of(infos, self.pool.handle, self.state_gib)
         self.committer.state.place_keepers([seat.node for seat in world])
         return self._runner(decision.generation, world, recovery.origin)

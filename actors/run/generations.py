@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.clock import PatientClock
@@ -136,9 +137,10 @@ class GenerationManager:
         tokens = {item.id: item.text_tokens for item in items.items} if items is not None else {}
         return self.forming.planner.exceeded(found, tokens)
 
-    def dispatched(self, running: RunningStep) -> None:
-        """A step is on the workers: who would survive the end of the generation may be busy as long as it allows."""
-        self.observe(Planned(limit_s=running.patience.limit_s))
+    def dispatched(self, running: Sequence[RunningStep]) -> None:
+        """These steps are on the workers: who would survive the end of the generation may be busy in any of them, as
+        long as it allows."""
+        self.observe(Planned(limit_s=max(step.patience.limit_s for step in running)))
 
     def finished(self, done: CollectedStep) -> None:
         """All workers have finished a step: the run has recovered, and the generation has proven itself."""

@@ -14,13 +14,14 @@ from math import inf
 from pathlib import Path
 
 from actors.feed.decisions import BatchDecisions
+from actors.feed.first_sizes import segments_of
 from actors.feed.step_source import StepSource
 from actors.outcome import Events
 from actors.planning.batching import moved
 from actors.planning.client import PlannerClient, SizesAnswer
 from actors.records.events import BatchesResized
-from data.buckets import BatchSize, BucketTable, planned_batch
-from data.config import BatchConfig, DataConfig, SegmentConfig
+from data.buckets import BatchSize, planned_batch
+from data.config import BatchConfig, DataConfig
 from data.dataset.order import BatchSizes, SizesRecord
 from data.types import Bucket
 from ops.geometry import Geometry
@@ -40,8 +41,7 @@ class StageSizes:
 def stages_of(config: DataConfig, geometry: Geometry, timed: BatchSize) -> list[StageSizes]:
     """As the data set sizes them."""
     found = []
-    for segment in config.segments or (SegmentConfig(until_step=0),):
-        table, limits = BucketTable.build(segment.buckets or config.buckets, geometry), segment.batch or config.batch
+    for segment, table, limits in segments_of(config, geometry):
         sizes = {bucket: planned_batch(table, bucket, limits, geometry, timed)[0] for bucket in table.buckets}
         found.append(StageSizes(segment.until_step, limits, sizes))
     return found
@@ -56,7 +56,7 @@ class Recalibration:
     planner: PlannerClient
     source: StepSource
     events: Events
-    _asked: SizesAnswer | None = None
+    _asked: tuple[StageSizes, SizesAnswer] | None = None
     _told: dict[Bucket, tuple[int, int]] = field(default_factory=dict)  # what was suggested last
 
     @classmethod
@@ -77,23 +77,23 @@ class Recalibration:
     def collected(self, step: int, room_gib: float = inf) -> None:
         """A step is finished, by workers with this room for a cascade: ask the planner when it is time, decide when it
         has answered."""
+        if self._asked is not None:
+            asked_for, answer = self._asked
+            if answer.there:
+                self._asked = None
+                if (best := answer.sizes()) is not None:
+                    self._decide(asked_for, best)
+            return
         stage = self._stage(step)
-        if stage.limits.recalibrate == "off":
-            return
-        if self._asked is None:
-            if (step + 1) % stage.limits.recalibrate_steps == 0:
-                self._asked = self.planner.ask_sizes(tuple(stage.sizes), stage.limits, room_gib)
-            return
-        if not self._asked.there:
-            return
-        asked, self._asked = self._asked, None
-        if (best := asked.sizes()) is not None:
-            self._decide(stage, best)
+        if stage.limits.recalibrate != "off" and (step + 1) % stage.limits.recalibrate_steps == 0:
+            self._asked = stage, self.planner.ask_sizes(tuple(stage.sizes), stage.limits, room_gib)
 
     def _decide(self, stage: StageSizes, best: dict[Bucket, int]) -> None:
         limits, from_step = stage.limits, self.source.next_unasked
         if self._stage(from_step) is not stage:
             return  # the next segment has sizes of its own
+        if from_step <= max((one["from"] for one in self.decisions.records), default=-1):
+            return  # these steps are computed again, with the sizes that they had
         now = self._sizes_at(stage, from_step)
         changed = moved(now, best, limits.recalibrate_change)
         if not changed or (limits.recalibrate == "suggest" and changed == self._told):

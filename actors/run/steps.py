@@ -132,6 +132,7 @@ class StepRunner:
             num_calls=len(calls),
             planning_s=planning_s,
             patience=patience,
+            speed=self.cluster.speed,
         )
         self.running.append(running)
         self._remember_early(assignment, step)

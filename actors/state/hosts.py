@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,9 +59,14 @@ def host_need(
         state=part if state_on_host else 0.0,
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
         keepers=kept,
-        store=(_KEPT_SNAPSHOTS + 1) * part,  # the next one is there before the oldest goes
+        store=offered_gib(state_gib, here, workers),
         copies=part,
     )
+
+
+def offered_gib(state_gib: float, here: int, workers: int) -> float:
+    """In the object store of a node with `here` of all workers: the next snapshot is there before the oldest goes."""
+    return (_KEPT_SNAPSHOTS + 1) * state_gib * here / workers
 
 
 def needs_of_hosts(
@@ -89,6 +95,35 @@ def needs_of_hosts(
 def _shares_host_memory(info: WorkerInfo) -> bool:
     """GPUs that add into one gradient per node hold it themselves, if they can reach each other."""
     return info.gradients == "host" or (info.gradients == "node" and info.device == "cpu")
+
+
+def refuse_short_stores(infos: Sequence[WorkerInfo], state_gib: float) -> None:
+    """Raises PlanError with a sentence for each node whose object store does not hold the snapshots that its workers
+    offer, or would hold them on disk: Ray leaves a /dev/shm that is smaller than the store."""
+    short: list[str] = []
+    for node in dict.fromkeys(info.node for info in infos):
+        here = [info for info in infos if info.node == node]
+        need, store, shared = offered_gib(state_gib, len(here), len(infos)), here[0].store_gib, here[0].shared_gib
+        name = f"node {here[0].host or node}"
+        if store is not None and need > store:
+            short.append(
+                f"{name} has an object store of {store:.2f} GiB, and snapshots of its {len(here)} workers take "
+                f"{need:.2f} GiB of it. Start Ray there with --object-store-memory={_with_room(need)} or more (and a "
+                f"/dev/shm as large), add nodes, or train fewer weights (model.dit.lora_rank)."
+            )
+        elif store is not None and shared is not None and need > shared and store > shared:
+            short.append(
+                f"{name} has a /dev/shm of {shared:.2f} GiB, less than its object store of {store:.2f} GiB, which "
+                f"therefore lies on disk, and snapshots of its {len(here)} workers take {need:.2f} GiB. Enlarge it "
+                f"(docker run --shm-size={store:.0f}g, a memory volume on Kubernetes) before Ray starts there."
+            )
+    if short:
+        raise PlanError("\n".join(short))
+
+
+def _with_room(gib: float) -> int:
+    """Bytes for Ray, a quarter more than is needed: decoded clips and results lie there too."""
+    return math.ceil(1.25 * gib * 2**30)
 
 
 def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:

@@ -127,6 +127,8 @@ class Heartbeat:
         orders = get(self._monitor.beat.remote(replace(progress, leaving=self.leaving)), timeout=_ANSWER_S)
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
+        elif groups is not None and (failure := groups.failure):  # on NCCL nobody else is told, and waits for ever
+            cancel.set(f"{failure}, seen by a heartbeat of {self._worker}")
         elif groups is not None and self._hangs(progress):
             cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")
         if orders.dump_stack:

@@ -35,7 +35,7 @@ from actors.messages import (
     WorkerSettings,
 )
 from actors.process import birth
-from actors.ray_calls import bar, get, node_address, put, wait
+from actors.ray_calls import bar, get, node_address, object_store_gib, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, nobody
@@ -51,7 +51,7 @@ from data.types import Batch
 from ops.comm import free_ended
 from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
-from ops.node_room import node_room
+from ops.node_room import node_room, shared_room
 from ops.shards import ShardState
 from ops.sync import trainable
 from ops.waiting import Patience
@@ -89,9 +89,10 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """Answers once the modules are loaded."""
+        node, shared = ray.get_runtime_context().get_node_id(), shared_room()
         return WorkerInfo(
             worker=self.name,
-            node=ray.get_runtime_context().get_node_id(),
+            node=node,
             host=socket.gethostname(),
             pid=os.getpid(),
             born=birth(os.getpid()),
@@ -104,6 +105,8 @@ class Worker:
             gradients=self.executor.sync.gradient_memory,
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             host_room_gib=node_room() / 2**30,
+            store_gib=object_store_gib(node),
+            shared_gib=None if shared is None else shared / 2**30,
         )
 
     def form(self, task: FormTask) -> Snapshot | None:
@@ -130,6 +133,7 @@ class Worker:
             cancel,
             address=node_address(),
             nodes=task.nodes or None,
+            device=self.device,
         )
         self._snapshot_to = task.snapshot_to
         origin = task.origin

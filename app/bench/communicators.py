@@ -44,8 +44,15 @@ def run(
     steps: Annotated[int, typer.Option(help="Planned steps of each case.", min=1)] = 1000,
     budget: Annotated[float, typer.Option(help="Seconds of counted search per step.")] = 0.02,
     peers: Annotated[int, typer.Option(help="The limit: planner.bag_peers.", min=1)] = 11,
+    only: Annotated[str, typer.Option(help="Cases to plan, as 1.3B:2x8,14B:4x8; empty: all.")] = "",
 ) -> None:
     """Two rows per model and cluster: without and with the limit. Equal degrees make equal plans, found once."""
+    cases = [f"{model}:{spec}" for model, _, specs in CASES for spec in specs]
+    chosen = only.split(",") if only else cases
+    if unknown := set(chosen) - set(cases):
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown))}; the cases are {', '.join(cases)}.", param_hint="--only"
+        )
     print(
         "| model, cluster, limit | distinct bags | bags of a GPU, most | GiB, most | made per step "
         "| mean step, s | against no limit |"
@@ -53,6 +60,8 @@ def run(
     print("|---|---|---|---|---|---|---|")
     for model, config, clusters in CASES:
         for spec in clusters:
+            if f"{model}:{spec}" not in chosen:
+                continue
             cluster = Cluster.parse(spec)
             free = planned_bags(model, config, cluster, steps, budget, 0)
             larger = any(peers + 1 < degree <= cluster.num_workers for degree in DEGREES[model])

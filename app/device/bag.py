@@ -11,9 +11,9 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from actors.plan.types import Module
 from app.device.points import PointTimes, ProfiledShape, timed
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ops.comm import Group
 
 _START_S = 600.0  # imports and weights of all members, on a busy machine
-_ANSWER_S = 600.0
+_ANSWER_S = 600.0  # of one run of a cascade
+_CAUSE_S = 5.0  # a member that fails may be one that another has left, which says why a moment later
 _WARM_UP = 1
 
 Order = tuple[Literal["measure"], Module, ProfiledShape, int] | tuple[Literal["exchange"], int, int]
@@ -83,26 +84,36 @@ class Bag:
     def _ask(self, order: Order) -> list[object]:
         for pipe in self._pipes:
             pipe.send(order)
-        return self._answers(_ANSWER_S)
+        repeats = order[3] if order[0] == "measure" else order[2]
+        return self._answers(_ANSWER_S * (_WARM_UP + repeats))
 
     def _answers(self, patience_s: float) -> list[object]:
-        found: list[object] = []
-        until = time.monotonic() + patience_s
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.0, until - time.monotonic())):
-                    raise ConfigError(
-                        f"member {rank} of a bag of {self.degree} has not answered in {patience_s:.0f} s."
-                    )
-                answer = pipe.recv()
-            except (EOFError, OSError):
-                raise ConfigError(f"member {rank} of a bag of {self.degree} has ended.") from None
-            if isinstance(answer, MemoryError):
-                raise answer
-            if isinstance(answer, Exception):
-                raise ConfigError(f"member {rank} of a bag of {self.degree} failed: {answer}")
-            found.append(answer)
-        return found
+        """Of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it, or fail
+        as it leaves them."""
+        found: dict[int, object] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        until, failed = time.monotonic() + patience_s, ""
+        while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(cast(Connection, pipe))
+                answer: object
+                try:
+                    answer = found[rank] = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    answer = RuntimeError("its process has ended")
+                if isinstance(answer, MemoryError):
+                    raise answer
+                if isinstance(answer, Exception):
+                    failed = failed or f"member {rank} of a bag of {self.degree} failed: {answer}."
+                    until = min(until, time.monotonic() + _CAUSE_S)
+        if failed:
+            raise ConfigError(failed)
+        if waiting:
+            raise ConfigError(
+                f"member {min(waiting.values())} of a bag of {self.degree} has not answered in {patience_s:.0f} s. "
+                f"Leave the degree out with --degrees, or measure fewer --repeats."
+            )
+        return [found[rank] for rank in range(self.degree)]
 
     def __enter__(self) -> Bag:
         return self

@@ -14,7 +14,7 @@ from ops.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from ops.comm import Group
     from ops.models.image import ImageEncoder
@@ -41,15 +41,22 @@ class Bench:
         from ops.attention.varlen import check_backend
         from ops.comm import Group
         from ops.models.first_frame import FirstFrame
-        from ops.models.load import build_dit
 
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         self.group = group or Group.solo()
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
         check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-        self.dit = build_dit(model.dit, config.train.seed).to(device=device, dtype=dtype)
         self.frame = FirstFrame.of(model)
+
+    @cached_property
+    def dit(self) -> nn.Module:
+        import torch
+
+        from ops.models.load import build_dit
+
+        dtype = getattr(torch, self.config.train.parameter_dtype)
+        return build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
 
     @cached_property
     def vae(self) -> VAE:
@@ -69,10 +76,21 @@ class Bench:
 
         return build_image(self.model.image, self.device)
 
+    def rest(self) -> None:
+        """Take nothing of the device until the next measurement, which loads anew."""
+        from actors.worker.meter import collect
+
+        for module in ("dit", "vae", "text", "image"):
+            self.__dict__.pop(module, None)
+        collect()
+
     def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
-        """Seconds of a cascade, several times after a warm-up, and the peak GiB it needed where the device counts."""
+        """Seconds of a cascade, several times after a warm-up, and the peak GiB of a worker with all modules where the
+        device counts."""
         import torch
 
+        if self.device.type == "cuda":
+            _ = self.dit, self.vae, self.text, self.image
         work = getattr(self, f"_{module}")(shape)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

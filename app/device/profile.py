@@ -102,10 +102,10 @@ def run_profile(
     points = by_information(points_of(list(shapes_of(sized, geometry, profile)), bags))
     if not fresh:
         continue_from(out, profile)
-    left = [point for point in points if point.key not in profile.measured]
+    left = [point for point in points if point.key not in profile.measured and not is_beyond(point, profile)]
     print(f"{len(points)} points on {profile.device}, degrees 1{''.join(f', {k}' for k in bags)}")
     if len(left) < len(points):
-        print(f"          {len(points) - len(left)} are in {out} already (--fresh measures them again)")
+        print(f"          {len(points) - len(left)} are known from {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
     _measure(
         left, config, bench, profile, out, repeats, target.type, time.monotonic() + 60 * minutes if minutes else 0.0
@@ -192,35 +192,54 @@ def _measure(
 ) -> None:
     """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
     bags: dict[int, Bag] = {}
-    out_of_memory: list[ProfilePoint] = []
+
+    def found_in_bag(point: ProfilePoint) -> PointTimes:
+        if point.degree not in bags:
+            bags[point.degree] = Bag(config, point.degree, device)
+            _print_exchange(bags[point.degree])
+        return bags[point.degree].measure(point.module, point.shape, repeats)
+
+    def found(point: ProfilePoint) -> PointTimes:
+        if point.degree == 1:
+            return bench.measure(point.module, point.shape, repeats)
+        try:
+            return found_in_bag(point)
+        except MemoryError:
+            _close(bags, point.degree)
+            if device != "cuda":
+                raise
+        bench.rest()  # its modules lie on the first GPU beside those of a member
+        return found_in_bag(point)
+
     try:
         for number, point in enumerate(points):
             if until and time.monotonic() > until:
                 print(f"          the time is over: {len(points) - number} points are left; call again to continue")
                 break
-            if any(_is_larger(point, failed) for failed in out_of_memory):
+            if is_beyond(point, profile):
                 continue
             try:
-                if point.degree > 1 and point.degree not in bags:
-                    bags[point.degree] = Bag(config, point.degree, device)
-                    _print_exchange(bags[point.degree])
-                found = (
-                    bench.measure(point.module, point.shape, repeats)
-                    if point.degree == 1
-                    else bags[point.degree].measure(point.module, point.shape, repeats)
-                )
+                times = found(point)
             except (MemoryError, RuntimeError) as error:
                 _ran_out(point, error, profile)
-                out_of_memory.append(point)
-                if point.degree > 1:
-                    bags.pop(point.degree).close()
+                _close(bags, point.degree)
             else:
-                profile.measure(point.key, found.median, found.peak_gib)
-                _print_point(point, found)
+                profile.measure(point.key, times.median, times.peak_gib)
+                _print_point(point, times)
             _save(profile, out)
     finally:
         for bag in bags.values():
             bag.close()
+
+
+def _close(bags: dict[int, Bag], degree: int) -> None:
+    if (bag := bags.pop(degree, None)) is not None:
+        bag.close()
+
+
+def is_beyond(point: ProfilePoint, profile: Profile) -> bool:
+    """Whether it is as large as one that ran out of memory."""
+    return any(limit.forbids(*point.key) for limit in profile.max_frames)
 
 
 def _ran_out(point: ProfilePoint, error: Exception, profile: Profile) -> None:
@@ -231,27 +250,16 @@ def _ran_out(point: ProfilePoint, error: Exception, profile: Profile) -> None:
         raise error
     release(error)
     bucket = point.shape.bucket
-    if bucket.frames > 1:
-        limit = MaxFrames(
-            module=point.module,
-            degree=point.degree,
-            height=bucket.height,
-            width=bucket.width,
-            batch=point.shape.batch,
-            frames=bucket.frames - 1,
-        )
-        profile.max_frames = (*profile.max_frames, limit)
-    print(f"{_name(point)} runs out of memory: no plan has it", flush=True)
-
-
-def _is_larger(point: ProfilePoint, failed: ProfilePoint) -> bool:
-    one, other = point.shape, failed.shape
-    return (
-        (point.module, point.degree) == (failed.module, failed.degree)
-        and one.batch >= other.batch
-        and one.bucket.frames >= other.bucket.frames
-        and one.bucket.area >= other.bucket.area
+    limit = MaxFrames(
+        module=point.module,
+        degree=point.degree,
+        height=bucket.height,
+        width=bucket.width,
+        batch=point.shape.batch,
+        frames=bucket.frames - 1,
     )
+    profile.max_frames = (*profile.max_frames, limit)
+    print(f"{_name(point)} runs out of memory: no plan has it", flush=True)
 
 
 def _save(profile: Profile, out: Path) -> None:
@@ -301,16 +309,24 @@ def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterat
 def _limits(
     config: RunConfig, path: Path, model: ModelConfig, geometry: Geometry, profile: Profile, write: bool
 ) -> None:
-    """Show M_mem, M_comp and p of these measurements (AdaptiveLoad sec. 3.2), and put them into the config."""
-    wanted = replace(config.data.batch, auto=True, compute=0.0)
+    """Show M_mem, M_comp and p of these measurements (AdaptiveLoad sec. 3.2), and put them into the config. Raises
+    ConfigError where they are to be put there and the measurements give none."""
+    wanted = replace(config.data.batch, auto=True, compute=0.0, from_table=False)
     open_config = replace(config, data=replace(config.data, batch=wanted, segments=()))
-    found, fit = with_limits(open_config, model, geometry, profile)
+    try:
+        found, fit = with_limits(open_config, model, geometry, profile)
+    except ConfigError as error:
+        if write:
+            raise
+        print(f"batches   {error}")
+        return
     batch = found.data.batch
     assert fit is not None
     print(
         f"batches   seconds = {fit.coefficients[0]:.4g} + {fit.coefficients[1]:.4g} B S^{fit.exponent:g}, R^2 "
         f"{fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%; M_mem {batch.memory_tokens:,.0f} tokens, M_comp "
         f"{batch.compute:.4g} for {seconds_of(batch, fit):.3g} s a batch"
+        + ("; the fit is poor, and so are these limits" if fit.poor else "")
     )
     if write:
         write_limits(path, batch)

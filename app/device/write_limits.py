@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import yaml
@@ -11,6 +12,7 @@ from data.config import BatchConfig
 from ops.typed import ConfigError
 
 KEPT = ("max_batch", "text_tokens")  # of the config, beside the limits
+_FOLLOWS = ("auto", "target_s", "recalibrate", "recalibrate_steps", "recalibrate_change")  # of sizes that follow a run
 
 
 def write_limits(path: Path, found: BatchConfig) -> None:
@@ -37,13 +39,16 @@ def write_limits(path: Path, found: BatchConfig) -> None:
 def flow(found: BatchConfig) -> str:
     """The limits as a YAML mapping on one line."""
     values = {"memory_tokens": found.memory_tokens, "compute": found.compute, "exponent": found.exponent}
-    values |= {name: getattr(found, name) for name in KEPT if getattr(found, name) != getattr(BatchConfig(), name)}
-    # repr has a point in every exponent, which YAML needs to see a number
+    kept = KEPT if found.recalibrate == "off" else (*KEPT, *_FOLLOWS)
+    values |= {name: getattr(found, name) for name in kept if getattr(found, name) != getattr(BatchConfig(), name)}
     return "{" + ", ".join(f"{name}: {_number(value)}" for name, value in values.items()) + "}"
 
 
-def _number(value: float) -> str:
-    text = f"{value:.6g}"
+def _number(value: float | str) -> str:
+    """As YAML 1.1 reads it back: a number with an exponent has a point, and on is a word only in quotes."""
+    if isinstance(value, bool | str):
+        return json.dumps(value)
+    text = f"{value:.15g}"
     return text.replace("e", ".0e") if "e" in text and "." not in text else text
 
 

@@ -43,12 +43,13 @@ def print_account(account: Accounting, min_coverage: float) -> None:
 def print_buckets(batches: Mapping[Bucket, tuple[int, str]], config: RunConfig, geometry: Geometry) -> None:
     """Batch size of every bucket, what sets it, the tokens of a sample, and what either limit alone would allow."""
     limits = config.data.batch
+    by_compute = limits.compute > 0 and (limits.auto or not limits.target_s)  # which a target takes the place of
     print(f"{'bucket':>16} {'batch':>6} {'set by':>14} {'tokens':>8} {'by memory':>10} {'by compute':>10}")
     for bucket, (batch, limit) in batches.items():
         tokens = geometry.tokens(bucket.frames, bucket.height, bucket.width) + limits.text_tokens
-        compute = f"{limits.compute / tokens**limits.exponent:.2f}" if limits.compute else "-"
+        compute = f"{limits.compute / tokens**limits.exponent:.2f}" if by_compute else "-"
         print(f"{bucket!s:>16} {batch:>6} {limit:>14} {tokens:>8} {limits.memory_tokens / tokens:>10.2f} {compute:>10}")
-    if limits.compute:
+    if by_compute:
         print(
             f"limits    M_mem {limits.memory_tokens:,.0f} tokens, M_comp {limits.compute:.4g}, p {limits.exponent:g}"
             + (f" ({limits.target_s:.3g} s a batch)" if limits.auto and limits.target_s else "")

@@ -13,21 +13,15 @@ from pathlib import Path
 from actors.plan.costs.fit import Fit
 from actors.plan.costs.profile import Profile
 from actors.plan.places import chosen
+from actors.plan.types import Cluster
 from actors.planning.batching import fitted_limits
-from actors.planning.memory import MemoryForecast, Shape, communicators_gib, forecast
+from actors.planning.memory import MemoryForecast, Shape, clips_of, communicators_gib, forecast
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
-
-
-def clips_of(config: RunConfig, geometry: Geometry) -> list[Shape]:
-    """The shapes of all buckets, of every segment of the run."""
-    tables = [config.data.buckets, *(s.buckets for s in config.data.segments if s.buckets is not None)]
-    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
-    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
 
 
 def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None, bool]:
@@ -59,31 +53,33 @@ def placed(
     return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
 
 
-def batch_room_gib(config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile) -> float:
+def batch_room_gib(
+    config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
+) -> float:
     """GiB that a batch may take on one of `workers.min` workers, by the prediction of the model's memory, which the
-    profile is told; infinite where the size of a device is unknown."""
-    memory, cuda = device_gib(config)
+    profile is told; infinite where the size of a device is unknown. `cluster`: what is known of the workers' nodes."""
+    memory, cuda = device_gib(config, cluster.memory_gib if cluster is not None else 0.0)
     if memory is None:
         return inf
-    clips, workers, peers = clips_of(config, geometry), config.workers.min, config.planner.bag_peers
+    clips, workers, peers = clips_of(config.data, geometry), config.workers.min, config.planner.bag_peers
     degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     profile.needs = found.needs
     if cuda:
-        found = placed(found, config, model, geometry, clips, degrees, memory, found.per_node)
+        per_node = max(cluster.nodes) if cluster is not None else found.per_node
+        found = placed(found, config, model, geometry, clips, degrees, memory, per_node)
     return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers) if cuda else 0.0, cuda)
 
 
 def with_limits(
-    config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile
+    config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
 ) -> tuple[RunConfig, Fit | None]:
     """The config with numbers in place of every `auto` that has none yet, and the fit behind those of the run itself.
     Raises ConfigError where the profile or the target allow none."""
     data = config.data
-    wanted = [data.batch, *(s.batch for s in data.segments if s.batch is not None)]
-    if not any(is_open(limits) for limits in wanted):
+    if not any(is_open(limits) for limits in batch_limits(config).values()):
         return config, None
-    room = batch_room_gib(config, model, geometry, profile)
+    room = batch_room_gib(config, model, geometry, profile, cluster)
 
     def found(buckets: BucketsConfig, limits: BatchConfig) -> tuple[BatchConfig, Fit | None]:
         if not is_open(limits):
@@ -100,6 +96,12 @@ def with_limits(
     return replace(config, data=replace(data, batch=batch, segments=segments)), fit
 
 
+def batch_limits(config: RunConfig) -> dict[str, BatchConfig]:
+    """The limits of the run and of its segments that have their own, by the name of the setting."""
+    named = {f"data.segments[{number}].batch": one.batch for number, one in enumerate(config.data.segments)}
+    return {"data.batch": config.data.batch, **{name: one for name, one in named.items() if one is not None}}
+
+
 def is_open(limits: BatchConfig) -> bool:
     """Whether `auto` has not been given numbers."""
     return limits.auto and not limits.compute
@@ -108,7 +110,7 @@ def is_open(limits: BatchConfig) -> bool:
 def with_limits_of(config: RunConfig, folder: Path) -> RunConfig:
     """A resumed run's config: where it says `auto`, the numbers that the run has found."""
     kept = folder / "config.yaml"
-    if not kept.is_file() or not config.data.batch.auto:
+    if not kept.is_file() or not any(is_open(limits) for limits in batch_limits(config).values()):
         return config
     before = RunConfig.load(kept).data
     batch = _taken_up(config.data.batch, before.batch)

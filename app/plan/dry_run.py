@@ -50,7 +50,7 @@ def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
     _print_model(config, model)
     cluster = read_cluster(spec) if spec else Cluster(nodes=(config.workers.max,))
     profile = profile_of(config, model, geometry)
-    config, _ = with_limits(config, model, geometry, profile)
+    config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
     make_missing(config.data.sources)

@@ -17,13 +17,14 @@ from actors.planning.memory import (
     CONTEXT_GIB,
     MemoryForecast,
     Shape,
+    clips_of,
     communicators_gib,
     forecast,
     least_workers,
     too_little,
 )
 from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
-from app.inputs.batches import clips_of, device_gib, placed
+from app.inputs.batches import device_gib, placed
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -62,7 +63,7 @@ def view_memory(
     memory, cuda = device_gib(config, cluster.memory_gib)
     if memory is None and not cuda:
         return None
-    clips, degrees = clips_of(config, geometry), profile.degrees.get("dit", (1,))
+    clips, degrees = clips_of(config.data, geometry), profile.degrees.get("dit", (1,))
     degrees = config.planner.degrees or degrees
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     profile.needs = found.needs

@@ -157,8 +157,8 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     if request.profile:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
     profile = profile_of(config, model, geometry)
-    config, _ = with_limits(config, model, geometry, profile)
     cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
+    config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
     steps: Steps

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.outcome import Exit, Outcome
-from app.inputs.batches import with_limits, with_limits_of
+from actors.plan.types import Cluster
+from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
 from app.records.trackers import check_installed
@@ -113,22 +114,32 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
 
 
 def _with_limits(config: RunConfig) -> RunConfig:
-    """Where `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
+    """Where a `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
     from actors.planning.batching import seconds_of
     from actors.planning.options import profile_of
     from actors.pool.workers import device_of
+    from actors.ray_calls import gpus_of_a_node
     from ops.models.folders import resolve
 
-    if not config.data.batch.auto:
+    before = {name: limits for name, limits in batch_limits(config).items() if is_open(limits)}
+    if not before:
         return config
     model, geometry = resolve(config.model)
     profile = profile_of(config.planner, model, geometry, device_of(config.workers))
-    found, fit = with_limits(config, model, geometry, profile)
-    if fit is not None:
-        batch = found.data.batch
+    found, fit = with_limits(config, model, geometry, profile, Cluster(nodes=(gpus_of_a_node(),)))
+    for name, limits in ((name, batch_limits(found)[name]) for name in before):
+        source = ""
+        if fit is not None and name == "data.batch":
+            quality = f"R^2 {fit.r2:.3f}{', poor' if fit.poor else ''}"
+            source = f" for {seconds_of(limits, fit):.3g} s a batch ({fit.source}, {quality})"
         _note(
-            f"data.batch: auto is memory_tokens {batch.memory_tokens:,.0f}, compute {batch.compute:.4g}, exponent "
-            f"{batch.exponent:g} for {seconds_of(batch, fit):.3g} s a batch ({fit.source}, R^2 {fit.r2:.3f})"
+            f"{name}: auto is memory_tokens {limits.memory_tokens:,.0f}, compute {limits.compute:.4g}, exponent "
+            f"{limits.exponent:g}{source}"
+        )
+    if device_gib(config)[0] is None:
+        _note(
+            "the memory of the workers' devices is not known here: memory_tokens is as set, not found. "
+            "workers.memory_gib says it."
         )
     return found
 

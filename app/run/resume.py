@@ -38,7 +38,7 @@ WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, m
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.dit.attention
-    model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
+    model.text.place model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     data.batch.recalibrate data.batch.recalibrate_steps data.batch.recalibrate_change
     data.segments data.min_coverage data.limits data.engine data.cache
     train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps

@@ -50,6 +50,11 @@ def run(
     config, geometry = config_of(checkpoint)
     if config.model.dit.images_only and changes.frames not in (None, 1):
         raise ConfigError(f"--frames is {changes.frames}, and this transformer makes pictures; leave it out.")
+    if config.model.dit.diffusion is not None and changes.flow_shift is not None:
+        raise ConfigError(
+            f"--flow-shift is {changes.flow_shift:g}, and this transformer is sampled by DDIM, which has none; leave "
+            f"it out."
+        )
     prompts = prompts or config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")

@@ -26,6 +26,7 @@ from app.settings.rules import (
     check_attention,
     check_buckets,
     check_degrees,
+    check_flow,
     check_frame_rate,
     check_images,
     check_memory,
@@ -88,6 +89,7 @@ def check(config: RunConfig) -> None:
     check_degrees(config.model, config.planner, config.workers)
     check_schedule(config.train)
     check_buckets(config.data, config.model)
+    check_flow(config.model, config.train.flow)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
     check_attention(config.model, config.train, config.workers)
     check_memory(config.train, config.workers)

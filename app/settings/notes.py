@@ -36,6 +36,11 @@ def _unused_numbers(config: RunConfig) -> list[str]:
         true = resolve(config.model)[0].dit
     except (OSError, ValueError):  # the start refuses such a folder with the reason
         return []
+    if true.architecture != dit.architecture:
+        return [
+            f"model.dit.architecture is {dit.architecture}, and {dit.path} is {true.architecture}: settings that do "
+            f"not go with it are found late. Set model.dit.architecture: {true.architecture}."
+        ]
     usual, own = ModelConfig().dit, FAMILIES[dit.architecture].settings()
     unused = []
     for name in (setting.name for setting in fields(dit) if setting.name != "path"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersConfig
 from app.settings.sections import SampleConfig
 from data.config import DataConfig
@@ -79,6 +81,19 @@ def check_images(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> 
         raise ConfigError(
             f"sample.frames is {sample.frames}, and the transformer of model.dit makes pictures. Set it to 1."
         )
+
+
+def check_flow(model: ModelConfig, flow: FlowConfig) -> None:
+    """What is said of a flow is for a transformer that is trained by one."""
+    if model.dit.diffusion is None:
+        return
+    usual = FlowConfig()
+    for name in (setting.name for setting in fields(flow)):
+        if (value := getattr(flow, name)) != getattr(usual, name):
+            raise ConfigError(
+                f"train.flow.{name} is {value}, and the transformer of model.dit is trained by diffusion, with times "
+                f"drawn evenly: nothing of train.flow is used. Leave it out."
+            )
 
 
 def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig, flow: FlowConfig) -> None:

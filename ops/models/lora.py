@@ -5,17 +5,20 @@ Parameter names are peft's without its prefix (`blocks.0.attn1.to_q.lora_A.weigh
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
+from ops.models.folders import read_json
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -118,14 +121,14 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
     Those that the file lacks stay as they are. Raises ValueError for a file of another model, rank or naming.
 
     Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT), or be those of the original code with
-    `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). Without `.alpha` the file's B holds its scale
-    (`for_diffusers`).
+    `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). The scale is that of `.alpha`, or what Diffusers wrote into
+    the file's header or PEFT into the `adapter_config.json` beside it; else B holds it (`for_diffusers`).
     """
     if not config.lora_from:
         return
     file = _factor_file(Path(config.lora_from).expanduser())
     try:
-        stored = load_file(file)
+        stored, declared = load_file(file), _declared_scale(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
     parameters = dict(module.named_parameters())
@@ -135,6 +138,11 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
         raise ValueError(
             f"model.dit.lora_from {file} holds no factors named ...{A}, as PEFT and Diffusers write them (first name: "
             f"{min(found, default='none')}). Convert it to Diffusers' names."
+        )
+    if others := sorted(name for name in found if not name.endswith((A, B, ".alpha"))):
+        raise ValueError(
+            f"model.dit.lora_from {file} holds {others[0]} beside factors: it is not LoRA alone (DoRA, or whole "
+            f"weights), and would mean another model without it. Give factors alone."
         )
     for name, tensor in factors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
@@ -147,7 +155,7 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
         for name, tensor in factors.items():
             if name.endswith(B):
                 alpha = found.get(name.removesuffix(B) + ".alpha")
-                scale = 1.0 if alpha is None else float(alpha) / config.lora_rank
+                scale = declared if alpha is None else float(alpha) / config.lora_rank
                 tensor = tensor.float() * (scale / lora_scale(config))
             parameters[name].copy_(tensor)
 
@@ -159,6 +167,25 @@ def _factor_file(path: Path) -> Path:
             f"model.dit.lora_from {file} does not exist. Give the file of the factors, or its folder."
         )
     return file
+
+
+def _declared_scale(file: Path) -> float:
+    """What is said of the scale beside the factors, as PEFT's LoraConfig; 1 without a word. Raises ValueError for
+    layers of their own scale."""
+    with safe_open(file, framework="pt") as opened:
+        header = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
+    beside = file.with_name("adapter_config.json")
+    said = {name.removeprefix("transformer."): value for name, value in json.loads(header).items()}
+    if not said and file.name == "adapter_model.safetensors" and beside.is_file():
+        said = read_json(beside)
+    if said.get("alpha_pattern"):
+        raise ValueError(
+            f"model.dit.lora_from {file} has layers of their own alpha (alpha_pattern). Save it with one alpha for all."
+        )
+    if not said.get("lora_alpha") or not said.get("r"):
+        return 1.0
+    rank = float(said["r"])
+    return float(said["lora_alpha"]) / (math.sqrt(rank) if said.get("use_rslora") else rank)
 
 
 _ENDINGS = {A: A, B: B, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}

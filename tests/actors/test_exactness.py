@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
 from ops.peer_sum import PeerSum
+from ops.waiting import GroupError
 from tests.actors.exactness import (
     MODELS,
     Host,
@@ -317,6 +319,36 @@ def test_plans_keep_the_rules_of_nccl(memory: str, nodes: Nodes, monkeypatch: py
         for step in range(3):
             items = items_of(rng, 2, step)
             run_step(hosts, items, random_cascades(rng, items, 4, step), step, account=account)
-        assert rules.collectives > 150
+        assert rules.collectives > 150 and rules.made_late == 0, "no cascade waits for its communicator to be made"
         for rank in range(4):
             assert 3 < rules.most_peers(rank) <= 3 + peers, "the world's, and bags within the limit"
+
+
+@pytest.mark.parametrize("kind", ["alltoall_base", "reduce_scatter", "all_gather"])
+def test_a_step_in_which_a_collective_failed_without_a_word_counts_nowhere(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last one, in a bag that is used no more, in the sum or behind the update: the worker that knows ends the
+    generation, and from the state before it the step becomes what it would have been."""
+    items = items_of(np.random.default_rng(6), 2)
+    plan = random_cascades(np.random.default_rng(7), items, 2)
+    with nccl_rules(monkeypatch) as rules:
+        hosts = make_hosts(2, torch.float64, train_config())
+        before = [host.executor.sync.export_shard() for host in hosts]
+        run_step(hosts, items, plan)
+        called = rules.kinds[kind] // 2
+        assert called > 0
+        expected = weights_of(hosts)
+        hosts = make_hosts(2, torch.float64, train_config(), generation=2, shards=before)
+        rules.fail(1, kind, after=called - 1)  # the last of the step
+        with pytest.raises(GroupError):
+            run_step(hosts, items, plan, generation=2)
+        told = hosts[1].executor.broken or ""
+        assert hosts[1].done is None and ("COMM_ERROR" in told or "met an error before" in told)
+        hosts = make_hosts(2, torch.float64, train_config(), generation=3, shards=before)
+        run_step(hosts, items, plan, generation=3)
+    assert torch.equal(weights_of(hosts), expected)
+
+
+def weights_of(hosts: Sequence[Host]) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in hosts[0].executor.modules.dit.parameters()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -75,4 +74,5 @@ def test_decided_sizes_are_the_same_for_any_number_of_workers_and_any_resume(lab
     begun = again.steps()[0]
     assert 0 < begun < STEPS, "it goes on from a checkpoint"
     assert again.losses() == pytest.approx(first.losses()[begun:], rel=1e-4)
-    assert Path(resumed / "batches.json").read_text() == kept.read_text(), "nothing is decided again"
+    before, after = (json.loads((folder / "batches.json").read_text()) for folder in (first.run_dir, resumed))
+    assert after[: len(before)] == before, "nothing is decided again; a busy machine may decide on later steps"

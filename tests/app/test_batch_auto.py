@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from actors.plan.costs.needs import SOLO, NeedLine, Needs
+from actors.plan.types import Cluster
+from actors.planning.memory import MemoryForecast
 from actors.planning.options import flop_profile
 from app.device.write_limits import edited, flow, write_limits
+from app.inputs.account import print_buckets
 from app.inputs.batches import is_open, with_limits, with_limits_of
+from app.run import launch
 from app.settings.config import RunConfig
 from data.config import BatchConfig
+from data.types import Bucket
+from ops.geometry import Geometry
 from ops.models.folders import resolve
 from ops.typed import ConfigError
 
@@ -49,6 +56,54 @@ def test_auto_is_resolved_once_and_a_resume_takes_the_numbers_of_the_run(tmp_pat
     assert with_limits_of(config, tmp_path / "nowhere") == config
 
 
+SEGMENTS = "data: {segments: [{until_step: 5}, {until_step: 0, batch: auto}]}\n"
+
+
+def test_a_segment_may_say_auto_alone_and_a_resume_takes_its_numbers(tmp_path: Path) -> None:
+    config = load(tmp_path, SEGMENTS)
+    model, geometry = resolve(config.model)
+    found, fit = with_limits(config, model, geometry, flop_profile(model, geometry))
+    (_, late), batch = found.data.segments, found.data.batch
+    assert fit is None and batch == config.data.batch and not batch.auto, "the run itself has numbers of its own"
+    assert late.batch is not None and late.batch.compute > 0 and not is_open(late.batch)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(found.to_yaml())
+    assert with_limits_of(config, tmp_path / "run") == found, "whatever machine resumes it"
+
+
+@pytest.mark.parametrize(("text", "notes"), [(SEGMENTS, ["data.segments[1].batch"]), ("", []),
+                                             ("data: {batch: auto}\n", ["data.batch"])])  # fmt: skip
+def test_a_run_finds_the_numbers_of_every_auto_and_says_them(
+    text: str, notes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.pool.workers.resources", lambda free: {"CPU": 2.0})
+    monkeypatch.setattr("actors.ray_calls.nodes", lambda: [])
+    found = launch._with_limits(load(tmp_path, text))
+    assert not any(is_open(one) for one in [found.data.batch, *(s.batch for s in found.data.segments if s.batch)])
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1].strip() for line in said if "auto is" in line] == notes
+    assert any("workers.memory_gib says it" in line for line in said) == bool(notes), "memory_tokens stays as set"
+
+
+def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preview of a cluster has the batches that a run there has, wherever the preview is made."""
+    needs = Needs()
+    needs.predicted["dit", SOLO] = NeedLine(fixed_gib=0.0, gib_per_unit=1e-3)
+    sizes = {"parameters": 10, "trained": 10, "parameter_bytes": 4, "state_bytes": 16}
+    made = MemoryForecast(**sizes, deepspeed=False, vae_gib=0.0, text_gib=0.0, image_gib=0.0, needs=needs)  # type: ignore[arg-type]
+    monkeypatch.setattr("app.inputs.batches.forecast", lambda *of: made)
+    config = load(tmp_path, "data: {batch: auto}\nworkers: {min: 1, max: 1, device: cuda}\n")
+    model, geometry = resolve(config.model)
+    rows = []
+    for memory_gib in (8.0, 16.0):
+        cluster = Cluster(nodes=(1,), memory_gib=memory_gib)
+        found, _ = with_limits(config, model, geometry, flop_profile(model, geometry, "H100"), cluster)
+        rows.append(found.data.batch.memory_tokens)
+    assert 4000 < rows[0] < 8000 < rows[1] < 16000
+
+
 def test_limits_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing says how long a batch should take"):
         load(tmp_path, "data: {batch: {recalibrate: on}}\n".replace("on}", "'on'}"))
@@ -84,6 +139,22 @@ def test_limits_are_written_into_a_file_as_it_stands(text: str, tmp_path: Path) 
     assert "# mine" in path.read_text()
 
 
+def test_every_row_of_a_large_limit_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: a}\n")
+    write_limits(path, replace(FOUND, memory_tokens=12345678.0))
+    assert RunConfig.load(path).data.batch.memory_tokens == 12345678.0
+
+
+def test_sizes_that_follow_the_run_still_do_with_written_limits(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: a}\ndata: {batch: {auto: true, recalibrate: 'on', recalibrate_steps: 50}}\n")
+    following = replace(FOUND, recalibrate="on", recalibrate_steps=50)
+    write_limits(path, following)
+    batch = RunConfig.load(path).data.batch
+    assert batch == following and not is_open(batch)
+
+
 def test_a_file_that_cannot_be_edited_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: {name: a}\ndata: &here {batch: &b {compute: 3}}\nplanner: *b\n")
@@ -97,3 +168,13 @@ def test_numbers_are_written_as_yaml_reads_them() -> None:
     assert flow(FOUND) == "{memory_tokens: 12345, compute: 1.5e+20, exponent: 1.85, text_tokens: 40}"
     assert flow(replace(FOUND, compute=2e20)).count("2.0e+20") == 1
     assert edited("", "{}") == "\n\ndata:\n  batch: {}\n"
+
+
+@pytest.mark.parametrize(("limits", "shown"), [("compute: 5000.0", True), ("compute: 5000.0, target_s: 1.0", False)])
+def test_a_limit_by_compute_is_shown_where_it_holds(
+    limits: str, shown: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where a target has taken its place."""
+    config = load(tmp_path, f"data: {{batch: {{{limits}}}}}\n")
+    print_buckets({Bucket(17, 64, 96): (2, "target_s")}, config, Geometry())
+    assert ("M_comp" in capsys.readouterr().out) == shown

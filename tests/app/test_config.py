@@ -14,7 +14,8 @@ from app.settings.elsewhere import ELSEWHERE
 from app.settings.notes import notes
 from app.settings.run_folder import prepare_run_dir, run_dir
 from data.config import SourceConfig
-from ops.models.folders import dit_json
+from ops.models.config import ModelConfig
+from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
@@ -228,6 +229,27 @@ def test_a_transformer_of_pictures_is_given_pictures() -> None:
         RunConfig.load(path, ["data.buckets.table=[1x32x48, 9x32x48]"])
     with pytest.raises(ConfigError, match=r"sample.frames is 5, .* makes pictures. Set it to 1"):
         RunConfig.load(path, ["sample.frames=5"])
+
+
+def test_settings_of_a_flow_are_refused_where_diffusion_is_trained() -> None:
+    path = ROOT / "configs" / "runs" / "cogvideox-tiny.yaml"
+    with pytest.raises(ConfigError, match=r"train\.flow\.flow_shift is 5\.0, .* by diffusion, .* Leave it out"):
+        RunConfig.load(path, ["train.flow.flow_shift=5.0"])
+    with pytest.raises(ConfigError, match=r"train\.flow\.weighting_scheme is uniform, .* Leave it out"):
+        RunConfig.load(path, ["train.flow.weighting_scheme=uniform"])
+
+
+def test_a_folder_of_another_family_than_the_settings_name_is_noted(tmp_path: Path) -> None:
+    plain = RunConfig.load(ROOT / "configs" / "runs" / "flux-tiny.yaml")
+    folder = tmp_path / "transformer"
+    folder.mkdir()
+    fields = dit_json(resolve(plain.model)[0].dit)
+    (folder / "config.json").write_text(json.dumps(fields))
+    wan = replace(plain, model=replace(plain.model, dit=replace(ModelConfig().dit, path=str(tmp_path))))
+    (said,) = [note for note in notes(wan) if "architecture" in note]
+    assert "model.dit.architecture is wan" in said and said.endswith("Set model.dit.architecture: flux.")
+    flux = replace(plain, model=replace(plain.model, dit=replace(plain.model.dit, path=str(tmp_path))))
+    assert not any("architecture" in note for note in notes(flux))
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

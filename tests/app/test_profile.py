@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from app.device.bag import degrees_here
+from app.device.bag import Bag, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
 from app.device.points import PointTimes, ProfiledShape
@@ -40,7 +44,7 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     assert "dit      5f 32x48  b3" in told and "gamma of KnapFormer" in told and "R^2" in told
     before = out.read_text()
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
-    assert "12 are in" in capsys.readouterr().out and read_profile(out).measured == profile.measured
+    assert "12 are known from" in capsys.readouterr().out and read_profile(out).measured == profile.measured
     with pytest.raises(ConfigError, match="--fresh"):
         run_profile(DEMO, [*TINY, "model.dit.num_heads=2"], out, repeats=1, device="cpu", degrees=[1])
     assert out.read_text() == before
@@ -167,6 +171,109 @@ def test_what_runs_out_of_memory_is_a_limit_and_larger_points_are_spared(
     profile = read_profile(out)
     assert not profile.fits("dit", 3, 5, 32, 48, 1) and profile.fits("dit", 1, 1, 32, 32, 1)
     assert ("vae", 3, 5, 32, 48, 1) in profile.measured and ("dit", 3, 5, 32, 48, 1) not in profile.measured
+
+
+@pytest.mark.parametrize(("frames", "batches"), [(1, [1]), (5, [1, 3])])
+def test_a_limit_holds_for_pictures_too_and_is_not_tried_again(
+    frames: int, batches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+        asked.append((module, shape.bucket.frames, shape.batch))
+        if module == "dit" and shape.bucket.frames == frames and shape.batch >= max(batches):
+            raise MemoryError("not enough")
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
+    profile = read_profile(out)
+    assert len(profile.max_frames) == 1
+    assert not profile.fits("dit", max(batches), frames, 32, 32 + 16 * (frames > 1), 1)
+    asked.clear()
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
+    assert asked == [] and read_profile(out).max_frames == profile.max_frames
+
+
+def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoRoom:
+        def __init__(self, config: object, degree: int, device: str) -> None:
+            raise MemoryError("the weights")
+
+    one = PointTimes(seconds=(0.1,), peak_gib=None)
+    monkeypatch.setattr(Bench, "measure", lambda *of: one)
+    monkeypatch.setattr("app.device.profile.Bag", NoRoom)
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
+    assert not read_profile(out).fits("dit", 1, 1, 32, 32, 2) or not read_profile(out).fits("dit", 3, 1, 32, 32, 2)
+
+
+class Pipes:
+    """Members of a bag that say what they are given, after so many seconds; None: nothing."""
+
+    def __init__(self, *answers: tuple[float, object] | None) -> None:
+        self.bag = Bag.__new__(Bag)
+        self.bag.degree, self.bag._members, self.bag._pipes = len(answers), [], []
+        for answer in answers:
+            mine, theirs = multiprocessing.Pipe()
+            self.bag._pipes.append(mine)
+            self.bag._members.append(theirs)  # type: ignore[arg-type]  # held open
+            threading.Thread(target=self._say, args=(theirs, answer), daemon=True).start()
+
+    @staticmethod
+    def _say(pipe: Any, answer: tuple[float, object] | None) -> None:
+        if answer is not None:
+            time.sleep(answer[0])
+            if answer[1] is EOFError:
+                pipe.close()
+            else:
+                pipe.send(answer[1])
+
+
+ONE = PointTimes(seconds=(1.0,), peak_gib=None)
+
+
+def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail() -> None:
+    for first in (None, (0.0, RuntimeError("peer closed")), (0.0, EOFError), (0.0, ONE)):
+        with pytest.raises(MemoryError, match="full"):
+            Pipes(first, (0.3, MemoryError("full"))).bag._answers(30.0)
+    with pytest.raises(ConfigError, match="member 1 of a bag of 2 failed: its process has ended"):
+        Pipes((0.0, ONE), (0.0, EOFError)).bag._answers(30.0)
+    with pytest.raises(ConfigError, match="member 0 of a bag of 2 has not answered in 0 s"):
+        Pipes(None, (0.0, ONE)).bag._answers(0.2)
+    assert Pipes((0.2, ONE), (0.0, "ready")).bag._answers(30.0) == [ONE, "ready"], "by rank"
+
+
+def test_measurements_that_limit_no_batch_are_kept_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(config: RunConfig, *of: object) -> tuple[RunConfig, None]:
+        if config.data.batch.auto:
+            raise ConfigError("they do not grow")
+        return config, None
+
+    monkeypatch.setattr("app.device.profile.with_limits", none)
+    monkeypatch.setattr(Bench, "measure", lambda *of: ONE)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"base: {DEMO}\n")
+    run_profile(config, TINY, tmp_path / "p.json", repeats=1, device="cpu", degrees=[1])
+    assert "batches   they do not grow" in capsys.readouterr().out
+    assert read_profile(tmp_path / "p.json").measured
+    with pytest.raises(ConfigError, match="do not grow"):
+        run_profile(config, TINY, tmp_path / "p.json", repeats=1, device="cpu", degrees=[1], write=True)
+    assert config.read_text() == f"base: {DEMO}\n"
+
+
+def test_a_config_with_the_batches_of_a_table_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Bench, "measure", lambda self, module, shape, repeats: PointTimes(seconds=(0.1 * shape.batch,), peak_gib=None)
+    )
+    table = ["data.buckets={open_sora: {256px: {1: [1.0, 2], 5: [1.0, 1]}}}", "data.batch.from_table=true"]
+    run_profile(DEMO, table, tmp_path / "p.json", repeats=1, device="cpu", degrees=[1])
+    assert read_profile(tmp_path / "p.json").measured
 
 
 def test_degrees_that_cannot_be_measured_are_refused() -> None:

@@ -98,6 +98,8 @@ def test_schedule_and_pool_may_change_and_are_told(tmp_path: Path, folder: Path)
     )
     assert {change.key for change in changes} == {"train.steps", "workers.max", "train.optimizer.learning_rate"}
     assert "train.steps 300 -> 999" in map(str, changes)
+    place = f"model.text.place={'host' if config(tmp_path).model.text.place == 'device' else 'device'}"
+    assert [change.key for change in check_resume(config(tmp_path, place))] == ["model.text.place"]
 
 
 def test_the_same_settings_are_no_change(tmp_path: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@ Ranks are threads that share a store; only death and freezing need processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Group, free_ended
+from ops.comm import Group, _bury, _Remains, free_ended
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError, Patience
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
+SOON_S = 10.0  # at once, on a machine with other work: long before the limits of 20 s and more of who waits on
 
 
 def run_ranks(
@@ -144,15 +147,15 @@ def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytes
     def work(rank: int, groups: Groups) -> list[float]:
         flat, group = torch.full((5,), float(rank + 1)), groups.world_group()
         if rank == 1:
-            time.sleep(2.5)
+            time.sleep(4.0)
         pending = group.reduce_scatter_ranges_async(flat, bounds)
         if rank == 0:
-            time.sleep(2.5)
+            time.sleep(4.0)
         for one in pending:
             one.wait()
         return flat.tolist()
 
-    assert run_ranks(2, work, timeout_s=1.0)[0] == [3.0] * 5
+    assert run_ranks(2, work, timeout_s=3.0)[0] == [3.0] * 5
 
 
 def test_solo_group_is_local() -> None:
@@ -223,7 +226,8 @@ def test_cancel_ends_a_waiting_collective_at_once() -> None:
     def work(rank: int, groups: Groups) -> None:
         group = groups.world_group()
         if rank == 1:
-            time.sleep(0.3)
+            while not any(one.name for one in all_groups[0].progress.values()):
+                time.sleep(0.01)
             token.set("worker 7 died")
             return
         begin = time.monotonic()
@@ -246,8 +250,8 @@ def test_cancel_ends_a_waiting_collective_at_once() -> None:
     begin = time.monotonic()
     for groups in all_groups:
         groups.close()
-    assert len(took) == 1 and 0.2 < took[0] < 1.0
-    assert time.monotonic() - begin < 1.0
+    assert len(took) == 1 and took[0] < SOON_S
+    assert time.monotonic() - begin < SOON_S
 
 
 def test_a_collective_of_an_aborted_group_never_looks_finished() -> None:
@@ -287,7 +291,7 @@ def test_a_collective_that_begins_while_another_thread_ends_its_group_is_refused
         ended.set()
 
     run_ranks(2, work)
-    assert took[0] < 1.0
+    assert took[0] < SOON_S
 
 
 def test_a_bag_that_is_connected_while_another_thread_ends_the_generation_is_refused() -> None:
@@ -309,43 +313,181 @@ def test_a_bag_that_is_connected_while_another_thread_ends_the_generation_is_ref
     run_ranks(2, work)
 
 
+def test_a_bag_that_is_left_while_another_thread_ends_the_generation_is_left() -> None:
+    def work(rank: int, groups: Groups) -> None:
+        groups.get((0, 1)).barrier()
+        meet = groups._meet
+
+        def close_meanwhile(*place: Any) -> bool:
+            came = meet(*place)
+            groups.abort()
+            return came
+
+        groups._meet = close_meanwhile  # type: ignore[method-assign]
+        groups.leave((0, 1))
+        with pytest.raises(GroupError, match="are closed"):
+            groups.get((0, 1))
+
+    run_ranks(2, work)
+
+
+class Ended:
+    """A collective that is over."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+class Communicator:
+    """A process group of NCCL whose collectives end when it is aborted, and not before."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.aborted = error, threading.Event()
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.aborted.set()
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def allreduce(self, tensors: object, options: object) -> Communicator:
+        return self
+
+    def is_completed(self) -> bool:
+        return self.aborted.is_set()
+
+
+def on_nccl(communicator: Communicator) -> Group:
+    return Group(communicator, (0, 1), 0, 30.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", ["", "unhandled cuda error"])
+def test_a_communicator_with_a_running_collective_is_aborted_when_its_group_ends(error: str) -> None:
+    """Else the device waits in it for ever: nobody has the communicator any more who could abort it."""
+    communicator = Communicator(error)
+    group = on_nccl(communicator)
+    pending = group.all_reduce_async(torch.ones(3))
+    group.close()
+    assert communicator.aborted.is_set()
+    with pytest.raises(GroupError, match="closed"):
+        pending.wait()
+    idle = Communicator()
+    on_nccl(idle).close()
+    assert not idle.aborted.is_set()
+
+
+def test_a_group_whose_communicator_cannot_be_aborted_is_ended_all_the_same() -> None:
+    group = on_nccl(Communicator("unhandled cuda error"))
+    pending = group.all_reduce_async(torch.ones(3))
+    group.abort()
+    assert group.broken == "aborted" and not group.on_device
+    with pytest.raises(GroupError, match="aborted"):
+        pending.wait()
+
+
+def test_a_wait_may_end_while_another_thread_looks_through_what_is_in_flight() -> None:
+    group = on_nccl(Communicator())
+    pending = [Pending(group, Ended(), "all_reduce") for _ in range(3)]
+    waits: list[threading.Thread] = []
+
+    class Slow(weakref.WeakSet[Pending]):
+        def __iter__(self) -> Iterator[Pending]:
+            for one in super().__iter__():
+                yield one
+                if not waits:
+                    waits.append(threading.Thread(target=pending[0].wait))
+                    waits[0].start()
+                    waits[0].join(0.3)
+
+    group._outstanding = Slow(pending)
+    group.close()
+    waits[0].join(20)
+    assert not group._outstanding
+
+
+def test_what_has_ended_is_freed_once_by_threads_that_look_at_the_same_time() -> None:
+    both = threading.Barrier(2)
+
+    class Seen(Ended):
+        def is_completed(self) -> bool:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # with the other thread, if that may look now
+            return True
+
+    remains = _Remains(None, [Seen()])
+    held = sys.getrefcount(remains)
+    _bury(remains)
+    errors: list[BaseException] = []
+
+    def free() -> None:
+        try:
+            free_ended()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=free) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors and sys.getrefcount(remains) == held
+
+
 def test_time_out_names_collective_and_members_and_progress_shows_it() -> None:
-    seen = []
+    seen, over = [], threading.Event()
 
     def work(rank: int, groups: Groups) -> str:
         group = groups.world_group()
         group.barrier()
         groups.check("nothing has happened")
         if rank == 1:
-            time.sleep(1.5)
+            assert over.wait(60)
             return ""
-        watchdog = threading.Timer(0.2, lambda: seen.append(groups.progress[0, 1]))
+
+        def watch() -> None:
+            while not groups.progress[0, 1].name:
+                time.sleep(0.01)
+            seen.append(groups.progress[0, 1])
+
+        watchdog = threading.Thread(target=watch, daemon=True)
         watchdog.start()
+        groups.allow(Patience(limit_s=1.0))
         with pytest.raises(TimeoutError) as error:
             group.broadcast(torch.ones(3), source_rank=1)
+        over.set()
         return str(error.value)
 
-    text = run_ranks(2, work, timeout_s=0.6)[0]
-    assert "broadcast in group (0, 1) (rank 0)" in text and "within 0.6 s" in text
+    text = run_ranks(2, work)[0]
+    assert "broadcast in group (0, 1) (rank 0)" in text and "within 1 s" in text
     assert seen[0].name == "broadcast" and seen[0].sequence == 2 and seen[0].since > 0
 
 
 def test_a_limit_that_follows_the_plan_holds_for_the_next_wait_and_is_named() -> None:
+    over = threading.Event()
+
     def work(rank: int, groups: Groups) -> str:
         groups.world_group().barrier()
+        groups.allow(Patience(limit_s=0.5))
         if rank == 1:
+            groups.allow(Patience(limit_s=30.0))
             time.sleep(1.0)
             groups.world_group().barrier()
-            time.sleep(1.5)
+            assert over.wait(60)
             return ""
         groups.allow(Patience(limit_s=30.0, why="5 x 6 s of step 7"))
         groups.world_group().barrier()  # longer than the limit at the beginning
         groups.allow(Patience(limit_s=0.4, why="5 x 0.08 s of step 8"))
         with pytest.raises(TimeoutError) as error:
             groups.world_group().barrier()
+        over.set()
         return str(error.value)
 
-    text = run_ranks(2, work, timeout_s=0.5)[0]
+    text = run_ranks(2, work)[0]
     assert "within 0.4 s (5 x 0.08 s of step 8). One of (0, 1) is stuck or dead" in text
 
 
@@ -359,7 +501,7 @@ def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
     begin = time.monotonic()
     with pytest.raises(Cancelled, match="worker 1 died"):
         patient.get((0, 1))
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < SOON_S
 
 
 LEAVER = """
@@ -383,7 +525,7 @@ def test_a_process_with_a_pending_collective_ends_cleanly_and_at_once() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", LEAVER], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "bye\n"
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
 
 
 SURVIVOR = """
@@ -467,7 +609,7 @@ def test_survivors_of_dead_and_frozen_peers_fail_in_time_and_form_again() -> Non
         begin = time.monotonic()
         errors = [pool.hear(rank) for rank in (0, 2, 3)]  # no controller: the first error closes its group and cascades
         assert [error["kind"] for error in errors] == ["GroupError"] * 3
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < SOON_S
 
         for rank in (0, 2, 3):
             pool.tell(rank, do="form", generation=2, world=(0, 2, 3))
@@ -480,8 +622,8 @@ def test_survivors_of_dead_and_frozen_peers_fail_in_time_and_form_again() -> Non
             pool.tell(rank, do="cancel")
         errors = [pool.hear(rank) for rank in (0, 3)]
         assert [error["kind"] for error in errors] == ["Cancelled"] * 2
-        assert time.monotonic() - begin < 5.0
-        assert all(error["close_s"] < 1.0 for error in errors), "closing must not wait for the frozen peer"
+        assert time.monotonic() - begin < SOON_S
+        assert all(error["close_s"] < SOON_S for error in errors), "closing must not wait for the frozen peer"
 
         for rank in (0, 3):
             pool.tell(rank, do="form", generation=3, world=(0, 3))
@@ -567,25 +709,30 @@ def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:
 def test_who_leaves_a_bag_waits_for_its_members() -> None:
     """Its memory is free only when nobody uses it any more; a member that never comes is named in time."""
 
-    def work(rank: int, groups: Groups) -> float:
+    def work(rank: int, groups: Groups) -> tuple[float, float]:
         groups.get((0, 1)).barrier()
         if rank == 1:
             time.sleep(0.4)
         begin = time.monotonic()
         groups.leave((0, 1))
-        return time.monotonic() - begin
+        return begin, time.monotonic()
 
-    waited = run_ranks(2, work)
-    assert waited[0] > 0.3 > waited[1]
+    (_, left), (began, _) = run_ranks(2, work)
+    assert left > began
+    over = threading.Event()
 
     def lonely(rank: int, groups: Groups) -> None:
         groups.get((0, 1)).barrier()
-        if rank == 0:
+        if rank == 1:
+            assert over.wait(60)
+            return
+        groups.allow(Patience(limit_s=0.5))
+        try:
             groups.leave((0, 1))
-        else:
-            time.sleep(1.5)
+        finally:
+            over.set()
 
     with pytest.raises(TimeoutError, match=r"leaving bag \(0, 1\) of generation 0: not all members came within 0.5 s"):
-        run_ranks(2, lonely, timeout_s=0.5)
+        run_ranks(2, lonely)
     with pytest.raises(ValueError, match=r"bag \(0, 1\) cannot be left: it is not connected"):
         Groups(dist.HashStore(), 0, (0, 1), "gloo", 0, 1.0, CancelToken(), "127.0.0.1").leave((0, 1))

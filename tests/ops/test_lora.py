@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import save_file
 
 from ops.comm import Group
@@ -135,6 +137,30 @@ def test_factors_of_a_file_mean_the_same_model_whatever_the_scale(tmp_path: Path
             assert torch.equal(first(name), parameter), "a worker that begins anew begins with them, too"
 
 
+@pytest.mark.parametrize("by", ["Diffusers", "PEFT"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_alpha_that_other_programs_write_beside_factors_is_their_scale(
+    tmp_path: Path, by: str, rslora: bool
+) -> None:
+    """Diffusers since 0.34 in the header of the file, PEFT in adapter_config.json."""
+    config = replace(CONFIGS["wan"], lora_rank=4, lora_alpha=6.0)
+    source = moved(config, 1).state_dict()
+    alpha = 3.0 if rslora else 6.0  # 6 / 4 = 3 / sqrt(4)
+    said = {"r": 4, "lora_alpha": alpha, "use_rslora": rslora, "alpha_pattern": {}}
+    factors = {f"transformer.{name}": tensor for name, tensor in source.items() if is_lora(name)}
+    file = tmp_path / ("pytorch_lora_weights.safetensors" if by == "Diffusers" else "adapter_model.safetensors")
+    if by == "Diffusers":
+        text = json.dumps({f"transformer.{name}": value for name, value in said.items()})
+        save_file(factors, file, metadata={LORA_ADAPTER_METADATA_KEY: text, "format": "pt"})
+    else:
+        save_file(factors, file)
+        (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    again = replace(config, lora_alpha=1.0, lora_from=str(file))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(config)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
 I2V = replace(CONFIGS["wan"], in_channels=12, first_frame="channels", image_dim=20, lora_alpha=1.5)
 
 
@@ -196,6 +222,14 @@ def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> 
         build_dit(replace(config, **here), 0)
     save_file({"blocks.0.hada_w1": torch.zeros(3, 4)}, file)
     with pytest.raises(ValueError, match=r"holds no factors named .*first name: blocks.0.hada_w1"):
+        build_dit(replace(config, **here), 0)
+    dora = {"transformer.blocks.0.attn1.to_q.lora_magnitude_vector": torch.ones(4)}
+    save_file(for_diffusers(moved(config, 1).state_dict(), 1.0) | dora, file)
+    with pytest.raises(ValueError, match=r"holds blocks.0.attn1.to_q.lora_magnitude_vector beside factors: .*DoRA"):
+        build_dit(replace(config, **here), 0)
+    pattern = json.dumps({"transformer.r": 3, "transformer.lora_alpha": 3, "transformer.alpha_pattern": {"to_q": 9}})
+    save_file(for_diffusers(moved(config, 1).state_dict(), 1.0), file, metadata={LORA_ADAPTER_METADATA_KEY: pattern})
+    with pytest.raises(ValueError, match=r"layers of their own alpha \(alpha_pattern\)"):
         build_dit(replace(config, **here), 0)
     file.write_bytes(b"x" * 40)
     with pytest.raises(ValueError, match="is not a whole safetensors file"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 
 from app.bench.gpu.node_peers import NodePeers
 from ops.comm import Group
+from ops.config import OptimizerConfig
+from ops.gradient_places import GradientMemory
 from ops.host_sum import HostSum
 from ops.kernels.push.function import ALIGN
 from ops.node_gradients import NodeGradients, routes
 from ops.node_sum import NodeSum
 from ops.peer_sum import PeerSum
 from ops.shards import Slot, held_elements, shard_bounds
-from ops.sync import slots
+from ops.sync import FlatSync, slots
 from tests.ops.conftest import RunRanks
-from tests.ops.peers import STAGE, HostCopies
+from tests.ops.peers import STAGE, HostCopies, peer_sum
+from tests.ops.peers import in_host as gradients_in_host
 
 SIZES = (1, STAGE + 3, 7, 5 * ALIGN, 2 * STAGE, 13)
 
@@ -164,6 +167,38 @@ def test_generations_leave_no_memory_behind(run_ranks: RunRanks) -> None:
         for one in made_by:
             one.leave()
         assert all(len(one.mapped) <= 1 for one in peers)
+
+
+def test_who_changes_to_another_place_gives_back_what_its_gradient_took(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with less room comes in the second generation, and its place is taken by all."""
+    peers: list[NodePeers] = []
+
+    def in_parts(parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> NodeGradients:
+        peers.append(NodePeers())
+        return NodeGradients(parameters, layout, [peer_sum(layout[-1].hi, dtype, parameters, peers[-1])])
+
+    def worker(memory: GradientMemory) -> FlatSync:
+        return FlatSync(nn.Linear(8, 64), OptimizerConfig(), 1, gradients=memory)
+
+    def form(*syncs: FlatSync) -> Callable[[Group], str]:
+        def formed(group: Group) -> str:
+            syncs[group.rank].form(group, None)
+            return syncs[group.rank].gradients.place
+
+        return formed
+
+    places = {"node": in_parts, "host": gradients_in_host}
+    monkeypatch.setattr("ops.sync.gradients_in", lambda memory, elements=None: places[memory])
+    first, second, later = worker("node"), worker("node"), worker("host")
+    assert set(run_ranks(2, form(first, second))) == {"the memory of the node's GPUs"}
+    assert all(one.mapped for one in peers)
+    second.leave()  # it ends, and nobody has memory of another
+    assert set(run_ranks(2, form(first, later))) == {"host memory of the node"}
+    assert not peers[0].mapped
+    for sync in (first, later):
+        sync.leave()
 
 
 def test_backward_may_reuse_a_gradient_as_soon_as_it_was_received() -> None:

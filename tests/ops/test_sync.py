@@ -35,6 +35,7 @@ from ops.optimizer import lr_at
 from ops.shards import ShardState, cut
 from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
+from tests.nccl_rules import nccl_rules
 from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)
@@ -253,7 +254,7 @@ def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own"
         def work(rank: int, group: Group, first: int = first, given: list[ShardState] | None = given) -> Any:
             return run_generation(syncs[rank], models[rank], case, group, given, first)
 
-        done = on_threads(size, work, nodes=nodes[:size])
+        done = on_threads(size, work, generation=number, nodes=nodes[:size])
         for rank_records, _ in done:
             np.testing.assert_equal(rank_records, done[0][0])  # here NaN equals NaN
         records += done[0][0]
@@ -371,6 +372,27 @@ def assert_same_training(found: Outcome, expected: Outcome, case: Case, toleranc
 def test_flat_sync_equals_one_plain_adamw(name: str, dtype: torch.dtype, memory: str) -> None:
     case = {**CASES, **FLAT_ONLY}[name]
     assert_same_training(run_flat(case, dtype, memory), reference(case), case, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "name", ["three workers, some without work", "3 -> 4 -> 2 -> 1 workers", "2 -> 3 -> 1 -> 2 workers"]
+)
+def test_by_nccls_rules_gradients_and_parameters_go_in_one_equal_collective_each(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No range of another length, which NCCL would reduce to one rank after the other or gather through a copy."""
+    case = {**CASES, **FLAT_ONLY}[name]
+    with nccl_rules(monkeypatch) as rules:
+        found = run_flat(case)
+    assert_same_training(found, reference(case), case, TOLERANCE[torch.float32])
+    crowds = [size for size in case.sizes if size > 1]
+    continued = crowds[1:] if case.sizes[0] > 1 else crowds
+    assert rules.kinds == {
+        "allreduce": (case.steps + 1) * sum(crowds),  # of norm, loss and weights; before, of where gradients lie
+        "reduce_scatter": case.steps * sum(crowds),
+        "all_gather": case.steps * sum(crowds) + sum(continued),
+        "broadcast": sum(crowds) - sum(continued),
+    }
 
 
 @pytest.mark.timeout(400)  # importing DeepSpeed takes seconds, or a minute on a machine that is busy otherwise

@@ -66,7 +66,18 @@ class MaxFrames:
     frames: int
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "degree", "height", "width", "batch", "frames")
+        refuse_below(1, self, "degree", "height", "width", "batch")
+        refuse_below(0, self, "frames")  # 0: not even pictures
+
+    def forbids(self, module: str, batch: int, frames: int, height: int, width: int, degree: int) -> bool:
+        """Whether a cascade is as large as one that ran out of memory."""
+        return (
+            self.module == module
+            and self.degree >= degree
+            and height * width >= self.height * self.width
+            and batch >= self.batch
+            and frames > self.frames
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,15 +352,8 @@ class Profile:
         clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
         if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
             return False
-        for limit in self.max_frames:
-            if (
-                limit.module == module
-                and limit.degree >= degree
-                and height * width >= limit.height * limit.width
-                and batch >= limit.batch
-                and frames > limit.frames
-            ):
-                return False
+        if any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames):
+            return False
         if self.gpu_memory_gib is None:
             return True
         peak = self.memory_gib(module, batch, frames, height, width, degree, text_tokens)

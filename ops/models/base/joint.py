@@ -1,5 +1,5 @@
-"""Blocks in which text and video attend to each other in one sequence, with Diffusers' parameter names: those of
-HunyuanVideo and FLUX.1.
+"""Transformers in which text and video attend to each other in one sequence, with Diffusers' parameter names: those of
+HunyuanVideo and FLUX.1, which differ in how rows come in.
 
 S sequences, n video rows and m text rows of this rank, D width, H heads, d head size. Under Ulysses both are cut into
 chunks. Double-stream blocks keep separate weights for video and text, single-stream blocks treat [video rows; text
@@ -18,7 +18,9 @@ from ops.comm import Group
 from ops.conditions import Conditions
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
 from ops.models.base.config import DiTConfig
-from ops.models.base.layers import FeedForward, TwoLayerMLP, gelu_tanh, sinusoidal_embedding
+from ops.models.base.joint_config import JointDiTConfig
+from ops.models.base.layers import FeedForward, TwoLayerMLP, gelu_tanh, init_linear, sinusoidal_embedding
+from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.packing import Layout
 from ops.sequence_parallel import sequence_parallel_attention
 
@@ -180,3 +182,47 @@ class SingleStreamBlock(nn.Module):
         y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
         y = self.proj_out(torch.cat([y, gelu_tanh(self.proj_mlp(h))], dim=1))
         return gate_residual(x, y, gate, layout.joint_segments)
+
+
+class JointTransformer(PackedTransformer):
+    """Rows and text as a family embeds them, double-stream blocks, single-stream ones, and the way out."""
+
+    config: JointDiTConfig
+
+    def __init__(self, config: JointDiTConfig, x_embedder: nn.Module, context_embedder: nn.Module) -> None:
+        super().__init__(config)
+        self.x_embedder, self.context_embedder = x_embedder, context_embedder
+        self.time_text_embed = ConditionEmbedding(config.pooled_width, config.dim, config.guidance_embeds)
+        self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_layers))
+        self.single_transformer_blocks = nn.ModuleList(
+            SingleStreamBlock(config) for _ in range(config.num_single_layers)
+        )
+        self.norm_out = Modulation(config.dim, 2)
+        self.proj_out = nn.Linear(config.dim, config.out_channels * self.patch_size)
+        init_linear(self, head=self.proj_out)
+
+    def embedded(self, given: ForwardInputs, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, D] of the video's rows and [m, D] of the text's on this rank; `mean` [S, E] is of each whole text. Raises
+        ValueError for clips that the family does not take."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how rows come in.")
+
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        """[n, C_out * patch].
+
+        `conditions.pooled` is the second text encoder's vector; without one it is the mean of the text where the widths
+        agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 by default.
+        """
+        text, layout, conditions = given.text, given.layout, given.conditions
+        mean = layout.text_mean(text.dtype) @ text
+        pooled = pooled_of(conditions, mean, self.config.pooled_width)
+        x, context = self.embedded(given, mean)
+        condition = F.silu(self.time_text_embed(given.timesteps, pooled, conditions.guidance))
+        cos, sin = joint_rope(layout, self.config.rope_split, self.config.rope_theta, condition.dtype)
+        shared = JointInputs(condition, cos, sin, layout, given.group)
+        for block in self.transformer_blocks:
+            x, context = self.run(block, x, context, shared)
+        x = torch.cat([x, context])
+        for block in self.single_transformer_blocks:
+            x = self.run(block, x, shared)
+        scale, shift = self.norm_out(condition)
+        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=EPS))

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from ops.models.base.config import DiTConfig
 from ops.ranges import between, check_numbers
+
+JOINT_BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
+JOINT_PROJECTIONS = (  # of these blocks, without the way out of the single-stream ones
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "net.0.proj",
+    "net.2",
+    "proj_mlp",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,3 +75,12 @@ def default_rope_split(head_dim: int) -> tuple[int, int, int]:
     """16, 56, 56 of 128, as both published families have it, scaled in whole pairs."""
     spatial = 2 * (head_dim * 7 // 32)
     return head_dim - 2 * spatial, spatial, spatial
+
+
+def read_joint(fields: Mapping[str, Any], known: Mapping[str, Any], axes_key: str) -> dict[str, object]:
+    """What Diffusers' config.json says of pooled text and RoPE, whose axes stand at `axes_key`."""
+    pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get(axes_key, (16, 56, 56)))
+    return {
+        "pooled_dim": 0 if pooled == known["text_dim"] else pooled,
+        "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
+    }

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ops.models.base.family import Family, Json, LoraNames, ParitySample, TextRecipe, VAEClass, even_sigmas
-from ops.models.base.joint_config import default_rope_split
+from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.flux.config import FluxConfig
 
 if TYPE_CHECKING:
@@ -34,14 +34,11 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     """Diffusers counts channels of a token, of its four latents."""
-    pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get("axes_dims_rope", (16, 56, 56)))
-    return {
+    return read_joint(fields, known, "axes_dims_rope") | {
         "in_channels": known["in_channels"] // 4,
         "out_channels": known["out_channels"] // 4,
         "patch": (1, 2, 2),
         "ffn_dim": 4 * known["num_heads"] * known["head_dim"],
-        "pooled_dim": 0 if pooled == known["text_dim"] else pooled,
-        "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
         "rope_theta": 10000.0,
     }
 
@@ -111,23 +108,7 @@ FAMILY = Family(
     fixed_fields={"patch_size": 1},
     read_rest=_read_rest,
     write_rest=_write_rest,
-    lora_names=LoraNames(
-        blocks=("transformer_blocks.", "single_transformer_blocks."),
-        projections=(
-            "to_q",
-            "to_k",
-            "to_v",
-            "to_out.0",
-            "add_q_proj",
-            "add_k_proj",
-            "add_v_proj",
-            "to_add_out",
-            "net.0.proj",
-            "net.2",
-            "proj_mlp",
-            "proj_out",
-        ),
-    ),
+    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out")),
     scheduler=even_sigmas,
     shifts_by_tokens=True,
     parity_inputs=_parity_inputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ops.models.base.family import Family, Json, LoraNames, ParitySample, Scheduler, TextRecipe, VAEClass
-from ops.models.base.joint_config import default_rope_split
+from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     spatial = fields.get("patch_size", 2)
-    pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get("rope_axes_dim", (16, 56, 56)))
-    return {
+    return read_joint(fields, known, "rope_axes_dim") | {
         "patch": (fields.get("patch_size_t", 1), spatial, spatial),
-        "pooled_dim": 0 if pooled == known["text_dim"] else pooled,
-        "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
         "ffn_dim": int(fields.get("mlp_ratio", 4.0) * known["num_heads"] * known["head_dim"]),
     }
 
@@ -115,22 +112,7 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm", "image_condition_type": None},
     read_rest=_read_rest,
     write_rest=_write_rest,
-    lora_names=LoraNames(
-        blocks=("transformer_blocks.", "single_transformer_blocks."),
-        projections=(
-            "to_q",
-            "to_k",
-            "to_v",
-            "to_out.0",
-            "add_q_proj",
-            "add_k_proj",
-            "add_v_proj",
-            "to_add_out",
-            "net.0.proj",
-            "net.2",
-            "proj_mlp",
-        ),
-    ),
+    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=JOINT_PROJECTIONS),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,
 )

@@ -9,7 +9,6 @@ The text is refined in full by every rank and only then cut, so its gradients to
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,62 +17,29 @@ from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.models.base.joint import (
     EPS,
     ConditionEmbedding,
-    DoubleStreamBlock,
     JointAttention,
-    JointInputs,
+    JointTransformer,
     Modulation,
-    SingleStreamBlock,
-    joint_rope,
-    pooled_of,
 )
-from ops.models.base.layers import FeedForward, PatchEmbedding, init_linear
-from ops.models.base.transformer import ForwardInputs, PackedTransformer
+from ops.models.base.layers import FeedForward, PatchEmbedding
+from ops.models.base.transformer import ForwardInputs
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.packing import Layout
 
 _REFINER_MLP = 4  # mlp ratio of the token refiner, not a setting there
 
 
-class HunyuanDiT(PackedTransformer):
-    config: HunyuanConfig
-
+class HunyuanDiT(JointTransformer):
     def __init__(self, config: HunyuanConfig) -> None:
-        super().__init__(config)
-        self.x_embedder = _PatchEmbed(config)
-        self.context_embedder = TokenRefiner(config)
-        self.time_text_embed = ConditionEmbedding(config.pooled_width, config.dim, config.guidance_embeds)
-        self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_layers))
-        self.single_transformer_blocks = nn.ModuleList(
-            SingleStreamBlock(config) for _ in range(config.num_single_layers)
-        )
-        self.norm_out = Modulation(config.dim, 2)
-        self.proj_out = nn.Linear(config.dim, config.out_channels * self.patch_size)
-        init_linear(self, head=self.proj_out)
+        super().__init__(config, _PatchEmbed(config), TokenRefiner(config))
 
-    def velocity(self, given: ForwardInputs) -> Tensor:
-        """[n, C_out * patch].
-
-        `conditions.pooled` is the second text encoder's vector; without one it is the mean of the text where the widths
-        agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 by default.
-        Raises ValueError for clips with clean frames.
-        """
-        timesteps, text, layout, conditions = given.timesteps, given.text, given.layout, given.conditions
+    def embedded(self, given: ForwardInputs, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """As `JointTransformer.embedded`. Raises ValueError for clips with clean frames."""
+        layout = given.layout
         if layout.has_clean_frames:
             raise ValueError("a clip with clean frames: HunyuanVideo's blocks take one time for all of a clip.")
-        mean = layout.text_mean(text.dtype) @ text
-        pooled = pooled_of(conditions, mean, self.config.pooled_width)
-        x = self.x_embedder(given.tokens)
-        context = self.context_embedder(text, mean, timesteps, layout).index_select(0, layout.text_rows)
-        condition = F.silu(self.time_text_embed(timesteps, pooled, conditions.guidance))
-        cos, sin = joint_rope(layout, self.config.rope_split, self.config.rope_theta, condition.dtype)
-        shared = JointInputs(condition, cos, sin, layout, given.group)
-        for block in self.transformer_blocks:
-            x, context = self.run(block, x, context, shared)
-        x = torch.cat([x, context])
-        for block in self.single_transformer_blocks:
-            x = self.run(block, x, shared)
-        scale, shift = self.norm_out(condition)
-        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=EPS))
+        context = self.context_embedder(given.text, mean, given.timesteps, layout)
+        return self.x_embedder(given.tokens), context.index_select(0, layout.text_rows)
 
 
 class _PatchEmbed(nn.Module):

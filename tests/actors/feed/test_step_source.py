@@ -59,3 +59,21 @@ def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hang
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(DataIOError, match=r"00001\.tar"):
         source_of(feeder).has(3)
+
+
+def test_steps_that_an_earlier_feeder_has_told_keep_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feeder that begins again at the last committed step finds steps on the workers that were asked for before."""
+    monkeypatch.setattr("actors.feed.step_source.wait", lambda asked, timeout: (asked, []))
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: {})
+    monkeypatch.setattr("actors.feed.step_source.kill", lambda actor: None)
+    monkeypatch.setattr("actors.feed.step_source.kill_process", lambda process: None)
+    source = source_of(Handle())
+    source._make = Handle
+    source.open(3)
+    assert source.next_unasked == 3
+    for step in (3, 4, 5):
+        source.request(step)
+    source.open(4)
+    assert source.next_unasked == 6
+    source.open(8)
+    assert source.next_unasked == 8

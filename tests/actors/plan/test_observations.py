@@ -154,3 +154,12 @@ def test_another_generation_doubts_nothing() -> None:
     planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)))
     planner.observe([], TEXTS, Cluster(nodes=(3,), speed=(1.0, 0.5, 1.0)))
     assert profile.live[key].seconds == 20.0
+
+
+def test_a_replaced_worker_casts_no_doubt_on_what_others_of_its_number_have_measured() -> None:
+    """As many workers as before, and worker 1 is another one, which is slow."""
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner, key = Planner(profile, PlannerConfig()), ("dit", 2, *CLIP, 2)
+    planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)), 4)
+    planner.observe([], TEXTS, Cluster(nodes=(2,), speed=(1.0, 0.5)), 5)
+    assert profile.live[key].seconds == 20.0

@@ -14,7 +14,7 @@ from actors.messages import Orders, Progress
 from actors.pool.heartbeats import Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
 from actors.worker.heartbeat import Heartbeat
-from ops.waiting import Patience
+from ops.waiting import Cancelled, Patience
 from tests.actors.fakes import Handle
 
 CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
@@ -169,7 +169,7 @@ def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_o
     monkeypatch: pytest.MonkeyPatch, device: str, age_s: float, activity: str, cancelled: bool
 ) -> None:
     sent, clocks = heartbeat(device), Clocks(monkeypatch)
-    sent.groups = SimpleNamespace(progress={})  # type: ignore[assignment]
+    sent.groups = SimpleNamespace(progress={}, failure="")  # type: ignore[assignment]
     if activity == "idle":
         sent.idle()
     else:
@@ -181,12 +181,25 @@ def test_a_wait_that_hangs_on_a_device_is_cancelled_after_the_collectives_time_o
     assert sent.cancel.is_set() == cancelled
 
 
+def test_an_error_that_only_the_communicator_knows_ends_the_generation_with_the_next_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On NCCL the collective itself never ends; without this the worker would wait for its whole patience."""
+    sent = heartbeat("cuda")
+    sent.groups = SimpleNamespace(progress={}, failure="the group (0, 1) has an error")  # type: ignore[assignment]
+    sent.activity("finish s3", "reduce", step=3, predicted_s=0.0)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    sent.beat()
+    with pytest.raises(Cancelled, match=r"the group \(0, 1\) has an error, seen by a heartbeat of w0"):
+        sent.cancel.check("finish")
+
+
 @pytest.mark.parametrize(("age_s", "cancelled"), [(50, False), (301, True)])
 def test_a_cascade_that_may_take_longer_is_not_given_up_before(
     monkeypatch: pytest.MonkeyPatch, age_s: float, cancelled: bool
 ) -> None:
     sent, clocks = heartbeat("cuda"), Clocks(monkeypatch)
-    sent.groups = SimpleNamespace(progress={})  # type: ignore[assignment]
+    sent.groups = SimpleNamespace(progress={}, failure="")  # type: ignore[assignment]
     sent.activity("dit s3", "forward", 3, 60.0, Patience(limit_s=300.0, why="5 x 60 s of step 3"))
     assert sent.progress.limit_s == 300.0
     clocks.now += age_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
-from actors.plan.types import Cascade, Item, Part, StepPlan
+from actors.plan.types import Cascade, Item, Part, PlanError, StepPlan
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
 from actors.records.events import (
@@ -23,6 +24,7 @@ from actors.records.events import (
     WorkerDied,
     WorkerDrained,
 )
+from actors.run.controller import Controller
 from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
 from actors.step import StepAssignment, StepData, StepItems, StepSamples
@@ -183,7 +185,7 @@ def report(worker: str, step: int) -> StepReport:
 class Run:
     """A run of two workers that come up at its first look; `later` are events by the step that is dispatched next."""
 
-    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None) -> None:
+    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None, state_gib: float = 0.0) -> None:
         self.listener, self.commits = Listening(), CommitLog(committed=-1)
         self.source, self.state = Source(), Held(self.commits)
         coming: dict[int, list[Event]] = later or {}
@@ -203,6 +205,7 @@ class Run:
             commits=self.commits,
             source=self.source,
             planner=Planning(),
+            state_gib=state_gib,
             membership=Membership(Limits(min=1, max=2, wait_s=0.1), generation=0),
             pool=pool_here(
                 info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
@@ -255,3 +258,30 @@ def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_s
 def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:
     run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), later={})
     assert run.outcome.code == 75 and run.outcome.last_step == 3 and run.listener.steps == [0, 1, 2, 3]
+
+
+def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
+    """A step that was dispatched before a worker was found to be slow expected of it what it expects of any."""
+    heard: list[dict[str, float]] = []
+    speeds = SimpleNamespace(
+        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names: (1.0, 0.5)
+    )
+    runner = SimpleNamespace(
+        world=[SimpleNamespace(name="w0"), SimpleNamespace(name="w1")], cluster=SimpleNamespace(speed=(1.0, 0.5))
+    )
+    controller: Any = SimpleNamespace(
+        config=SimpleNamespace(planner=SimpleNamespace(strategy="cascade")), speeds=speeds, events=None
+    )
+    for speed in ((), (1.0, 0.5)):
+        done: Any = SimpleNamespace(reports=(), running=SimpleNamespace(speed=speed))
+        Controller._learn_speeds(controller, runner, done)  # type: ignore[arg-type]
+    assert heard == [{}, {"w0": 1.0, "w1": 0.5}]
+
+
+def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
+    workers = Workers()
+    told = workers.info
+    workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
+        Run(workers, state_gib=2.0)
+    assert workers.formed == []

@@ -110,6 +110,38 @@ def test_a_decision_does_not_reach_into_the_next_segment(tmp_path: Path) -> None
     assert asked.resized == [], "step 13 would be the first of its sizes, in a segment with sizes of its own"
 
 
+def test_an_answer_to_a_question_of_one_segment_decides_nothing_in_the_next(tmp_path: Path) -> None:
+    asked = Asked({IMAGE: 40, CLIP: 8}, late=4)  # asked at 9, answered at 14
+    first, second = (BatchConfig(target_s=s, recalibrate="on", recalibrate_steps=r) for s, r in ((1.0, 10), (0.2, 99)))
+    stages = [StageSizes(12, first, {IMAGE: 20, CLIP: 4}), StageSizes(0, second, {IMAGE: 8})]
+    steps(Recalibration.of(tmp_path, stages, asked, asked, Events(asked)), asked, 40)  # type: ignore[arg-type]
+    assert asked.resized == [], "40 images are for another target"
+
+
+def test_steps_that_are_computed_again_have_the_sizes_that_they_had(tmp_path: Path) -> None:
+    """From an old checkpoint, or after a feeder has begun again at the last committed step: a decision for an earlier
+    step would form other batches than the run had, one for the same step others than the feeder knows."""
+    decided = {"from": 15, "sizes": {"1x64x96": 20, "17x64x96": 6}}
+    for begun_at in range(2, 14):  # a decision would come for the steps 5 to 16
+        folder = tmp_path / str(begun_at)
+        folder.mkdir()
+        (folder / "batches.json").write_text(json.dumps([decided]))
+        asked = Asked({IMAGE: 40, CLIP: 8})
+        found = loop(asked, folder)
+        for step in (9, begun_at):
+            asked.next_unasked = begun_at + 3
+            found.collected(step)
+        told = [one["from"] for one in asked.resized]
+        assert told == [15] if begun_at + 3 <= 15 else told == [15, begun_at + 3]
+
+
+@pytest.mark.parametrize("sizes", [{"17x64x96": 0}, {"17 by 64": 2}, {"17x64x96": "many"}])
+def test_a_decision_that_cannot_hold_ends_the_start(sizes: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "batches.json").write_text(json.dumps([{"from": 3, "sizes": sizes}]))
+    with pytest.raises(DataError, match="which batches this run forms"):
+        loop(Asked(None), tmp_path)
+
+
 def test_decisions_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
     (tmp_path / "batches.json").write_text('[{"from": 3')
     with pytest.raises(DataError, match="which batches this run forms"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from actors.config import SnapshotConfig
 from actors.messages import WorkerInfo
 from actors.plan.types import PlanError
-from actors.state.hosts import host_need, needs_of_hosts, refuse_short_hosts
+from actors.state.hosts import host_need, needs_of_hosts, offered_gib, refuse_short_hosts, refuse_short_stores
 from actors.state.keeper import forecast_bytes
 
 STATE_GIB = 212.0  # of 14.2 thousand million weights at 16 bytes
@@ -71,3 +73,35 @@ def test_gpus_that_add_into_one_gradient_hold_it_themselves_unless_it_lies_in_ho
 ) -> None:
     ((_, need, _),) = needs_of_hosts([info("w0", "a", 1e6, gradients=gradients)], STATE_GIB, 16, SnapshotConfig())
     assert need.gradient == gib
+
+
+@pytest.mark.parametrize(
+    ("store_gib", "shared_gib", "says"),
+    [
+        (None, None, ""),  # Ray does not say
+        (320.0, 500.0, ""),
+        (320.0, 330.0, ""),
+        (320.0, None, ""),  # no /dev/shm here
+        (317.0, 500.0, "an object store of 317.00 GiB, and snapshots of its 2 workers take 318.00 GiB of it"),
+        (400.0, 0.0625, "a /dev/shm of 0.06 GiB, less than its object store of 400.00 GiB"),
+    ],
+)
+def test_a_node_whose_object_store_or_shared_memory_is_too_small_for_snapshots_is_named(
+    store_gib: float | None, shared_gib: float | None, says: str
+) -> None:
+    assert offered_gib(STATE_GIB, 2, 4) == 318.0
+    roomy = [replace(info(f"w{n}", "a", None), store_gib=1e4, shared_gib=2e4) for n in (0, 1)]
+    infos = [*roomy, *(replace(info(f"w{n}", "b", None), store_gib=store_gib, shared_gib=shared_gib) for n in (2, 3))]
+    if not says:
+        return refuse_short_stores(infos, STATE_GIB)
+    with pytest.raises(PlanError) as refused:
+        refuse_short_stores(infos, STATE_GIB)
+    sentences = str(refused.value).split("\n")
+    assert len(sentences) == 1 and sentences[0].startswith(f"node host-b has {says}")
+    remedy = "--shm-size=400g" if "shm of" in says else f"--object-store-memory={int(1.25 * 318 * 2**30)}"
+    assert remedy in sentences[0]
+
+
+def test_a_small_state_goes_through_a_small_shared_memory_without_a_word() -> None:
+    docker = replace(info("w0", "a", None), store_gib=7.0, shared_gib=0.0625)
+    refuse_short_stores([docker], 0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from actors.state.keeper import Keeper, forecast_bytes, place
 from actors.state.recovery import recoverable
-from ops.node_room import node_room
+from ops.node_room import node_room, shared_room
 from ops.shards import ShardState, cut, shard_bounds
 
 TOTAL = 1000
@@ -142,6 +143,23 @@ def test_room_is_what_host_and_container_can_spare_less_what_the_monitor_keeps_f
     (tmp_path / "memory.max").write_text("max")
     assert node_room(meminfo, tmp_path) == 250 * 1024
     assert node_room(tmp_path / "none", tmp_path) == sys.maxsize, "unknown is no reason to refuse"
+
+
+def test_room_knows_the_limit_of_a_container_of_cgroup_version_1(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, text in (
+        ("limit_in_bytes", "204800"),
+        ("usage_in_bytes", "102400"),
+        ("stat", "rss 5\ntotal_inactive_file 51200"),
+    ):
+        (tmp_path / "memory" / f"memory.{name}").write_text(text)
+    assert node_room(tmp_path / "none", tmp_path) == int(204800 * 0.95) - 51200
+
+
+def test_shared_memory_is_measured_whole_however_much_of_it_is_taken(tmp_path: Path) -> None:
+    whole, free = shared_room(tmp_path), shutil.disk_usage(tmp_path).free
+    assert whole == shutil.disk_usage(tmp_path).total and free < whole
+    assert shared_room(tmp_path / "none") is None
 
 
 def test_shards_go_to_other_nodes_and_are_spread() -> None:

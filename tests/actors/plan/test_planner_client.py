@@ -1,0 +1,62 @@
+"""What the planner has learned reaches the run's folder, and nothing older than what the controller has told it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.planning import client
+from actors.planning.client import PlannerClient
+
+
+class Planner:
+    """Its answers hold what it had been told when it was asked."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.learned = SimpleNamespace(remote=lambda: tuple(self.told))
+        self.exceeded = SimpleNamespace(remote=lambda found, tokens: self.told.append(found))
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
+    monkeypatch.setattr(client, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(client, "get", lambda ref, timeout: ref)
+    monkeypatch.setattr(client, "save_learned", lambda profile, setting, folder: saved.append(profile))
+    monkeypatch.setattr(client, "learn_limit", lambda profile, found, tokens: True)
+    saved.clear()
+    return Planner()
+
+
+saved: list[Any] = []
+
+
+def of(planner: Planner, keep_in: Path | None) -> PlannerClient:
+    found = PlannerClient.__new__(PlannerClient)
+    found._profile, found._setting, found._keep_in = (), None, keep_in  # type: ignore[assignment]
+    found._actor, found._asked, found._learned = planner, None, None  # type: ignore[assignment]
+    return found
+
+
+def test_a_limit_that_came_while_costs_were_on_their_way_is_not_forgotten(planner: Planner, tmp_path: Path) -> None:
+    """A planner that is started again begins with what the client holds."""
+    held = of(planner, tmp_path)
+    held.ask_learned()
+    held.exceeded("dit ran out of memory", {})  # type: ignore[arg-type]
+    held.poll()
+    assert held._profile == ("dit ran out of memory",) and saved == [held._profile]
+
+
+def test_at_the_end_of_a_run_what_is_known_then_is_kept(planner: Planner, tmp_path: Path) -> None:
+    held = of(planner, tmp_path)
+    held.ask_learned()
+    planner.told.append("a later step")
+    held.save_learned()
+    assert saved == [("a later step",)]
+    nowhere = of(planner, None)
+    nowhere.ask_learned()
+    nowhere.save_learned()
+    assert len(saved) == 1, "no folder to keep it in"
