@@ -128,15 +128,13 @@ def _with_limits(config: RunConfig) -> RunConfig:
     profile = profile_of(config.planner, model, geometry, device_of(config.workers))
     found, fit = with_limits(config, model, geometry, profile, Cluster(nodes=(gpus_of_a_node(),)))
     for name, limits in ((name, batch_limits(found)[name]) for name in before):
-        source = (
-            f" ({fit.source}, R^2 {fit.r2:.3f}{', poor' if fit.poor else ''})"
-            if fit is not None and name == "data.batch"
-            else ""
-        )
-        seconds = limits.target_s if fit is None else seconds_of(limits, fit)
+        source = ""
+        if fit is not None and name == "data.batch":
+            quality = f"R^2 {fit.r2:.3f}{', poor' if fit.poor else ''}"
+            source = f" for {seconds_of(limits, fit):.3g} s a batch ({fit.source}, {quality})"
         _note(
             f"{name}: auto is memory_tokens {limits.memory_tokens:,.0f}, compute {limits.compute:.4g}, exponent "
-            f"{limits.exponent:g} for {seconds:.3g} s a batch{source}"
+            f"{limits.exponent:g}{source}"
         )
     if device_gib(config)[0] is None:
         _note(
