@@ -18,7 +18,7 @@ from actors.plan.schedule.strategy import Strategy, one_by_one
 from actors.plan.strategies.knapsack import knapsack_step
 from actors.plan.strategies.search.improve import realise
 from actors.plan.strategies.search.space import SearchResult, useful_modes
-from actors.plan.strategies.search.step import best_schedule
+from actors.plan.strategies.search.step import plan_step
 from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
 
@@ -38,7 +38,7 @@ class Exact:
 
 def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
     idle = StepContext.idle(problem.topology.num_workers)
-    start = best_schedule(problem, idle, step, StepsAhead(), seed, problem.options.budget_s)
+    start = plan_step(problem, idle, step, StepsAhead(), seed, problem.options.budget_s).schedule
     if not start.jobs:
         return []
     best = improve_exactly(problem, start.jobs, start, seed)

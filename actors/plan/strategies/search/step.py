@@ -11,7 +11,7 @@ from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved
-from actors.plan.strategies.search.step_jobs import StepsAhead, choices, later_jobs, own_jobs
+from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 
 FEW_JOBS = 6  # up to so many, a cut is also searched if its start is a little worse than that of whole batches
 MANY_JOBS = 48  # up to so many, one search over the whole cluster is stronger than cells
@@ -48,21 +48,23 @@ def plan_step(
     later steps, these fill the gaps of what was found, and end by it.
     """
     started = time.perf_counter()
-    later = later_jobs(problem, context, step, ahead)
-    if not later or len(own_jobs(problem, context, step)) + len(later) <= MANY_JOBS:
-        schedule = best_schedule(problem, context, step, ahead, seed, budget_s)
+    cuts = choices(problem, context, step, ahead)
+    later = [job for job in cuts[0] if job.optional]
+    if not later or len(cuts[0]) <= MANY_JOBS:
+        schedule = best_schedule(problem, context, cuts, seed, budget_s)
     else:
-        schedule = best_schedule(problem, context, step, StepsAhead(), seed, budget_s)
+        own = [[job for job in jobs if not job.optional] for jobs in cuts]
+        schedule = best_schedule(problem, context, own, seed, budget_s)
         schedule.fill(_deadline(problem, started, budget_s) + FILL * budget_s, later)
     return PlannedStep(schedule, tuple(schedule.free))
 
 
 def best_schedule(
-    problem: Problem, context: StepContext, step: int, ahead: StepsAhead, seed: int, budget_s: float
+    problem: Problem, context: StepContext, cuts: list[list[PlannedJob]], seed: int, budget_s: float
 ) -> ListSchedule:
-    """The best schedule found within the budget: of whole batches, and of batches cut where that may pay."""
+    """The best schedule found within the budget: of whole batches, the first of `cuts`, and of batches cut where that
+    may pay."""
     started = time.perf_counter()
-    cuts = choices(problem, context, step, ahead)
     if not cuts[0]:
         return ListSchedule(problem, cuts[0], context)
     if len(cuts[0]) <= MANY_JOBS or not context.fresh:
