@@ -312,7 +312,8 @@ class StepRunner:
 
     def _pixels_lost(self) -> bool:
         """An encode call whose argument is gone never reaches its worker; only its reference knows."""
-        references = [call.reference for running in self.running for call in running.calls if call.reads_data]
+        reading = (call.reference for running in self.running for call in running.calls if call.reads_data)
+        references = list(dict.fromkeys(reading))  # an encode that outlasts its step is a call of two steps
         done, _ = wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         return any(has_lost_argument(reference) for reference in done)
 

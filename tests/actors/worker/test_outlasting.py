@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 from actors.messages import StaleGeneration
 from actors.plan.types import Cascade, Item, Part
+from actors.run import steps
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
+from actors.run.steps import StepRunner
 from actors.step import StepSamples
 from actors.worker.work_done import FinishedStep
 from ops.sync import StepIncomplete
@@ -172,3 +176,22 @@ def test_a_generation_that_ends_waits_for_the_thread_and_drops_its_results() -> 
     host.executor.begin_outlasting(calls[0].task, lambda: execute(host.executor, calls[0], {}, frozenset()) or [])
     host.executor.leave()
     assert len(host.executor.store) == 0 and threading.active_count() <= threads
+
+
+def test_a_call_of_two_steps_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a generation is lost: Ray refuses to wait for a reference twice."""
+    asked: list[str] = []
+
+    def wait_for(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        assert len(references) == len(set(references)) == num_returns
+        asked.extend(references)
+        return references, []
+
+    monkeypatch.setattr(steps, "wait", wait_for)
+    monkeypatch.setattr(steps, "has_lost_argument", lambda reference: reference == "late")
+    late = SimpleNamespace(reference="late", reads_data=True)
+    own = [SimpleNamespace(reference=f"s{step}", reads_data=True) for step in (0, 1)]
+    running = [SimpleNamespace(calls=[own[0], late]), SimpleNamespace(calls=[late, own[1]])]
+    runner: Any = SimpleNamespace(running=running)
+    assert StepRunner._pixels_lost(runner)
+    assert sorted(asked) == ["late", "s0", "s1"]
