@@ -26,16 +26,26 @@ if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
     hypothesis.settings.load_profile("unhurried")
 
 GPU_MARK = "mark.gpu"
-LONGEST = (  # minutes each, of which most is waiting; begun first, so that no process of the test run ends alone
-    "app/test_train.py",
-    "actors/test_elastic.py",
-    "blackbox/test_blackbox.py",
-    "app/test_spread.py",
-    "actors/test_lost_arguments.py",
+LONGEST = (  # minutes each, begun first, so that no process of the test run ends alone
+    "app/test_train.py",  # waits for Ray, as others below; what computes stands between, for the other process
+    "ops/test_kernels_interpreted.py",
     "actors/test_exactness.py",
-    "data/engines/test_ray_data.py",
-    "actors/test_out_of_memory.py",
+    "blackbox/test_blackbox.py",
+    "ops/test_sync.py",
     "app/test_bench_gpu_rehearsal.py",
+    "actors/test_elastic.py",
+    "ops/test_forecast.py",
+    "ops/test_fused_dispatch.py",
+    "ops/test_node_gradients.py",
+    "app/test_spread.py",
+    "app/test_bench_gpu.py",
+    "ops/test_comm.py",
+    "data/engines/test_ray_data.py",
+    "app/test_memory_view.py",
+    "actors/test_lost_arguments.py",
+    "actors/test_changing_plans.py",
+    "ops/test_weights.py",
+    "actors/test_out_of_memory.py",
     "actors/test_ends.py",
 )
 
