@@ -201,7 +201,7 @@ class Worker:
         """The end of an encode that was begun with `outlasts`: comes after the end of the step that it outlasts, and
         answers as the encode itself does otherwise."""
         self._activity_of(task)
-        with freed():
+        with bar(task.name), freed():  # Ray forgets what is shown in a thread of our own: its bar begins here
             return self._done(task, self.executor.end_outlasting(task))
 
     def published(self, task: CascadeTask, encode: Sequence[Ref[list[PublishedResult]]]) -> list[PublishedResult]:
