@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ops.lending import Lender, borrow
 from ops.node_memory import NodeMemory, RangeLock
+
+_TOLD_S = 10.0  # a lender hears in a thread of its own that its memory was given back
 
 
 @dataclass
@@ -40,10 +43,14 @@ class NodePeers:
 
     def free(self, memory: Tensor) -> None:
         gone = self.mapped.pop(memory.data_ptr())
-        if gone.lender is not None:
-            if set(gone.lender.borrowers) - {os.getpid()}:
+        if gone.lender is None:
+            return
+        deadline = time.monotonic() + _TOLD_S
+        while set(gone.lender.borrowers) - {os.getpid()}:
+            if time.monotonic() > deadline:
                 raise RuntimeError("freed while another process has it")
-            gone.lender.close()
+            time.sleep(0.01)
+        gone.lender.close()
 
     def lend(self, memory: Tensor) -> bytes:
         mapped = self.mapped[memory.data_ptr()]
