@@ -66,6 +66,7 @@ def assert_same_losses(run: LabRun, expected: Sequence[float]) -> None:
     assert taken and [loss for _, loss in taken] == pytest.approx([expected[step] for step, _ in taken], rel=FP32)
 
 
+@pytest.mark.long
 def test_the_pool_follows_its_target_up_and_down(lab: Lab, undisturbed: list[float]) -> None:
     """A clean change needs no snapshot: workers hold the last step themselves, nothing is computed again, and it is on
     disk when the run is ended."""

@@ -225,6 +225,7 @@ def files(run: Path) -> dict[str, bytes]:
     return {name: (run / name).read_bytes() for name in ("config.yaml", "run_id")}
 
 
+@pytest.mark.long
 def test_beside_a_live_run_nobody_starts_and_terminated_it_ends_resumable(folder: Path, whole: list[dict]) -> None:
     """SIGTERM to the whole process group, as supervisors send it: what runs is finished, a checkpoint is written
     although none was due."""
