@@ -225,28 +225,39 @@ def files(run: Path) -> dict[str, bytes]:
     return {name: (run / name).read_bytes() for name in ("config.yaml", "run_id")}
 
 
-@pytest.mark.long
-def test_beside_a_live_run_nobody_starts_and_terminated_it_ends_resumable(folder: Path, whole: list[dict]) -> None:
-    """SIGTERM to the whole process group, as supervisors send it: what runs is finished, a checkpoint is written
-    although none was due."""
-    process = running(folder, "two", 3, "--set", "train.steps=100000")  # it must not end by itself
-    run = folder / "runs" / "two"
-    before = files(run)
-    for option in ("--resume", "--overwrite"):
-        second = train(folder, "--set", "run.name=two", option)
-        assert second.returncode == 2, second.stdout + second.stderr
-        assert "two is alive (process" in second.stderr and "Traceback" not in second.stderr
-        assert files(run) == before and process.poll() is None
+def terminated(process: subprocess.Popen[str], run: Path) -> int:
+    """The last step of a run that ended by SIGTERM to the whole process group, as supervisors send it: what runs is
+    finished, a checkpoint is written although none was due."""
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "stopping after the running steps" in output and "Traceback" not in output
-    reached = metrics(folder, "two")[-1]["step"]
+    reached = int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
     assert (run / "checkpoints" / f"step-{reached}" / "COMPLETE").is_file()
-    assert not list(run.parent.glob(".two.*")), "locks are given back"
-    done = train(folder, "--set", "run.name=two", "--set", f"train.steps={reached + 4}", "--resume")
+    assert not list(run.parent.glob(f".{run.name}.*")), "locks are given back"
+    return reached
+
+
+def test_beside_a_live_run_nobody_starts_and_terminated_it_writes_a_checkpoint(folder: Path) -> None:
+    process = running(folder, "two", 2, "--set", "train.steps=100000")  # it must not end by itself
+    run = folder / "runs" / "two"
+    before = files(run)
+    second = train(folder, "--set", "run.name=two", "--overwrite")
+    assert second.returncode == 2, second.stdout + second.stderr
+    assert "two is alive (process" in second.stderr and "Traceback" not in second.stderr
+    assert files(run) == before and process.poll() is None
+    terminated(process, run)
+
+
+@pytest.mark.long
+def test_a_run_that_was_terminated_goes_on(folder: Path, whole: list[dict]) -> None:
+    process = running(folder, "three", 3, "--set", "train.steps=100000")
+    second = train(folder, "--set", "run.name=three", "--resume")
+    assert second.returncode == 2 and "three is alive (process" in second.stderr, second.stdout + second.stderr
+    reached = terminated(process, folder / "runs" / "three")
+    done = train(folder, "--set", "run.name=three", "--set", f"train.steps={reached + 4}", "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = metrics(folder, "two")
+    lines = metrics(folder, "three")
     assert [line["step"] for line in lines] == list(range(reached + 4))
     same = min(len(lines), STEPS)
     assert [x["loss"] for x in lines[:same]] == pytest.approx([x["loss"] for x in whole[:same]], rel=SAME_RUN)

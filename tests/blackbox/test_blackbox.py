@@ -21,7 +21,7 @@ from tests.blackbox.soak import STEPS as STEPS_OF_A_RUN
 from tests.blackbox.soak import soak, table
 
 # quick ones: a killed controller or cluster costs half a minute, a start as much
-FEW = ("kill worker", "terminate driver")
+FEW = ("kill worker", "kill feeder")
 
 
 STEPS = 5
