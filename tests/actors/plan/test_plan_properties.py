@@ -17,6 +17,7 @@ from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut
+from actors.planning.options import LEAST_GAIN
 from actors.run.dispatch import end_of
 from actors.run.steps import early_encodes
 from ops.models.wan.config import WanConfig
@@ -113,7 +114,7 @@ def test_what_outlasts_a_step_is_the_last_of_its_workers_and_the_next_plan_waits
     """And what a step takes longer than one planned alone is repaid by encodes of later steps, or less than the gain
     that a run asks for before it packs or cuts a batch."""
     workload = named(steps)
-    options = PlanOptions(budget_s=0.01, replans=True)
+    options = PlanOptions(budget_s=0.02, replans=True, counted=True, least_gain=LEAST_GAIN)
     plan = make_plan(workload, FLOPS, cluster, options)
     check(plan, workload, FLOPS, cluster)
     executed = rolling_cut(plan)
