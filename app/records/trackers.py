@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ MLFLOW_ID = "mlflow.id"  # the same
 PACKAGES = {"mlflow": "mlflow-skinny"}  # the client alone, which the whole package brings too
 _PARAMETERS_PER_CALL = 100  # MLflow's limits
 _PARAMETER_LENGTH = 6000
+_CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
 Scalars = Iterable[tuple[str, float]]
 
 
@@ -54,7 +56,23 @@ class TensorBoardTracker:
     def _open(self, purge_step: int | None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where metrics are written
 
+        self._wait_for_a_later_second()
         return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+
+    def _wait_for_a_later_second(self) -> None:
+        """TensorBoard reads files in the order of their names, which begin with the second they were opened in and end,
+        unpadded, with process and writer: within one second a later file may come first, and what it purges stays."""
+        newest = max((int(path.name.split(".")[3]) for path in self._folder.glob("events.out.tfevents.*")), default=0)
+        if newest > time.time() + _CLOCK_TOLERANCE_S:
+            log.warning(
+                "%s holds a file of unix second %d, ahead of this machine's clock: TensorBoard may show steps that "
+                "were computed again twice",
+                self._folder,
+                newest,
+            )
+            return
+        while int(time.time()) <= newest:
+            time.sleep(0.05)
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         for tag, value in scalars:

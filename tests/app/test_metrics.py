@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from actors.records.metrics_line import StepMetrics, metrics_of
 from app.records.follow import Tail
 from app.records.metrics import Metrics, scalars
 from app.records.progress import ProgressLine, clock, figures
+from app.records.trackers import TensorBoardTracker
 
 
 def written(folder: Path) -> list[dict]:
@@ -169,6 +171,24 @@ def test_tensorboard_holds_the_documented_tags_and_forgets_replaced_steps(tmp_pa
     } <= set(events.Tags()["scalars"])
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert losses == [(0, 1.0), (1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0)]
+
+
+def test_event_files_sort_as_they_were_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))  # "10" sorts before "9"
+    tracker = TensorBoardTracker(tmp_path, {})
+    [first] = (tmp_path / "events").iterdir()
+    tracker.forget(0)
+    tracker.close()
+    assert sorted((tmp_path / "events").iterdir())[0] == first
+
+
+def test_an_event_file_of_the_future_is_told_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / f"events.out.tfevents.{int(time.time()) + 3600}.host.1.0").touch()
+    TensorBoardTracker(tmp_path, {}).close()
+    assert "ahead of this machine's clock" in caplog.text
 
 
 def test_ratios_are_derived_from_the_line() -> None:
