@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Cancelled(RuntimeError):
@@ -71,6 +72,8 @@ class WaitClock(threading.local):
     def waited(self, wait: Callable[[], None], on_stream: bool) -> None:
         """Run a wait and book it."""
         if on_stream:
+            import torch  # here: processes that only exchange messages need no torch, which takes seconds to import
+
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()
             wait()

@@ -24,6 +24,15 @@ PURE = (
     "app/settings/config.py",
     "app/settings/files.py",
 )
+WITHOUT_TORCH = (  # one process each, some on every node: torch is 1.5 CPU seconds and 150 MB of each
+    "actors.planning.actor",
+    "actors.state.keeper",
+    "actors.state.checkpoint_writer",
+    "actors.feed.feeder",
+    "actors.pool.monitor",
+    "data.engines.ray_data",
+    "app.run.controller_process",
+)
 HEAVY = ("torch", "ray", "diffusers", "transformers", "deepspeed", "pandas", "pyarrow", "av", "matplotlib")
 
 
@@ -174,6 +183,11 @@ def test_configs_and_pure_planning_load_without_torch_or_ray() -> None:
     heavy, seconds = loaded_by(modules)
     assert not heavy
     assert seconds < 1.0  # 0.2 s of work
+
+
+def test_processes_that_need_no_torch_start_without_it() -> None:
+    heavy, _ = loaded_by(list(WITHOUT_TORCH))
+    assert "torch" not in heavy
 
 
 def test_pure_planning_never_imports_torch_or_ray() -> None:

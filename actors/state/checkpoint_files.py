@@ -21,14 +21,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ops.models.config import ModelConfig
 from ops.shards import ShardState, Slot, bytes_per_weight, cut, missing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +212,8 @@ def load(folder: Path) -> tuple[Meta, list[ShardState]]:
 
 def model_state(folder: Path, ema: bool = True) -> dict[str, Tensor]:
     """Trained weights by name, fp32: the EMA, or the weights themselves (`ema=False`, or the run kept no EMA)."""
+    import torch  # here: who writes checkpoints needs no torch
+
     if is_complete(folder) and (why := damage(folder)):
         raise CheckpointError(f"{folder} is damaged: {why}. Use another checkpoint of the run.")
     meta, shards = load(folder)
