@@ -45,7 +45,6 @@ LONGEST = (  # minutes each, begun first, so that no process of the test run end
     "actors/test_lost_arguments.py",
     "actors/test_changing_plans.py",
     "ops/test_weights.py",
-    "actors/test_out_of_memory.py",
     "actors/test_ends.py",
 )
 
