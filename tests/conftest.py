@@ -22,7 +22,14 @@ import pytest
 if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
     import hypothesis
 
-    hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared: slow is no fault
+    # Machines are shared: slow is no fault. The same examples each time, so that a change elsewhere does not meet a new
+    # one; `--hypothesis-profile=drawn` looks for others.
+    unhurried = hypothesis.settings(
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+    )
+    hypothesis.settings.register_profile("drawn", unhurried)
+    hypothesis.settings.register_profile("unhurried", unhurried, derandomize=True)
     hypothesis.settings.load_profile("unhurried")
 
 GPU_MARK = "mark.gpu"
