@@ -98,8 +98,9 @@ class Crash(BaseException):
 
 
 class Crasher:
-    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on. What threads
-    do that earlier tests have left does not count."""
+    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on.
+
+    Only those of its own thread count: earlier tests may have left others."""
 
     def __init__(self) -> None:
         self.left: int | None = None
