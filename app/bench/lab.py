@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from actors.worker.worker import Worker
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TINY: Mapping[str, Mapping[str, object]] = {
     "model": {
@@ -52,6 +53,7 @@ TINY: Mapping[str, Mapping[str, object]] = {
 
 OPEN_END = 100_000  # steps of a run that the test or benchmark will stop
 _PACE_S = 0.5  # seconds added to a step while something other than steps is awaited
+_STARTS = 4  # of a Ray process that comes up too late
 _PACE_SHARE = 1 / 8  # or this share of the time already waited, if that is more, so that few steps go by
 
 
@@ -73,7 +75,7 @@ class Lab:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
-        self.cluster = _cluster()
+        self.cluster = patiently(_started_cluster)
         self.nodes: list[Node] = []
         self.runs: list[LabRun] = []
 
@@ -91,9 +93,12 @@ class Lab:
         ray.shutdown()
         self.cluster.shutdown()
 
-    def add_node(self, workers: int) -> Node:
-        """A node with room for this many workers."""
-        node: Node = self.cluster.add_node(num_cpus=2 * workers, object_store_memory=150 * 2**20)
+    def add_node(self, workers: int, gpus: int = 0) -> Node:
+        """A node with room for this many workers, and with this many (logical) GPUs."""
+        store = 150 * 2**20
+        node: Node = patiently(
+            lambda: self.cluster.add_node(num_cpus=2 * workers, num_gpus=gpus, object_store_memory=store)
+        )
         self.nodes.append(node)
         return node
 
@@ -174,7 +179,7 @@ class LabRun:
         assert self.outcome is not None
         return self.outcome
 
-    def stop(self, timeout_s: float = 120.0) -> None:
+    def stop(self, timeout_s: float = 240.0) -> None:
         """End a run that is still going, at a committed step. Raises what the controller raised, or Timeout."""
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -327,13 +332,15 @@ class LabRun:
         return None
 
 
-def _cluster() -> Cluster:
-    """A Ray cluster of this machine, joined; tried again where one of its processes comes up too late."""
-    try:
-        return _started_cluster()
-    except Exception as error:  # Ray raises many kinds
-        log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
-        return _started_cluster()
+def patiently(start: Callable[[], T]) -> T:
+    """What `start` brings up of Ray, which gives each of its processes 30 s: on a busy machine one of them comes up too
+    late, and it is tried again."""
+    for _ in range(_STARTS - 1):
+        try:
+            return start()
+        except Exception as error:  # Ray raises many kinds
+            log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
+    return start()
 
 
 def _started_cluster() -> Cluster:

@@ -33,7 +33,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def left_behind(run: LabRun) -> list[str]:
     """Named actors of a run, once those that are ending have had time to."""
-    prefix, deadline = f"{run_id(run.run_dir)}/", time.monotonic() + 60
+    prefix, deadline = f"{run_id(run.run_dir)}/", time.monotonic() + 180
     while True:
         named = ray.util.list_named_actors(all_namespaces=True)
         found = [entry["name"] for entry in named if entry["name"].startswith(prefix)]

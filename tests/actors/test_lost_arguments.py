@@ -82,15 +82,23 @@ def orphans(count: int) -> list[Any]:
     owner = ray.remote(Owner).options(num_cpus=0).remote()
     references = ray.get(owner.things.remote(count))
     ray.kill(owner)
+    deadline = time.monotonic() + 150
     for reference in references:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                ray.get(reference, timeout=10)
-            except ray.exceptions.ObjectLostError:
-                break
+        while not is_lost(reference):
+            assert time.monotonic() < deadline, "the object outlives its owner"
             time.sleep(0.05)
     return references
+
+
+def is_lost(reference: Any) -> bool:
+    """Ray notices the death of an owner in its own time; until then the object can be read, or cannot be found."""
+    try:
+        ray.get(reference, timeout=10)
+    except ray.exceptions.ObjectLostError:
+        return True
+    except ray.exceptions.GetTimeoutError:
+        pass
+    return False
 
 
 @dataclass
@@ -142,7 +150,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     os.environ[FAILS] = str(folder / "fails")
     (folder / "fails").mkdir()
     with Lab(folder) as one:
-        one.cluster.add_node(num_cpus=6, num_gpus=3, object_store_memory=150 * 2**20)  # a GPU brings the io thread
+        one.add_node(workers=3, gpus=3)  # a GPU brings the io thread
         yield one
 
 
@@ -176,13 +184,13 @@ def broken(run: LabRun) -> list[str]:
 def test_no_step_is_committed_without_a_sample_whichever_argument_or_call_is_lost(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = run_of(lab, "calm", 16, 1)
+    calm = run_of(lab, "calm", 12, 1)
     assert not broken(calm)
-    kinds = ("text", "pixels", "vae", "captions", "text", "vae")
+    kinds = ("text", "pixels", "vae", "captions")
     losses = losing(monkeypatch, *kinds)
     for call in ("published", "dit", "encode_text"):
         (lab.folder / "fails" / call).touch()
-    storm = run_of(lab, "storm", 16, 3)
+    storm = run_of(lab, "storm", 12, 3)
     assert tuple(kind for kind, _ in losses.happened) == kinds, f"lost were {losses.happened}"
     assert not list((lab.folder / "fails").iterdir())
     assert len(broken(storm)) >= 4, "several may fall into one generation"

@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 
 from actors.pool.room import Need, node_with_room, where
 from actors.refs import RayNode
+from app.bench.lab import patiently
 
 GPU_WORKER = Need(cpus=2, gpus=1)
 
@@ -62,9 +63,9 @@ def test_no_node_gets_more_than_it_holds_and_at_most_one_is_half_full(sizes: lis
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     ray.shutdown()  # what a failed test left
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.add_node(num_cpus=2)
-    made.add_node(num_cpus=2, resources={"taken": 1})
+    made = patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}))
+    patiently(lambda: made.add_node(num_cpus=2))
+    patiently(lambda: made.add_node(num_cpus=2, resources={"taken": 1}))
     ray.init(address=made.address, log_to_driver=False)
     yield made
     ray.shutdown()

@@ -114,7 +114,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_run_whose_results_are_published_later_trains_the_same(lab: Lab) -> None:
-    lab.cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=150 * 2**20)  # with a GPU, workers get the thread
+    lab.add_node(workers=2, gpus=2)  # with a GPU, workers get the thread
 
     def run_of(name: str, worker_class: Any, device: str) -> LabRun:
         workers = {"min": 2, "max": 2, "device": device}
