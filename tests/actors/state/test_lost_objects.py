@@ -21,7 +21,7 @@ from ops.shards import ARRAYS, ShardState
 from tests.actors.fakes import Listening
 from tests.rays import local_ray
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 TOTAL = 64
 
 
@@ -64,12 +64,14 @@ def orphan(method: str, *args: Any) -> Any:
     worker = owner()
     (reference,) = ray.get(getattr(worker, method).remote(*args))
     ray.kill(worker)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         try:
             ray.get(reference, timeout=10)
         except ray.exceptions.ObjectLostError:
             return reference
+        except ray.exceptions.GetTimeoutError:
+            continue
         time.sleep(0.05)
     raise AssertionError("the object outlives its owner")
 
