@@ -160,9 +160,17 @@ def test_waiting_gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> No
     other = lock_of_another(gradients)
     assert other.try_acquire(0, 32)
     receive(parameters, gradients, 0, 1.0)  # 32 bytes wait
-    threading.Timer(0.1, other.release, [0, 32]).start()
+    waited: list[bool] = []
+
+    def free() -> None:
+        """The lock becomes free when somebody waits for it."""
+        if not waited:
+            other.release(0, 32)
+        waited.append(True)
+
+    monkeypatch.setattr(shared(gradients), "_check", free)
     receive(parameters, gradients, 0, 1.0)  # 64 would: returns when the lock is free
-    assert gradients.flat[:8].tolist() == [1.0] * 8 and len(shared(gradients)._waiting) == 1
+    assert waited and gradients.flat[:8].tolist() == [1.0] * 8 and len(shared(gradients)._waiting) == 1
 
 
 @given(nodes=st.lists(st.integers(0, 4), min_size=1, max_size=12))
