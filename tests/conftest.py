@@ -22,8 +22,10 @@ import pytest
 if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
     import hypothesis
 
-    hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared: slow is no fault
-    hypothesis.settings.load_profile("unhurried")
+    slow = [hypothesis.HealthCheck.too_slow]  # machines are shared: slow is no fault, also when examples are drawn
+    hypothesis.settings.register_profile("explore", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.register_profile("unhurried", hypothesis.settings.get_profile("explore"), derandomize=True)
+    hypothesis.settings.load_profile("unhurried")  # a change is judged by the same examples every time
 
 GPU_MARK = "mark.gpu"
 LONGEST = (  # minutes each, begun first, so that no process of the test run ends alone
@@ -56,6 +58,14 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Tensors that a test draws without a seed are the same whatever ran before it, and in whichever process."""
+    import torch
+
+    torch.default_generator.manual_seed(0)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

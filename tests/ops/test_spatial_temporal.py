@@ -36,6 +36,7 @@ from ops.waiting import Pending
 torch.set_num_threads(1)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the largest entry
 CHANNELS = 6
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # a fixture without state, on a machine of many
 Weights = list[Tensor]
 
 
@@ -126,7 +127,7 @@ schedules = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=SHARED)
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 11)),
     schedule=schedules,
@@ -172,7 +173,7 @@ def pattern(program: Sequence[Instruction]) -> list[str]:
     return ["send" if isinstance(step, SendPart) else "run" for step in program]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=SHARED)
 @given(schedule=schedules)
 def test_forward_and_backward_follow_their_programs(run_ranks, schedule: Schedule) -> None:
     def work(group: Group) -> list[str]:
@@ -301,7 +302,7 @@ def test_layers_without_a_partner_are_refused() -> None:
         run_layers(torch.zeros(1, 4, 4, 2), layers_of(weights_of(3)), grid, Group.solo())
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=SHARED)
 @given(
     batch=st.integers(1, 2), frames=st.integers(1, 4), positions=st.integers(1, 9), degree=st.sampled_from([1, 2, 4])
 )
