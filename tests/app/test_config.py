@@ -297,7 +297,8 @@ def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"cross_attn_norm is a setting of architecture wan.*is hunyuan"):
         RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.cross_attn_norm=false"])
     with pytest.raises(
-        ConfigError, match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, latte, ltx; did you mean wan"
+        ConfigError,
+        match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, latte, ltx, mochi; did you mean wan",
     ):
         RunConfig.load(plain, ["model.dit.architecture=wam"])
 
