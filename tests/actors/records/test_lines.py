@@ -65,7 +65,8 @@ def test_a_plan_of_0_2_is_read_and_has_all_but_parts_and_the_end_of_the_step() -
     plan = plan_of(old)
     assert {cascade.module for cascade in plan.cascades} == {"text", "dit"}
     now = plan.line()
-    assert [cascade.pop("parts") for cascade in now["cascades"]] == [[]] * len(plan.cascades) and now.pop("update_s") == 0.0
+    assert [cascade.pop("parts") for cascade in now["cascades"]] == [[]] * len(plan.cascades)
+    assert now.pop("update_s") == 0.0
     assert json.dumps(now) == json.dumps(old)
 
 
