@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import write_profile
-from actors.plan.costs.transfers import Transfer
+from actors.plan.costs.transfers import Transfer, speed_of
 from actors.plan.costs.update import UpdatePoint
 from actors.plan.types import MODULES
 from app.device.bag import Bag
@@ -108,6 +109,8 @@ class Measuring:
             seconds = self._bag(degree).exchange(size)
             found.append(Transfer(kind="exchange", workers=degree, num_bytes=size, seconds=seconds))
         self._profile.transfers = (*self._profile.transfers, *found)
+        if line := speed_of(self._profile.transfers, "exchange"):
+            self._profile.count_exchange(exchange_seconds(self._bench.model.dit, line[1]))
         speeds = ", ".join(
             f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
         )

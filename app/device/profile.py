@@ -3,9 +3,9 @@
     heddle profile --config configs/runs/demo.yaml --out profile.json
 
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
-device and in bags of every degree that this machine has devices for, with the process groups of a run. What
-runs out of memory is a limit. The file is written after every point, and a file of the same setting is continued.
-Other batch sizes and degrees are predicted by the models fitted to these points.
+device and in bags of every degree that this machine has devices for, with the process groups of a run; the end of a
+step by the run's engine; all-to-alls. What runs out of memory is a limit. The file is written after every point, and a
+file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def continue_from(out: Path, profile: Profile) -> None:
     profile.max_frames = before.max_frames
     profile.update = before.update.of_run(profile.update.kind, profile.update.weights)
     profile.transfers = before.transfers
+    profile.count_exchange(before.exchange_s)
 
 
 def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[ProfiledShape]:

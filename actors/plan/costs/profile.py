@@ -154,6 +154,7 @@ class Profile:
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     transfers: tuple[Transfer, ...] = ()  # as measured
+    exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
     num_heads: int | None = None
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
@@ -399,6 +400,11 @@ class Profile:
             self.peak_gib[key] = peak_gib
         self._forget(cast(Module, key[0]))
 
+    def count_exchange(self, exchange_s: float) -> None:
+        """The all-to-alls of the DiT have been measured."""
+        self.exchange_s = exchange_s
+        self._forget("dit")
+
     def observe(
         self,
         module: Module,
@@ -625,7 +631,9 @@ class Profile:
         if not loads:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
-        found, notes = model_from(module, prior or PRIORS[module], loads, seconds, self.device, residual)
+        exchange_s = self.exchange_s if module == "dit" else 0.0
+        prior = prior or PRIORS[module]
+        found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
         for note in notes:
             self._note(note)
         return found

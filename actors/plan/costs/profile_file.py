@@ -77,10 +77,12 @@ class ProfileFile:
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     transfers: tuple[Transfer, ...] = ()
+    exchange_s: float = 0.0
     geometry: Geometry = field(default_factory=Geometry)
     memory: ProfileMemory | None = None
 
     def __post_init__(self) -> None:
+        refuse_below(0, self, "exchange_s")
         if not self.latency:
             raise ValueError('no "latency" entries, so nothing can be priced. Measure at least one point.')
         for module, degrees in self.degrees.items():
