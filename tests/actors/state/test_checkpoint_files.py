@@ -99,7 +99,7 @@ class Crash(BaseException):
 
 class Crasher:
     """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on. What threads
-    do that earlier tests have left does not count."""
+    of earlier tests still do does not count."""
 
     def __init__(self) -> None:
         self.left: int | None = None
