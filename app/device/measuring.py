@@ -13,7 +13,7 @@ from pathlib import Path
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import write_profile
-from actors.plan.costs.transfers import Transfer, speed_of
+from actors.plan.costs.transfers import TransferPoint, speed_of
 from actors.plan.costs.update import UpdatePoint
 from actors.plan.types import MODULES
 from app.device.bag import Bag
@@ -107,7 +107,7 @@ class Measuring:
         found = []
         for size in _EXCHANGES:
             seconds = self._bag(degree).exchange(size)
-            found.append(Transfer(kind="exchange", workers=degree, num_bytes=size, seconds=seconds))
+            found.append(TransferPoint(kind="exchange", workers=degree, num_bytes=size, seconds=seconds))
         self._profile.transfers = (*self._profile.transfers, *found)
         if line := speed_of(self._profile.transfers, "exchange"):
             self._profile.count_exchange(exchange_seconds(self._bench.model.dit, line[1]))

@@ -16,7 +16,7 @@ from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.topology import CrossNode, cross_of
-from actors.plan.costs.transfers import Transfer
+from actors.plan.costs.transfers import TransferPoint
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.geometry import Geometry
@@ -153,7 +153,7 @@ class Profile:
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
-    transfers: tuple[Transfer, ...] = ()  # as measured
+    transfers: tuple[TransferPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
     num_heads: int | None = None

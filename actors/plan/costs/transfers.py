@@ -15,7 +15,7 @@ TransferKind = Literal["exchange", "bag", "store"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
+class TransferPoint:
     """One measured size."""
 
     kind: TransferKind
@@ -34,10 +34,10 @@ class Transfer:
         return self.num_bytes * (self.workers - 1) / self.workers if self.kind == "exchange" else self.num_bytes
 
 
-def speed_of(found: Iterable[Transfer], kind: TransferKind, nodes: int = 1) -> tuple[float, float] | None:
+def speed_of(found: Iterable[TransferPoint], kind: TransferKind, nodes: int = 1) -> tuple[float, float] | None:
     """(latency in s, bytes a second of a member) of transfers of a kind inside a node or over so many: medians over the
     bags, each by the line through its smallest and largest size. None where nobody has measured two sizes."""
-    bags: dict[int, list[Transfer]] = {}
+    bags: dict[int, list[TransferPoint]] = {}
     for one in found:
         if one.kind == kind and one.nodes == nodes:
             bags.setdefault(one.workers, []).append(one)
@@ -47,7 +47,7 @@ def speed_of(found: Iterable[Transfer], kind: TransferKind, nodes: int = 1) -> t
     return statistics.median(latency for latency, _ in lines), statistics.median(speed for _, speed in lines)
 
 
-def _line(sizes: list[Transfer]) -> tuple[float, float] | None:
+def _line(sizes: list[TransferPoint]) -> tuple[float, float] | None:
     small, large = (pick(sizes, key=lambda one: one.num_bytes) for pick in (min, max))
     if large.sent <= small.sent:
         return None

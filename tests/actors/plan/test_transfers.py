@@ -10,7 +10,7 @@ from actors.plan.costs.flops import exchange_seconds, flop_coefficients
 from actors.plan.costs.forms import FORMS
 from actors.plan.costs.profile import PRIORS, Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
-from actors.plan.costs.transfers import Transfer, speed_of
+from actors.plan.costs.transfers import TransferPoint, speed_of
 from ops.models.wan.config import WanConfig
 
 DIT = WanConfig(num_layers=4, num_heads=4, head_dim=32, ffn_dim=512)
@@ -18,8 +18,8 @@ CLIPS = ((1, 256), (1, 512), (5, 256), (9, 256), (17, 256), (17, 512), (33, 256)
 ALPHA, COMM = 2e-4, 6e-5
 
 
-def exchange(num_bytes: int, seconds: float, workers: int = 2, nodes: int = 1) -> Transfer:
-    return Transfer(kind="exchange", workers=workers, nodes=nodes, num_bytes=num_bytes, seconds=seconds)
+def exchange(num_bytes: int, seconds: float, workers: int = 2, nodes: int = 1) -> TransferPoint:
+    return TransferPoint(kind="exchange", workers=workers, nodes=nodes, num_bytes=num_bytes, seconds=seconds)
 
 
 def of_one_worker(clips: tuple[tuple[int, int], ...] = CLIPS, exchange_s: float = 0.0) -> Profile:

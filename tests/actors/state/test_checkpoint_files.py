@@ -98,8 +98,8 @@ class Crash(BaseException):
 
 
 class Crasher:
-    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on. What threads
-    of earlier tests still do does not count."""
+    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on. What
+    earlier tests left running does not count."""
 
     def __init__(self) -> None:
         self.left: int | None = None
