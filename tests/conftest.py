@@ -23,12 +23,12 @@ if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
     import hypothesis
 
     # Machines are shared: slow is no fault. The same examples each time, so that a change elsewhere does not meet a new
-    # one; `--hypothesis-profile=drawn` looks for others.
+    # one; `--hypothesis-profile explore` looks for others.
     unhurried = hypothesis.settings(
         deadline=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
     )
-    hypothesis.settings.register_profile("drawn", unhurried)
+    hypothesis.settings.register_profile("explore", unhurried)
     hypothesis.settings.register_profile("unhurried", unhurried, derandomize=True)
     hypothesis.settings.load_profile("unhurried")
 
@@ -62,6 +62,14 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Tensors that a test draws without a seed are the same whatever ran before it, and in whichever process."""
+    import torch
+
+    torch.default_generator.manual_seed(0)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -24,7 +24,8 @@ from actors.records.events import (
     WorkerDied,
     WorkerDrained,
 )
-from actors.run.controller import Controller
+from actors.run.controller import Controller, pace_of
+from actors.run.steps import StepRunner
 from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
 from actors.step import StepAssignment, StepData, StepItems, StepSamples
@@ -291,3 +292,18 @@ def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_for
     with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
         Run(workers, state_gib=2.0)
     assert workers.formed == []
+
+
+def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:
+    assert pace_of(0.0) == pace_of(0.004) == 0.0, "a small cluster is looked at as often as ever"
+    assert pace_of(0.02) == pytest.approx(1.0) and pace_of(0.5) == 2.0
+
+
+def test_a_dit_call_that_has_ended_well_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("actors.run.steps.failure_of", lambda reference, exceeded: asked.append(reference) or "")
+    call = SimpleNamespace(reference="dit", module="dit", worker="w0", name="dit s0")
+    runner = SimpleNamespace(running=[SimpleNamespace(calls=[call], ended_well=set())])
+    for _ in range(3):
+        assert StepRunner._failed_calls(runner, False, []) == {}  # type: ignore[arg-type]
+    assert asked == ["dit"]

@@ -98,9 +98,8 @@ class Crash(BaseException):
 
 
 class Crasher:
-    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on.
-
-    Only those of its own thread count: earlier tests may have left others."""
+    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on. What
+    earlier tests left running does not count."""
 
     def __init__(self) -> None:
         self.left: int | None = None
