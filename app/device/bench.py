@@ -144,9 +144,16 @@ class Bench:
         for module in modules:
             self.__dict__.pop(module, None)
         if "dit" in modules and self._gradients is not None:
-            self._gradients.leave()
-            self._gradients.release()
+            self._let_go(self._gradients)
             self._gradients = None
+
+    def _let_go(self, gradients: Gradients) -> None:
+        """Of its memory, when no member of the bag writes into it any more. Collective."""
+        from ops.node_sum import meet
+
+        gradients.leave()
+        meet(self.group, self.device)
+        gradients.release()
 
     def update(self, repeats: int) -> PointTimes:
         """Seconds of the end of a step, several times after a warm-up: gradient sum, optimizer and new parameters, by
@@ -165,12 +172,10 @@ class Bench:
             sync.finish_step(0, 0.0, 1.0, float(group.size), lambda phase: None)
             sync.begin_step()
 
-        try:
-            sync.form(group, None)
-            sync.begin_step()
-            seconds = tuple(timed(work, self.device, group) for _ in range(WARM_UP + repeats))[WARM_UP:]
-        finally:
-            sync.leave()
+        sync.form(group, None)
+        sync.begin_step()
+        seconds = tuple(timed(work, self.device, group) for _ in range(WARM_UP + repeats))[WARM_UP:]
+        self._let_go(sync.gradients)
         return PointTimes(seconds=seconds, peak_gib=None)
 
     def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:

@@ -18,11 +18,11 @@ from actors.plan.costs.update import UpdatePoint
 from actors.plan.types import MODULES
 from app.device.bag import Bag
 from app.device.bench import Bench
-from app.device.points import PointTimes, ProfilePoint, SideFigure
+from app.device.points import LongestClip, PointTimes, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
 
 _EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
-Measurable = ProfilePoint | SideFigure
+Measurable = ProfilePoint | SideFigure | LongestClip
 
 
 class Measuring:
@@ -41,7 +41,9 @@ class Measuring:
                     left = len(points) - number
                     print(f"          the time is over: {left} points are left; call again to continue")
                     break
-                if not is_known(point, self._profile):
+                if isinstance(point, LongestClip):
+                    self._search(point, until)
+                elif not is_known(point, self._profile):
                     self._measure(point)
                     self.save()
         finally:
@@ -57,7 +59,13 @@ class Measuring:
         write_profile(self._profile, torn)
         os.replace(torn, self._out)
 
-    def _measure(self, point: Measurable) -> None:
+    def _search(self, clip: LongestClip, until: float) -> None:
+        """Bisect over the length. Every clip on the way is a point or a limit, so another call goes on from there."""
+        while (point := clip.next_point(self._profile)) is not None and not (until and time.monotonic() > until):
+            self._measure(point)
+            self.save()
+
+    def _measure(self, point: ProfilePoint | SideFigure) -> None:
         try:
             if isinstance(point, ProfilePoint):
                 self._point(point)
@@ -160,6 +168,8 @@ def is_known(point: Measurable, profile: Profile) -> bool:
     """Whether a profile has it already, or a point as large as it ran out of memory."""
     if isinstance(point, ProfilePoint):
         return point.key in profile.measured or any(limit.forbids(*point.key) for limit in profile.max_frames)
+    if isinstance(point, LongestClip):
+        return point.next_point(profile) is None
     if point.kind == "update":
         return any((one.workers, one.nodes) == (point.degree, 1) for one in profile.update.points)
     return any((one.kind, one.workers, one.nodes) == (point.kind, point.degree, 1) for one in profile.transfers)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from actors.plan.costs.profile import Profile
 from actors.plan.types import Module
 from data.types import Bucket
+from ops.geometry import Geometry
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +61,47 @@ class SideFigure:
 
     kind: Literal["update", "exchange"]
     degree: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongestClip:
+    """One clip of this size in a bag of this degree, as long as memory allows."""
+
+    height: int
+    width: int
+    text_tokens: int
+    degree: int
+    most_frames: int  # longer ones are not tried
+
+    def next_point(self, profile: Profile) -> ProfilePoint | None:
+        """The clip whose success or failure halves what is not known: twice the longest that ran until one did not.
+        None when no length is left between the two, or none up to `most_frames` fails."""
+        geometry = profile.geometry
+        ran = [
+            key[2]
+            for key in profile.measured
+            if key[:2] == ("dit", 1) and key[3:] == (self.height, self.width, self.degree)
+        ]
+        low, high = max(ran, default=0), self.most_frames + 1
+        limits = [limit for limit in profile.max_frames if limit.forbids(*self._key(high))]
+        high = min([high, *(limit.frames + 1 for limit in limits)])
+        lengths = [frames for frames in clip_lengths(geometry, high - 1) if frames > low]
+        if not lengths:
+            return None
+        wanted = (low + high) // 2 if limits else 2 * max(low, 1)
+        frames = max([length for length in lengths if length <= wanted], default=lengths[0])
+        shape = ProfiledShape(batch=1, bucket=Bucket(frames, self.height, self.width), text_tokens=self.text_tokens)
+        return ProfilePoint(module="dit", shape=shape, degree=self.degree)
+
+    def _key(self, frames: int) -> tuple[str, int, int, int, int, int]:
+        return "dit", 1, frames, self.height, self.width, self.degree
+
+
+def clip_lengths(geometry: Geometry, most: int) -> list[int]:
+    """All numbers of frames up to `most` that make whole tokens, ascending."""
+    stride, patch = geometry.vae_stride[0], geometry.patch[0]
+    step = stride * patch
+    return list(range(step - stride + 1 if geometry.causal else step, most + 1, step))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,9 @@
 
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
 device and in bags of every degree that this machine has devices for, with the process groups of a run; the end of a
-step by the run's engine; all-to-alls. What runs out of memory is a limit. The file is written after every point, and a
-file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
+step by the run's engine; all-to-alls. What runs out of memory is a limit, and on a GPU the longest clip that fits is
+searched for. The file is written after every point, and a file of the same setting is continued. Other batch sizes and
+degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from app.device.bag import degrees_here
 from app.device.bench import Bench
 from app.device.choice import device_name, memory_gib, pick_device
 from app.device.measuring import Measurable, Measuring, is_known
-from app.device.points import ProfiledShape, ProfilePoint, SideFigure
+from app.device.points import LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
+from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
 from ops.geometry import Geometry
@@ -37,6 +39,7 @@ from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
 SWEPT_TOKENS = 20_000
+_LONGER = 16  # times the longest bucket: longer clips are not tried
 
 
 def run_profile(
@@ -80,7 +83,10 @@ def run_profile(
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     bags = degrees_here(config, profile.degrees["dit"], degrees, target.type)
     sized, _ = with_limits(config, model, geometry, profile)
-    points = by_information(points_of(list(shapes_of(sized, geometry, profile)), bags), figures_of(config, bags))
+    shapes = list(shapes_of(sized, geometry, profile))
+    points = by_information(points_of(shapes, bags), figures_of(config, bags))
+    if target.type == "cuda":  # a CPU's memory has no limit that belongs to one worker
+        points += longest_of(shapes, bags)
     tell_updates(profile, config.train, model, "" if target.type == "cpu" else profile.device)
     if not fresh:
         continue_from(out, profile)
@@ -118,6 +124,18 @@ def figures_of(config: RunConfig, bags: Sequence[int]) -> list[SideFigure]:
     """What is measured once per degree: the end of a step by the run's engine, the all-to-all of a bag."""
     updates = [SideFigure(kind="update", degree=degree) for degree in (1, *bags)] if config.train.sync == "flat" else []
     return updates + [SideFigure(kind="exchange", degree=degree) for degree in bags]
+
+
+def longest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[LongestClip]:
+    """The search for the longest clip of the largest pictures, at each degree; last, as it takes the longest."""
+    largest = max((shape.bucket for shape in shapes), key=lambda bucket: (bucket.area, bucket.frames))
+    frames, text = max(shape.bucket.frames for shape in shapes), max(shape.text_tokens for shape in shapes)
+    return [
+        LongestClip(
+            height=largest.height, width=largest.width, text_tokens=text, degree=degree, most_frames=_LONGER * frames
+        )
+        for degree in (1, *bags)
+    ]
 
 
 def by_information(points: Sequence[ProfilePoint], figures: Sequence[SideFigure] = ()) -> list[Measurable]:
@@ -217,6 +235,8 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
             quality = f"R^2 {fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%"
             print(f"{module:4}  missing points: {fit.source}{'' if fit.poor else f', {quality}'}")
     _print_figures(profile)
+    for line in longest_clips(profile):
+        print(f"limit {line}")
     loads, seconds = profile.points("dit")
     if len(loads) > 1:
         try:

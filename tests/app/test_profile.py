@@ -7,19 +7,22 @@ import multiprocessing
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.plan.costs.forms import FORMS, Load
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.transfers import speed_of
 from app.device.bag import Bag, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
-from app.device.points import PointTimes, ProfiledShape, ProfilePoint
-from app.device.profile import by_information, figures_of, points_of, run_profile, shapes_of
+from app.device.measuring import Measuring, is_known
+from app.device.points import LongestClip, PointTimes, ProfiledShape, ProfilePoint
+from app.device.profile import by_information, figures_of, longest_of, points_of, run_profile, shapes_of
+from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket
 from ops.models.folders import resolve
@@ -139,6 +142,72 @@ def test_a_backward_pass_gives_its_gradients_to_the_place_of_the_run(place: str)
         assert all(parameter.grad is None for parameter in bench.dit.parameters())
     times = bench.update(repeats=2)
     assert len(times.seconds) == 2 and min(times.seconds) > 0 and bench._gradients is None, "its memory is free by then"
+
+
+def clip(degree: int, most: int = 512) -> LongestClip:
+    return LongestClip(height=32, width=32, text_tokens=8, degree=degree, most_frames=most)
+
+
+def probed(clip: LongestClip, profile: Profile, longest: int, tmp_path: Path) -> list[int]:
+    """The lengths that the search tries where longer clips than `longest` run out of memory."""
+    asked: list[int] = []
+
+    def measure(module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+        asked.append(shape.bucket.frames)
+        if shape.bucket.frames > longest:
+            raise MemoryError("full")
+        return PointTimes(seconds=(1.0,), peak_gib=None)
+
+    bench = SimpleNamespace(device=torch_cpu(), measure=measure)
+    Measuring(RunConfig.load(DEMO), bench, profile, tmp_path / "p.json", 1).run([clip], 0.0)  # type: ignore[arg-type]
+    return asked
+
+
+def torch_cpu() -> Any:
+    import torch
+
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize("longest", [1, 17, 49, 53, 301])
+def test_the_longest_clip_is_found_by_halving_and_is_a_limit_of_plans(longest: int, tmp_path: Path) -> None:
+    profile = Profile(degrees={"dit": (1,)})
+    profile.measure(("dit", 1, 17, 32, 32, 1), 1.0)
+    if longest < 17:
+        profile.measured.clear()
+    asked = probed(clip(1), profile, longest, tmp_path)
+    assert len(asked) <= 14 and len(set(asked)) == len(asked), "no length twice"
+    assert all(frames % 4 == 1 for frames in asked), "whole tokens of the VAE"
+    assert profile.fits("dit", 1, longest, 32, 32, 1) and not profile.fits("dit", 1, longest + 4, 32, 32, 1)
+    assert read_profile(tmp_path / "p.json").max_frames == profile.max_frames
+    assert is_known(clip(1), profile) and probed(clip(1), profile, longest, tmp_path) == [], (
+        "another call has nothing left"
+    )
+    tokens = profile.tokens(longest, 32, 32)
+    assert longest_clips(profile) == [
+        f"longest clip of 32x32 that fits: {longest} frames ({tokens:,} tokens; not {longest + 4}) at degree 1"
+    ]
+
+
+def test_a_search_goes_on_where_its_time_was_over_and_ends_where_nothing_fails(tmp_path: Path) -> None:
+    profile = Profile(degrees={"dit": (1,)})
+    profile.measure(("dit", 1, 17, 32, 32, 1), 1.0)
+    first = clip(1).next_point(profile)
+    assert first is not None and first.shape.bucket.frames == 33
+    profile.measure(first.key, 1.0)
+    assert probed(clip(1), profile, 40, tmp_path)[0] == 65, "twice what ran"
+    free = Profile(degrees={"dit": (1,)})
+    free.measure(("dit", 1, 17, 32, 32, 1), 1.0)
+    assert max(probed(clip(1, most=100), free, 1000, tmp_path)) == 97 and not free.max_frames
+    assert is_known(clip(1, most=100), free) and longest_clips(free) == []
+
+
+def test_limits_of_one_degree_leave_the_others_to_be_searched() -> None:
+    profile = Profile(degrees={"dit": (1, 2)})
+    profile.max_frames = (MaxFrames(module="dit", degree=1, height=32, width=32, batch=1, frames=20),)
+    wider = clip(2).next_point(profile)
+    assert wider is not None and wider.degree == 2
+    assert [one.degree for one in longest_of([point(1, 5).shape, point(3).shape], (2, 4))] == [1, 2, 4]
 
 
 def test_bags_run_the_largest_batch_of_every_bucket() -> None:
