@@ -167,6 +167,7 @@ class RunningStep:
     planning_s: float
     patience: Patience  # of the waits inside it
     speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
+    ended_well: set[Ref[object]] = field(default_factory=set)  # DiT calls of which no failure has to be expected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,10 +22,15 @@ import pytest
 if importlib.util.find_spec("hypothesis"):  # tests of a GPU run without it
     import hypothesis
 
-    slow = [hypothesis.HealthCheck.too_slow]  # machines are shared: slow is no fault, also when examples are drawn
-    hypothesis.settings.register_profile("explore", deadline=None, suppress_health_check=slow)
-    hypothesis.settings.register_profile("unhurried", hypothesis.settings.get_profile("explore"), derandomize=True)
-    hypothesis.settings.load_profile("unhurried")  # a change is judged by the same examples every time
+    # Machines are shared: slow is no fault. The same examples each time, so that a change elsewhere does not meet a new
+    # one; `--hypothesis-profile explore` looks for others.
+    unhurried = hypothesis.settings(
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+    )
+    hypothesis.settings.register_profile("explore", unhurried)
+    hypothesis.settings.register_profile("unhurried", unhurried, derandomize=True)
+    hypothesis.settings.load_profile("unhurried")
 
 GPU_MARK = "mark.gpu"
 LONGEST = (  # minutes each, begun first, so that no process of the test run ends alone
@@ -47,7 +52,6 @@ LONGEST = (  # minutes each, begun first, so that no process of the test run end
     "actors/test_lost_arguments.py",
     "actors/test_changing_plans.py",
     "ops/test_weights.py",
-    "actors/test_out_of_memory.py",
     "actors/test_ends.py",
 )
 

@@ -149,9 +149,10 @@ class Lookout:
         return [Loading(count=self._loading)] if self._loading != before else []
 
     def _heartbeats(self, report: MonitorReport) -> list[Event]:
-        self._doing = {name: seen.progress for name, seen in report.seen.items() if name in self._pool.names}
-        pending = set(self._pool.pending)
-        found = self._watch.look(report, [name for name in self._pool.names if name not in pending])
+        names, pending = self._pool.names, set(self._pool.pending)
+        members = set(names)
+        self._doing = {name: seen.progress for name, seen in report.seen.items() if name in members}
+        found = self._watch.look(report, [name for name in names if name not in pending])
         events: list[Event] = []
         for name in found.silent:
             self._tell(WorkerSilent(worker=name))

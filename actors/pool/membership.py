@@ -260,6 +260,8 @@ class Membership:
         suspected = member.suspected_at
         if suspected is not None and (member.phase == "recovering" or now - suspected >= limits.confirm_s):
             return member.suspicion
+        if member.phase not in ("recovering", "starting"):
+            return ""
         waited = now - member.since
         recover_s = max(limits.recover_s, self._planned_s + NOTICE_S if self._planned_s else 0.0)
         recover_s = recover_s if self._proven else max(recover_s, limits.first_step_s)
@@ -271,6 +273,8 @@ class Membership:
 
     def _shrink(self) -> None:
         """Above max, the least useful go: first those still starting, last the oldest active ones."""
+        if len(self._members) <= self._limits.max:
+            return
         staying = [member for member in self._members.values() if not member.leaving]
         order = {"starting": 0, "ready": 1, "recovering": 2, "active": 3}
         staying.sort(key=lambda member: (order[member.phase], -member.worker))

@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 _STEPS_AHEAD = 2  # dispatched at a time: the running one and the next; a worker that is asked to leave finishes both
 _LOOK_S = 0.2
+# On a thousand workers a look takes 0.02 s and more of this process; looks are then so far apart that they take this
+# share of the time, but no further than a death may go unnoticed.
+_LOOK_SHARE = 0.02
+_LONGEST_LOOK_S = 2.0
 
 
 @dataclass(kw_only=True)
@@ -58,6 +62,7 @@ class Controller:
     recalibration: Recalibration | None = None
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
+    _pace_s: float = 0.0  # from one look to the next, where it is more than _LOOK_S
 
     def __post_init__(self) -> None:
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
@@ -107,14 +112,15 @@ class Controller:
 
     def _look(self) -> None:
         """Everything that may have changed outside the running step, at most every _LOOK_S seconds."""
-        now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
+        now, began = time.monotonic(), time.thread_time()
+        if now - self._looked_at < max(_LOOK_S, self._pace_s):
             return
         self._looked_at = now
         self.generations.look()
         self._look_for_the_end(now)
         self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self.generations.observe(Tick())
+        self._pace_s = pace_of(time.thread_time() - began)
 
     def _look_for_the_end(self, now: float) -> None:
         """Raises StopRun when somebody has asked the run to end, or no worker can start."""
@@ -139,7 +145,7 @@ class Controller:
             return
         try:
             self._dispatch(runner)
-            if runner.running and (done := runner.collect(timeout_s=_LOOK_S)) is not None:
+            if runner.running and (done := runner.collect(timeout_s=max(_LOOK_S, self._pace_s))) is not None:
                 self._collected(runner, done)
             self.committer.settle(runner.world, quiet=not runner.running)
             if not runner.running:
@@ -220,3 +226,9 @@ class Controller:
             self.committer.settle(runner.world, quiet=True, timeout_s=_LOOK_S)
         else:
             self.generations.observe(Boundary(step=runner.next_step - 1))
+
+
+def pace_of(look_s: float) -> float:
+    """Seconds from one look to the next after one that took `look_s` of the CPU; 0: as often as on a small cluster."""
+    wanted = look_s / _LOOK_SHARE
+    return min(wanted, _LONGEST_LOOK_S) if wanted > 0.2 else 0.0

@@ -61,7 +61,9 @@ def calls_of(
             else _encode_calls(cascade, steps, generation, consumer, holdings)
         )
         outlasts = cascade.step > current and cascade.end_s > end_s + _SAME_S
-        calls += [replace(c, task=replace(c.task, leave=position in left, outlasts=outlasts)) for c in made]
+        if outlasts or position in left:
+            made = [replace(c, task=replace(c.task, leave=position in left, outlasts=outlasts)) for c in made]
+        calls += made
     return _with_sum_starts(calls)
 
 

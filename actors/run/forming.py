@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -124,9 +124,8 @@ def seats_of(
 
 def cluster_of(world: Sequence[Seat]) -> Cluster:
     """The workers by node, as the planner sees them."""
-    nodes = [seat.node for seat in world]
-    counts = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
-    return Cluster(nodes=counts, room_gib=room_of([seat.room_gib for seat in world]))
+    counts = Counter(seat.node for seat in world)  # in order of their first workers
+    return Cluster(nodes=tuple(counts.values()), room_gib=room_of([seat.room_gib for seat in world]))
 
 
 def form_tasks(
@@ -137,7 +136,8 @@ def form_tasks(
     keepers_of: Callable[[int], tuple[ShardKeeper, ...]],
 ) -> list[FormTask]:
     """What each worker is told, in order of ranks. `store` is where they meet, `keepers_of` a rank holds its shards."""
-    homes = list(dict.fromkeys(seat.node for seat in world))
+    number = {home: n for n, home in enumerate(dict.fromkeys(seat.node for seat in world))}
+    nodes = tuple(number[seat.node] for seat in world)
     return [
         FormTask(
             generation=generation,
@@ -146,7 +146,7 @@ def form_tasks(
             store=store,
             origin=origin,
             snapshot_to=keepers_of(rank),
-            nodes=tuple(homes.index(seat.node) for seat in world),
+            nodes=nodes,
         )
         for rank in range(len(world))
     ]

@@ -21,7 +21,7 @@ from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
-from actors.run.communicators import Communicators, StepBags
+from actors.run.communicators import Bag, Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
@@ -101,13 +101,15 @@ class StepRunner:
             self._holdings,
             bags.left,
         )
-        patience = self.waits.of(step, assignment.cascades, [(call.rank, call.task) for call in calls])
+        tasks_of = [(call.rank, call.task) for call in calls]
+        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s)
         calls = [replace(call, task=replace(call.task, patience=patience)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         export = self.exports(step)
+        mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
         tasks = [
-            replace(finish_of(rank, calls, self.generation, step, export, self._outlasting), patience=patience)
+            replace(finish_of(rank, mine[rank], self.generation, step, export, before[rank]), patience=patience)
             for rank in range(len(self.world))
         ]
         finishes = [
@@ -174,11 +176,15 @@ class StepRunner:
 
     def _connect(self, bags: StepBags) -> None:
         """Have the members of bags close those that make room, and connect new ones while they work."""
-        for rank, seat in enumerate(self.world):
-            mine = tuple(sorted(bag for bag in bags.connected if rank in bag))
-            closed = tuple(sorted(bag for bag in bags.closed if rank in bag))
-            if mine or closed:
-                seat.handle.prepare.remote(self.generation, mine, closed)
+        connected: dict[int, list[Bag]] = {}
+        closed: dict[int, list[Bag]] = {}
+        for of_rank, found in ((connected, bags.connected), (closed, bags.closed)):
+            for bag in sorted(found):
+                for rank in bag:
+                    of_rank.setdefault(rank, []).append(bag)
+        for rank in sorted({*connected, *closed}):
+            mine, left = tuple(connected.get(rank, ())), tuple(closed.get(rank, ()))
+            self.world[rank].handle.prepare.remote(self.generation, mine, left)
 
     def _use_cache(self, data: StepData) -> None:
         """Results that were encoded long ago count as published."""
@@ -300,7 +306,8 @@ class StepRunner:
         failed: dict[str, str] = {}
         for running in self.running:
             patience = _ENDED_S if ended and running is self.running[0] else 0.0
-            dits = {call.reference: call for call in running.calls if call.module == "dit"}
+            unknown = (call for call in running.calls if call.reference not in running.ended_well)
+            dits = {call.reference: call for call in unknown if call.module == "dit"}
             done, waiting = wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
             if patience and waiting:
                 call = dits[waiting[0]]
@@ -308,6 +315,8 @@ class StepRunner:
             for reference in done:
                 if why := failure_of(reference, exceeded):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
+                else:
+                    running.ended_well.add(reference)
         return failed
 
     def _pixels_lost(self) -> bool:
@@ -338,6 +347,14 @@ def changed(before: tuple[float, ...], now: tuple[float, ...]) -> bool:
     if len(before) != len(now):
         return True
     return any(abs(a - b) > _ROOM_CHANGE * max(a, 1e-9) for a, b in zip(before, now, strict=True))
+
+
+def by_rank(calls: Sequence[Call], ranks: int) -> list[list[Call]]:
+    """The calls of each rank, in their order."""
+    found: list[list[Call]] = [[] for _ in range(ranks)]
+    for call in calls:
+        found[call.rank].append(call)
+    return found
 
 
 def shape_of(name: str) -> str:

@@ -219,7 +219,7 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
     """
     if not keepers:
         raise ValueError("no keeper is alive; snapshots need at least one. Start one or set snapshot.enabled false.")
-    nodes = sorted({*workers.values(), *keepers.values()})
+    nodes = {node: n for n, node in enumerate(sorted({*workers.values(), *keepers.values()}))}
     load: Counter[str] = Counter()
     chosen: dict[int, tuple[str, ...]] = {}
     for worker, home in sorted(workers.items()):
@@ -228,7 +228,7 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
             used = {keepers[name] for name in mine}
             free = [name for name in keepers if name not in mine]
             # Ties go to the next node in a circle: taking the first would leave the last worker with a full one.
-            ahead = {name: (nodes.index(keepers[name]) - nodes.index(home)) % len(nodes) for name in free}
+            ahead = {name: (nodes[keepers[name]] - nodes[home]) % len(nodes) for name in free}
             best = min(
                 free, key=lambda name: (keepers[name] == home, keepers[name] in used, load[name], ahead[name], name)
             )

@@ -20,6 +20,10 @@ BENCHMARKS = {
     "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
     "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
+    "cluster": (
+        "app.bench.cluster.command",
+        "Virtual clusters of up to 1,024 workers: the real controller, losses and joins.",
+    ),
     "peers": ("app.bench.peers.contest", "The same training by DDP, by Ray Train with DeepSpeed, and by Heddle."),
     "papers": ("app.bench.papers.contents", "Figures of the four papers beside Heddle's, as a page."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),

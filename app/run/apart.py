@@ -64,8 +64,8 @@ def run_apart(arguments: Sequence[str]) -> int:
             )
         finally:
             os.close(inner_end)
-        for number in early:
-            hand_on(number, None)
+        for missed in early:
+            hand_on(missed, None)
         code = _wait(process)
     finally:
         for number, handler in earlier.items():

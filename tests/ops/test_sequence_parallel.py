@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ torch.set_num_threads(1)
 FP64 = {"atol": 1e-10, "rtol": 1e-10}
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 HEADS = 12
-SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # a fixture without state, on a machine of many
 # mixed shapes and text lengths; a sequence of one token leaves the other ranks of a bag without rows of it
 MIXED = (Sequence((3, 4, 5), 7), Sequence((1, 1, 1), 2), Sequence((2, 3, 3), 11), Sequence((1, 1, 2), 1))
 SHORT = (Sequence((1, 1, 2), 3),)  # fewer tokens than ranks
@@ -198,7 +197,7 @@ def test_rows_arrive_in_sequence_order_with_their_heads(run_ranks) -> None:
     run_ranks(4, work)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5),
     st.sampled_from([2, 3, 4, 6]),

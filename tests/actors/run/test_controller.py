@@ -24,7 +24,8 @@ from actors.records.events import (
     WorkerDied,
     WorkerDrained,
 )
-from actors.run.controller import Controller
+from actors.run.controller import Controller, pace_of
+from actors.run.steps import StepRunner
 from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
 from actors.step import StepAssignment, StepData, StepItems, StepSamples
@@ -185,7 +186,13 @@ def report(worker: str, step: int) -> StepReport:
 class Run:
     """A run of two workers that come up at its first look; `later` are events by the step that is dispatched next."""
 
-    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None, state_gib: float = 0.0) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        later: dict[int, list[Event]] | None = None,
+        state_gib: float = 0.0,
+        wait_s: float = 120.0,
+    ) -> None:
         self.listener, self.commits = Listening(), CommitLog(committed=-1)
         self.source, self.state = Source(), Held(self.commits)
         coming: dict[int, list[Event]] = later or {}
@@ -206,7 +213,7 @@ class Run:
             source=self.source,
             planner=Planning(),
             state_gib=state_gib,
-            membership=Membership(Limits(min=1, max=2, wait_s=0.1), generation=0),
+            membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(
                 info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
             ),
@@ -256,7 +263,7 @@ def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_s
 
 
 def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:
-    run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), later={})
+    run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), wait_s=0.5)
     assert run.outcome.code == 75 and run.outcome.last_step == 3 and run.listener.steps == [0, 1, 2, 3]
 
 
@@ -285,3 +292,18 @@ def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_for
     with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
         Run(workers, state_gib=2.0)
     assert workers.formed == []
+
+
+def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:
+    assert pace_of(0.0) == pace_of(0.004) == 0.0, "a small cluster is looked at as often as ever"
+    assert pace_of(0.02) == pytest.approx(1.0) and pace_of(0.5) == 2.0
+
+
+def test_a_dit_call_that_has_ended_well_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("actors.run.steps.failure_of", lambda reference, exceeded: asked.append(reference) or "")
+    call = SimpleNamespace(reference="dit", module="dit", worker="w0", name="dit s0")
+    runner = SimpleNamespace(running=[SimpleNamespace(calls=[call], ended_well=set())])
+    for _ in range(3):
+        assert StepRunner._failed_calls(runner, False, []) == {}  # type: ignore[arg-type]
+    assert asked == ["dit"]

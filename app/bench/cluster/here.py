@@ -1,0 +1,140 @@
+"""Calls between the parts of a virtual run inside one process, in the place of Ray's: no cluster is started.
+
+    with calls_here() as here:
+        host = here.actor(Host(...))
+        get(host.inventory.remote())                    # actors.ray_calls.get
+
+What the controller does is the same; what Ray takes for a call, its copies and its processes, is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from actors import ray_calls
+
+_TASK_ERROR: Any = ray.exceptions.RayTaskError  # has no types
+
+
+class CallHere:
+    """A method of an `ActorHere`."""
+
+    __slots__ = ("_actor", "_method")
+
+    def __init__(self, actor: ActorHere, method: str) -> None:
+        self._actor, self._method = actor, method
+
+    def options(self, **options: object) -> CallHere:
+        return self
+
+    def remote(self, *arguments: Any) -> Future[Any]:
+        return self._actor.submit(self._method, arguments)
+
+
+class ActorHere:
+    """Runs the methods of an object one after the other in a thread, or those of an asynchronous one on a loop."""
+
+    def __init__(self, plain: object, loop: asyncio.AbstractEventLoop) -> None:
+        self._plain, self._loop = plain, loop
+        self._thread = ThreadPoolExecutor(1)
+
+    def __getattr__(self, method: str) -> CallHere:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return CallHere(self, method)
+
+    def submit(self, method: str, arguments: Sequence[Any]) -> Future[Any]:
+        bound = getattr(self._plain, method)
+        if inspect.iscoroutinefunction(bound):
+            return asyncio.run_coroutine_threadsafe(bound(*arguments), self._loop)
+        return self._thread.submit(bound, *arguments)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class CallsHere:
+    """What `actors.ray_calls` asks of Ray, for references that are futures."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
+        self._thread.start()
+        self._actors: list[ActorHere] = []
+
+    def actor(self, plain: object) -> Any:
+        """A handle of an object, by the protocols of `actors.refs`."""
+        made = ActorHere(plain, self._loop)
+        self._actors.append(made)
+        return made
+
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
+        if isinstance(reference, list):
+            return [self.get(one, timeout) for one in reference]
+        if not isinstance(reference, Future):
+            return reference
+        try:
+            return reference.result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise ray.exceptions.GetTimeoutError("not there in time") from None
+        except ray.exceptions.RayError:
+            raise
+        except concurrent.futures.CancelledError:
+            raise ray.exceptions.ActorDiedError() from None
+        except Exception as error:
+            raise _TASK_ERROR("here", str(error), error) from error
+
+    def wait(
+        self, references: Sequence[Any], *, num_returns: int, timeout: float | None
+    ) -> tuple[list[Any], list[Any]]:
+        all_of_them = num_returns == len(references)
+        when = concurrent.futures.ALL_COMPLETED if all_of_them else concurrent.futures.FIRST_COMPLETED
+        if timeout != 0:
+            concurrent.futures.wait([r for r in references if isinstance(r, Future)], timeout, when)
+        done = [r for r in references if not isinstance(r, Future) or r.done()]
+        return done, [r for r in references if isinstance(r, Future) and not r.done()]
+
+    def put(self, value: Any) -> Future[Any]:
+        made: Future[Any] = Future()
+        made.set_result(value)
+        return made
+
+    def kill(self, handle: Any, no_restart: bool = True) -> None:
+        handle.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        for one in self._actors:
+            one.close()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+async def _cancel_others() -> None:
+    """What still runs on this loop ends."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for one in others:
+        one.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+@contextmanager
+def calls_here() -> Iterator[CallsHere]:
+    """Inside, what `actors.ray_calls` does stays in this process."""
+    here, before = CallsHere(), ray_calls._ray
+    ray_calls._ray = here
+    try:
+        yield here
+    finally:
+        ray_calls._ray = before
+        here.close()

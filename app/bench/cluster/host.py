@@ -1,0 +1,180 @@
+"""A process of virtual workers (`app.bench.cluster.worker`), their meetings and their heartbeats. One event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import ActorDiedError
+
+from actors.messages import Orders, WorkerInfo
+from actors.plan.costs.profile import Profile
+from actors.state.keeper import HeldShard
+from app.bench.cluster.physics import Physics
+from app.bench.cluster.worker import Key, VirtualWorker, resolve
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Meeting:
+    """Who has come to one place, and what they brought."""
+
+    came: int = 0
+    brought: float = 0.0
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: str = ""
+
+
+class Meetings:
+    """Places where a known number of coroutines wait for each other."""
+
+    def __init__(self) -> None:
+        self._places: dict[Key, _Meeting] = {}
+        self._over = -1  # the newest generation that has ended
+
+    async def meet(
+        self,
+        key: Key,
+        count: int,
+        total: int,
+        brought: float,
+        further: Callable[[float], Awaitable[float]] | None = None,
+    ) -> float:
+        """`count` more have come to `key`. Returns when all `total` are there what they brought together, or what
+        `further`, asked once with that sum, answers. Raises RuntimeError when the generation ends meanwhile."""
+        if key[0] <= self._over:
+            raise RuntimeError(f"generation {key[0]} has ended")
+        place = self._places.setdefault(key, _Meeting())
+        place.came += count
+        place.brought += brought
+        if place.came >= total:
+            if further is not None:
+                await self._ask(place, further)
+            self._places.pop(key, None)
+            place.open.set()
+        await place.open.wait()
+        if place.failed:
+            raise RuntimeError(place.failed)
+        return place.brought
+
+    def end(self, generation: int, why: str) -> None:
+        """Who waits in this generation or an older one waits in vain."""
+        self._over = max(self._over, generation)
+        for key in [key for key in self._places if key[0] <= generation]:
+            place = self._places.pop(key)
+            place.failed = why
+            place.open.set()
+
+    async def _ask(self, place: _Meeting, further: Callable[[float], Awaitable[float]]) -> None:
+        try:
+            place.brought = await further(place.brought)
+        except Exception as error:
+            place.failed = place.failed or str(error).strip().rpartition("\n")[2] or type(error).__name__
+
+
+class Host:
+    """Plain class; `app.bench.cluster.parts` makes the actor of it."""
+
+    def __init__(self, number: int, profile: Profile, physics: Physics, monitor: Any) -> None:
+        """`profile` is the truth about cascades, in real seconds; `monitor` takes the heartbeats."""
+        self.number, self.profile, self.physics = number, profile, physics
+        self._monitor = monitor
+        self._workers: dict[str, VirtualWorker] = {}
+        self._hosts: Sequence[Any] = ()
+        self._meetings = Meetings()
+        self._kept: dict[str, list[HeldShard]] = {}  # by node of the keeper
+        self._local: dict[int, set[int]] = {}  # ranks that are here, by generation
+
+    async def know(self, hosts: Sequence[Any]) -> None:
+        """All hosts of the cluster, this one too: on the first, members of a bag on several hosts meet."""
+        self._hosts = hosts
+
+    async def add(self, name: str, node: str) -> WorkerInfo:
+        """Start a worker. Answers when its modules are loaded."""
+        self._workers[name] = worker = VirtualWorker(name, node, self)
+        worker.beats = asyncio.create_task(self._beat_for_ever(worker))
+        await asyncio.sleep(self.physics.real_s(self.physics.load_s))
+        worker.idle()
+        return WorkerInfo(worker=name, node=node, host=node, pid=os.getpid(), device="virtual", gpu_memory_gib=0.0)
+
+    async def call(self, name: str, number: int, method: str, arguments: Sequence[Any]) -> Any:
+        """The `number`th call of a worker, from 0; it begins when those before it have ended."""
+        worker = self._workers.get(name)
+        if worker is None:
+            raise ActorDiedError()
+        return await worker.take(number, method, arguments)
+
+    async def end(self, names: Sequence[str]) -> None:
+        """These workers die."""
+        for name in names:
+            if (worker := self._workers.pop(name, None)) is not None:
+                worker.die()
+
+    async def closed(self, generation: int) -> None:
+        """A member of this generation is gone: its connections to the others are closed."""
+        self._meetings.end(generation, "Connection closed by peer")
+
+    async def together(self, key: Key, count: int, total: int, brought: float) -> float:
+        """So many members on another host have come to a meeting."""
+        return await self._meetings.meet(key, count, total, brought)
+
+    async def inventory(self) -> dict[str, list[HeldShard]]:
+        """What the workers of this host have given to keepers, by the keepers' nodes."""
+        return {node: list(held) for node, held in self._kept.items()}
+
+    async def committed(self, step: int) -> None:
+        """The keepers let go of what is older than the step before this one."""
+        self._kept = {node: [h for h in held if h.step >= step - 1] for node, held in self._kept.items()}
+
+    async def rolled_back(self, step: int) -> None:
+        """Training goes on after this step: later ones are computed again."""
+        self._kept = {node: [h for h in held if h.step <= step] for node, held in self._kept.items()}
+
+    async def cpu_s(self) -> float:
+        """CPU seconds of this process so far."""
+        return time.process_time()
+
+    # -- for its workers -----------------------------------------------------------------------------------------------
+
+    def seat(self, generation: int, rank: int) -> None:
+        """A worker of this host has this rank."""
+        self._local.setdefault(generation, set()).add(rank)
+        for old in [known for known in self._local if known < generation - 1]:
+            del self._local[old]
+
+    async def meet_first(self, key: Key, total: int) -> None:
+        """One of all workers of a generation has come, who do not know yet who is on which host."""
+        await resolve(self._hosts[0].together.remote(key, 1, total, 0.0))
+
+    async def meet(self, key: Key, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float:
+        """One of the `total` ranks of a bag, or of all, has come; returns when all have, with what they brought."""
+        local = self._local[key[0]]
+        here = len(local) if bag is None else len(local.intersection(bag))
+        if here == total:
+            return await self._meetings.meet(key, 1, here, brought)
+
+        async def others(own: float) -> float:
+            found: float = await resolve(self._hosts[0].together.remote((key[0], "all", *key[1:]), here, total, own))
+            return found
+
+        return await self._meetings.meet(key, 1, here, brought, others)
+
+    def keep(self, node: str, held: HeldShard) -> None:
+        """The keeper on this node takes a shard."""
+        self._kept.setdefault(node, []).append(held)
+
+    async def _beat_for_ever(self, worker: VirtualWorker) -> None:
+        while not worker.dead:
+            try:
+                orders: Orders = await resolve(self._monitor.beat.remote(worker.progress))
+                if orders.generation > worker.progress.generation >= 0:
+                    self._meetings.end(orders.generation - 1, f"generation {orders.generation} has begun")
+            except Exception as error:  # the monitor is being started again
+                log.debug("heartbeat of %s not delivered: %r", worker.name, error)
+            await asyncio.sleep(self.physics.heartbeat_s)

@@ -1,0 +1,281 @@
+"""Parts of a run on a virtual cluster. They stand for the ones that start processes or move tensors; the rest is real.
+
+Real: controller, generations, membership, lookout, monitor, dispatch, waits, commit log and committer, recovery, the
+planner's actor and its client, step source, metrics. Every call to a worker, and every answer, goes through Ray, as
+in a run, to an actor that hosts many of them. Not real: what the workers compute; training state, of which only ranges
+are kept and sent; keepers, which take a shard at once; checkpoints; the feeder's files and decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from actors.config import RuntimeConfig
+from actors.feed.pulse import Answering
+from actors.messages import Origin, WorkerHandle
+from actors.plan.types import Item
+from actors.pool.lookout import Lookout
+from actors.pool.monitor import MonitorHandle
+from actors.pool.workers import Pool, PoolMember
+from actors.ray_calls import get, put
+from actors.state.keeper import HeldShard, Standing, place
+from actors.state.run_state import RunState
+from actors.step import Position, StepBatches, StepItems
+
+
+@dataclass
+class Machines:
+    """The nodes of a virtual cluster: which there are, and which workers are on them."""
+
+    gpus: int  # of a node
+    nodes: list[str] = field(default_factory=list)
+    homes: dict[str, str] = field(default_factory=dict)  # worker -> node
+    made: int = 0  # nodes so far
+
+    def add(self, count: int = 1) -> list[str]:
+        """More nodes. Returns their names, in whose order workers are seated."""
+        names = [f"n{self.made + n:04d}" for n in range(count)]
+        self.made += count
+        self.nodes += names
+        return names
+
+    def lose(self, node: str) -> list[str]:
+        """A node is gone. Returns its workers."""
+        self.nodes.remove(node)
+        return [worker for worker, home in self.homes.items() if home == node]
+
+    @property
+    def free(self) -> int:
+        """Workers that could start now."""
+        used = Counter(self.homes.values())
+        return sum(self.gpus - used[node] for node in self.nodes)
+
+    def room(self) -> str | None:
+        """The first node with room for a worker."""
+        used = Counter(self.homes.values())
+        return next((node for node in self.nodes if used[node] < self.gpus), None)
+
+    def number(self, node: str) -> int:
+        return int(node[1:])
+
+
+class VirtualCall:
+    """A method of a virtual worker, by the protocol of `actors.refs.Method`."""
+
+    __slots__ = ("_handle", "_method", "_name")
+
+    def __init__(self, handle: VirtualHandle, method: str, name: str = "") -> None:
+        self._handle, self._method, self._name = handle, method, name
+
+    def options(self, *, name: str = "", concurrency_group: str = "") -> VirtualCall:
+        return VirtualCall(self._handle, self._method, name)
+
+    def remote(self, *arguments: Any) -> Any:
+        """One call of Ray, as to a worker of its own process."""
+        handle = self._handle
+        number = handle.calls
+        handle.calls += 1
+        call = handle.host.call.options(name=self._name) if self._name else handle.host.call
+        return call.remote(handle.name, number, self._method, arguments)
+
+
+class VirtualHandle:
+    """Looks like `actors.messages.WorkerHandle`; counts its calls, which a host answers in this order."""
+
+    def __init__(self, name: str, host: Any) -> None:
+        self.name, self.host, self.calls = name, host, 0
+
+    def __getattr__(self, method: str) -> VirtualCall:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return VirtualCall(self, method)
+
+
+class VirtualPool(Pool):
+    """The real pool's book of members, whose workers live in hosts."""
+
+    def __init__(self, machines: Machines, hosts: Sequence[Any]) -> None:
+        self._machines, self._hosts = machines, hosts
+        self._members: dict[str, PoolMember] = {}
+        self._serial = 0
+
+    def host_of(self, node: str) -> Any:
+        """The process that hosts the workers of a node."""
+        return self._hosts[self._machines.number(node) % len(self._hosts)]
+
+    def remove(self, name: str, frozen: bool = False) -> None:
+        """End a worker."""
+        if self._members.pop(name, None) is not None:
+            node = self._machines.homes.pop(name)
+            self.host_of(node).end.remote([name])
+
+    def close(self) -> None:
+        for name in self.names:
+            self.remove(name)
+
+    def start(self, count: int) -> list[str]:
+        """Workers for which no node has room are not started: they are asked for again."""
+        return [name for _ in range(count) if (name := self._start_one())]
+
+    def _start_one(self) -> str:
+        node = self._machines.room()
+        if node is None:
+            return ""
+        name = f"w{self._serial}"
+        self._serial += 1
+        self._machines.homes[name] = node
+        host = self.host_of(node)
+        self._members[name] = PoolMember(
+            name=name,
+            handle=cast(WorkerHandle, VirtualHandle(name, host)),
+            info_ref=host.add.remote(name, node),
+            requested_at=time.time(),
+            wished=node,
+        )
+        return name
+
+
+class VirtualLookout(Lookout):
+    """The real one, which finds room on virtual nodes."""
+
+    def __init__(self, config: RuntimeConfig, pool: Pool, monitor: MonitorHandle, tell: Any, machines: Machines):
+        super().__init__(config.workers, pool, monitor, tell)
+        self._machines = machines
+
+    def _room(self) -> int:
+        return self._machines.free
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualKeeper:
+    """A keeper by its node."""
+
+    node: str
+
+
+class VirtualKeepers:
+    """Stands for `actors.state.keeper_fleet.Keepers`: one on every node, whose books the hosts of the workers keep."""
+
+    silent: tuple[str, ...] = ()
+
+    def __init__(self, machines: Machines, hosts: Sequence[Any], copies: int) -> None:
+        self._machines, self._hosts, self._copies = machines, hosts, copies
+        self._placed: dict[int, tuple[str, ...]] = {}
+
+    def inventories(
+        self, patience_s: float, enough: Callable[[Mapping[str, Sequence[HeldShard]]], bool] = lambda found: False
+    ) -> dict[str, list[HeldShard]]:
+        """What the keepers on living nodes hold."""
+        found: dict[str, list[HeldShard]] = {node: [] for node in self._machines.nodes}
+        for asked in [host.inventory.remote() for host in self._hosts]:
+            books: dict[str, list[HeldShard]] = get(asked)
+            for node, held in books.items():
+                if node in found:
+                    found[node] += held
+        return found
+
+    def standing(self, patience_s: float) -> Standing:
+        return Standing()
+
+    def handles(self, names: Collection[str]) -> tuple[Any, ...]:
+        return tuple(VirtualKeeper(name) for name in names)
+
+    def of(self, rank: int) -> tuple[Any, ...]:
+        return tuple(VirtualKeeper(node) for node in self._placed.get(rank, ()))
+
+    def in_use(self) -> dict[str, Any]:
+        return {}
+
+    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None:
+        keepers = {node: node for node in dict.fromkeys(worker_nodes)}
+        self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
+
+    def repair(
+        self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
+    ) -> None:
+        self.prepare(worker_nodes)
+
+    def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
+        return []
+
+    def commit(self, step: int, position: object) -> None:
+        for host in self._hosts:
+            host.committed.remote(step)
+
+    def rollback(self, step: int, generation: int) -> None:
+        for host in self._hosts:
+            host.rolled_back.remote(step)
+
+    def close(self) -> None:
+        """Nothing is held that could be let go."""
+
+
+class VirtualWriter:
+    """Stands for the writer of checkpoints; what it is given is on disk at once."""
+
+    def __init__(self) -> None:
+        self.step = -1
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def writes(self, step: int) -> bool:
+        return False
+
+    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> None:
+        self.step = origin.step
+
+    def poll(self) -> None: ...
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class VirtualState(RunState):
+    """The real state of a run, whose disk is a number."""
+
+    def on_disk(self) -> tuple[int, Path] | None:
+        """No checkpoint is ever read."""
+        return None
+
+    def step_on_disk(self) -> int:
+        writer: Any = self.writer
+        return int(writer.step)
+
+    def place_keepers(self, nodes: Sequence[str]) -> None:
+        self.keepers.prepare(nodes)
+
+    def _meta(self, step: int) -> Any:
+        return {"step": step}
+
+
+class VirtualFeeder(Answering):
+    """Hands out the items of a workload; there are no pixels."""
+
+    def __init__(self, steps: Sequence[Sequence[Item]]) -> None:
+        self._steps = steps
+
+    def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
+        return {"steps": len(self._steps)}
+
+    def items(self, step: int) -> StepItems:
+        items = tuple(self._steps[step])
+        keys = tuple(tuple(f"0/{step}/{item.id}.{n}" for n in range(item.batch)) for item in items)
+        return StepItems(step=step, items=items, keys=keys)
+
+    def batches(self, step: int) -> StepBatches:
+        nothing = put(b"")
+        return StepBatches(references=(nothing,) * len(self._steps[step]), position=self.token(step + 1))
+
+    def resize(self, record: object) -> None: ...
+    def release(self, step: int) -> None: ...
+
+    def ledger(self) -> dict[str, int]:
+        return {}
+
+    def token(self, step: int) -> Position:
+        return {"step": step}

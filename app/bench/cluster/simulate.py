@@ -1,0 +1,458 @@
+"""One run on a virtual cluster: its controller is started, disturbed, and measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from actors.config import (
+    CheckpointConfig,
+    PlannerConfig,
+    RuntimeConfig,
+    SnapshotConfig,
+    TrainConfig,
+    WorkersConfig,
+)
+from actors.feed.step_source import StepSource
+from actors.outcome import Events, Outcome
+from actors.plan.costs.flops import DiTWork
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.types import Item
+from actors.planning.client import PlannerClient
+from actors.pool.membership import Membership
+from actors.pool.membership_types import Limits
+from actors.ray_calls import get, kill
+from actors.records.events import GenerationFormed, RunEvent
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
+from actors.run.assemble import put_together
+from actors.run.controller import Controller
+from actors.run.skips import Skips
+from actors.run.step_metrics import StepAccount
+from actors.state.commit_log import CommitLog
+from actors.state.survivors import Survivors
+from actors.step import StepAssignment
+from app.bench.cluster.parts import (
+    Machines,
+    VirtualKeepers,
+    VirtualLookout,
+    VirtualPool,
+    VirtualState,
+    VirtualWriter,
+)
+from app.bench.cluster.physics import Physics
+from data.config import DataConfig, SourceConfig
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+PROFILE = CONFIGS / "profiles/hunyuan-13b-720p-h100.json"
+WORKLOAD = CONFIGS / "bench/A-16gpu.json"
+TEXT_S = 0.2  # of a text encode, which the profile does not have
+GPUS_OF_AN_ITEM = 4  # the workload has four items for 16 GPUs
+_PATIENCE_S = 3600.0
+_HOSTS = 16  # processes, at most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disturbance:
+    """What happens to the machines when `step` has been committed."""
+
+    step: int
+    what: str  # worker: one dies, and its place is free; node: one is lost; join: a new node comes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """What followed a disturbance. Real seconds, but for the last."""
+
+    what: str
+    form_s: float  # from the disturbance until the next generation forms; of a join from when its workers are loaded
+    step_s: float  # virtual seconds from the disturbance to the end of the step that it has broken, or of the first one
+    workers: int  # of the new generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What the controller has used when a step was committed."""
+
+    at: float  # unix seconds
+    thread_s: float  # CPU seconds of the controller's own thread
+    process_s: float  # of its whole process, with Ray's threads
+    rss_mib: float
+
+
+@dataclass
+class Watching:
+    """The listener of a run: keeps what it hears, and disturbs the machines in time."""
+
+    disturbances: Sequence[Disturbance] = ()
+    disturb: Callable[[str], None] = lambda what: None
+    steps: list[StepMetrics] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    told: list[tuple[float, RunEvent]] = field(default_factory=list)
+    disturbed: list[tuple[float, str]] = field(default_factory=list)
+
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
+        """Called by the controller's thread."""
+        self.steps.append(metrics)
+        self.samples.append(
+            Sample(at=time.time(), thread_s=time.thread_time(), process_s=time.process_time(), rss_mib=resident_mib())
+        )
+        for one in self.disturbances:
+            if one.step == metrics.step:
+                self.disturbed.append((time.time(), one.what))
+                self.disturb(one.what)
+
+    def on_event(self, event: RunEvent) -> None:
+        self.told.append((time.time(), event))
+
+    def on_checkpoint(self, folder: Path, step: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A run on a virtual cluster."""
+
+    nodes: int
+    gpus: int = 8
+    steps: int = 50
+    strategy: str = "cascade"
+    static_degree: int = 4
+    budget_s: float = 0.2  # real seconds of planning
+    physics: Physics = field(default_factory=Physics)
+    disturbances: tuple[Disturbance, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFigures:
+    """What a run has shown. Of steps in which the workers stayed the same, but for `elapsed_s`."""
+
+    workers: int
+    nodes: int
+    strategy: str
+    steps: int  # committed, each once
+    elapsed_s: float  # virtual seconds of all steps
+    executed_s: float  # median virtual seconds of a step
+    planned_s: float  # the same by the plan
+    steps_per_hour: float
+    planned_steps_per_hour: float
+    idle: float
+    planning_s: float  # real seconds that the controller waits for a plan, median
+    calls: float  # of a step, without its ends
+    dispatch_ms: float  # real, of a step
+    controller_s: float  # CPU seconds of the controller's thread for a step
+    process_s: float  # CPU seconds of its process, Ray's threads included
+    share: float  # of a step of 10 s: the process's seconds, without Ray the thread's
+    rss_mib: float  # at the end
+    rss_growth_mib: float  # since the tenth step
+    form_s: float  # real seconds to form the first generation
+    recovered: tuple[Recovered, ...] = ()
+
+
+class StepsTorn(RuntimeError):
+    """A step was committed twice, not at all, or without some of its samples."""
+
+
+def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
+    """A run inside this process, without Ray."""
+    from actors.feed.pulse import ProcessId
+    from actors.planning.actor import Planner
+    from actors.pool.monitor import Monitor
+    from app.bench.cluster.here import calls_here
+    from app.bench.cluster.host import Host
+    from app.bench.cluster.parts import VirtualFeeder
+
+    class FeederHere(VirtualFeeder):
+        """Its process is this one."""
+
+        def pulse(self) -> ProcessId:
+            return ProcessId(node="", pid=os.getpid(), born="")
+
+    with calls_here() as here:
+
+        class ClientHere(PlannerClient):
+            """The real client, whose planner is a thread."""
+
+            def _start(self) -> Any:
+                return here.actor(Planner(self._profile, self._config))
+
+        profile = scaled_profile(setup.physics.speed)
+        monitor = here.actor(Monitor())
+        hosts = [here.actor(Host(0, scaled_profile(setup.physics.speed), setup.physics, monitor))]
+        planner = ClientHere(profile, planner_config(setup))
+        return _run(setup, hosts, monitor, planner, lambda: here.actor(FeederHere(workload(setup))), timeout_s, False)
+
+
+def run_on_ray(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
+    """A run whose hosts, planner, monitor and feeder are actors of the Ray cluster of this process."""
+    from actors.feed.step_source import actor_factory
+    from actors.pool.workers import start_monitor
+    from actors.ray_calls import remote_of
+    from app.bench.cluster.host import Host
+    from app.bench.cluster.parts import VirtualFeeder
+
+    monitor: Any = start_monitor(f"cluster-{time.time_ns()}")
+    profile = scaled_profile(setup.physics.speed)
+    made = remote_of(Host).options(num_cpus=0, max_concurrency=1_000_000)
+    count = max(1, min(_HOSTS, setup.nodes * setup.gpus // 64))
+    hosts = [made.remote(n, profile, setup.physics, monitor) for n in range(count)]
+    planner = PlannerClient(scaled_profile(setup.physics.speed), planner_config(setup))
+    return _run(setup, hosts, monitor, planner, actor_factory(VirtualFeeder, workload(setup)), timeout_s, True)
+
+
+def _run(
+    setup: Setup, hosts: Sequence[Any], monitor: Any, planner: Any, feeder: Any, timeout_s: float, alone: bool
+) -> ClusterFigures:
+    try:
+        for told in [host.know.remote(hosts) for host in hosts]:
+            get(told)
+        watching = Watching(disturbances=setup.disturbances)
+        controller, machines = controller_of_virtual(setup, hosts, monitor, planner, feeder, watching)
+        watching.disturb = lambda what: disturb(what, controller, machines, hosts)
+        outcome = _train(controller, timeout_s)
+        if outcome.code:
+            raise RuntimeError(f"the run on {setup.nodes} nodes ended early: {outcome.reason}")
+        return figures_of(setup, watching, alone)
+    finally:
+        for one in hosts:
+            kill(one)
+
+
+def _train(controller: Controller, timeout_s: float) -> Outcome:
+    """In a thread, so that a controller that hangs is noticed."""
+    ended: list[Outcome | BaseException] = []
+
+    def train() -> None:
+        try:
+            ended.append(controller.train())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=train, name="controller", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not ended:
+        raise RuntimeError(f"the virtual run has not ended within {timeout_s:g} s.")
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+def controller_of_virtual(
+    setup: Setup, hosts: Sequence[Any], monitor: Any, planner: Any, feeder: Any, watching: Watching
+) -> tuple[Controller, Machines]:
+    """The real controller on virtual machines."""
+    config = runtime_config(setup)
+    model, geometry = config.model, Geometry()
+    machines = Machines(gpus=setup.gpus)
+    machines.add(setup.nodes)
+    pool = VirtualPool(machines, hosts)
+    events = Events(watching)
+    commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
+    survivors = Survivors()
+    source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S)
+    keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)
+    writer: Any = VirtualWriter()
+    state = VirtualState(
+        config,
+        model,
+        keepers=keepers,
+        standing=keepers.standing(0.0),
+        writer=writer,
+        commits=commits,
+        positions=source,
+        survivors=survivors,
+        tell=events.tell,
+    )
+    controller = put_together(
+        config=config,
+        listener=watching,
+        events=events,
+        pool=pool,
+        monitor=monitor,
+        lookout=VirtualLookout(config, pool, monitor, events.tell, machines),
+        membership=Membership(replace(Limits.of(config.workers), gather_s=120.0), generation=0),
+        source=source,
+        planner=planner,
+        commits=commits,
+        survivors=survivors,
+        state=state,
+        new_store=_NoStore,
+        account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
+        skips=Skips(10, events.tell),
+    )
+    return controller, machines
+
+
+class _NoStore:
+    """Virtual workers meet on their hosts."""
+
+    host, port = "", 0
+
+
+def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequence[Any]) -> None:
+    """Called by the controller's thread; what happens is not told to the controller."""
+    if what == "join":
+        machines.add()
+        return
+    manager = controller.generations
+    seats = manager.world
+    victim = seats[len(seats) // 2]
+    dead = machines.lose(victim.node) if what == "node" else [victim.name]
+    for host in hosts:
+        host.end.remote(dead)
+        host.closed.remote(manager.view.generation)
+
+
+def runtime_config(setup: Setup) -> RuntimeConfig:
+    """As a run of the config would have it."""
+    most = setup.nodes * setup.gpus
+    return RuntimeConfig(
+        run_dir="runs/virtual",
+        model=ModelConfig(),
+        data=DataConfig(sources=(SourceConfig(path="nowhere"),)),
+        train=TrainConfig(steps=setup.steps),
+        workers=WorkersConfig(
+            min=max(1, most // 2), max=most, device="cpu", suspect_s=120.0, collective_timeout_s=600.0
+        ),
+        planner=planner_config(setup),
+        snapshot=SnapshotConfig(),
+        checkpoint=CheckpointConfig(every=0),
+    )
+
+
+def planner_config(setup: Setup) -> PlannerConfig:
+    return PlannerConfig(strategy=setup.strategy, budget_s=setup.budget_s, static_degree=setup.static_degree)
+
+
+def scaled_profile(speed: float) -> Profile:
+    """The published latencies in real seconds, and a text encode for every batch."""
+    told = json.loads(PROFILE.read_text())
+    texts = [
+        {"module": "text", "batch": b, "frames": 0, "height": 0, "width": 0, "degree": 1, "seconds": TEXT_S}
+        for b in range(1, 17)
+    ]
+    latency = [point | {"seconds": point["seconds"] / speed} for point in [*told["latency"], *texts]]
+    return read_profile({**told, "latency": latency, "degrees": {**told["degrees"], "text": [1]}})
+
+
+def workload(setup: Setup) -> list[list[Item]]:
+    """Items of every step: as many for four GPUs as in the published workload, drawn from all of its steps."""
+    known = [item for step in json.loads(WORKLOAD.read_text())["steps"] for item in step]
+    luck = random.Random(setup.physics.seed)
+    fields = ("batch", "frames", "height", "width")
+    return [
+        [
+            Item(
+                id=f"s{step}.{n}",
+                text_tokens=setup.physics.text_tokens,
+                **{name: item[name] for name in fields},
+            )
+            for n, item in enumerate(luck.choices(known, k=max(1, setup.nodes * setup.gpus // GPUS_OF_AN_ITEM)))
+        ]
+        for step in range(setup.steps)
+    ]
+
+
+def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
+    """What was seen, in virtual seconds. Raises StepsTorn unless every step was committed once and whole. `alone`: the
+    controller's process runs nothing else."""
+    check_steps([m.step for m in watching.steps], [m.good_weight for m in watching.steps], setup.steps)
+    speed = setup.physics.speed
+    generations = [m.generation for m in watching.steps]
+    calm = [
+        n for n in range(2, setup.steps) if generations[n - 2] == generations[n] and n - 1 not in _steps_of(setup)
+    ] or list(range(setup.steps))
+    of = [watching.steps[n] for n in calm]
+    used = [
+        (
+            watching.samples[n].thread_s - watching.samples[n - 1].thread_s,
+            watching.samples[n].process_s - watching.samples[n - 1].process_s,
+        )
+        for n in calm
+        if n
+    ]
+    executed = statistics.median(m.step_s for m in of) * speed
+    planned = statistics.median(m.predicted_s for m in of) * speed
+    thread_s = statistics.fmean(thread for thread, _ in used) if used else 0.0
+    process_s = statistics.fmean(process for _, process in used) if used else 0.0
+    first = watching.steps[0]
+    return ClusterFigures(
+        workers=setup.nodes * setup.gpus,
+        nodes=setup.nodes,
+        strategy=setup.strategy,
+        steps=len(watching.steps),
+        elapsed_s=(watching.samples[-1].at - watching.samples[0].at + first.step_s) * speed,
+        executed_s=executed,
+        planned_s=planned,
+        steps_per_hour=3600 / executed,
+        planned_steps_per_hour=3600 / planned,
+        idle=statistics.fmean(m.idle_ratio for m in of),
+        planning_s=statistics.median(m.planning_s for m in of),
+        calls=statistics.fmean(m.calls for m in of),
+        dispatch_ms=1e3 * statistics.median(m.dispatch_s for m in of),
+        controller_s=thread_s,
+        process_s=process_s,
+        share=(process_s if alone else thread_s) / 10.0,
+        rss_mib=watching.samples[-1].rss_mib,
+        rss_growth_mib=watching.samples[-1].rss_mib - watching.samples[min(10, setup.steps - 1)].rss_mib,
+        form_s=next(event.seconds for _, event in watching.told if isinstance(event, GenerationFormed)),
+        recovered=tuple(recoveries(watching, speed)),
+    )
+
+
+def _steps_of(setup: Setup) -> set[int]:
+    return {one.step for one in setup.disturbances}
+
+
+def check_steps(steps: Sequence[int], weights: Sequence[float], wanted: int) -> None:
+    """Raises StepsTorn unless the steps are 0 to `wanted` - 1 in order, each with all of its samples."""
+    if list(steps) != list(range(wanted)):
+        raise StepsTorn(f"committed were steps {list(steps)}, not each of 0 to {wanted - 1} once.")
+    for step, weight in zip(steps, weights, strict=True):
+        if abs(weight - 1.0) > 1e-5:
+            raise StepsTorn(f"step {step} was committed with samples of weight {weight:g} of 1.")
+
+
+def recoveries(watching: Watching, speed: float) -> list[Recovered]:
+    """What followed each disturbance, as far as the run went on long enough to show it."""
+    found = []
+    formed = [(at, event) for at, event in watching.told if isinstance(event, GenerationFormed)]
+    sizes = [len(event.workers) for _, event in formed]
+    for at, what in watching.disturbed:
+        following = [
+            n for n, (when, _) in enumerate(formed) if when > at and (what != "join" or sizes[n] > sizes[n - 1])
+        ]
+        if not following:
+            continue
+        when, event = formed[following[0]]
+        after = [
+            sample.at for sample, m in zip(watching.samples, watching.steps) if m.generation >= (event.generation or 0)
+        ]
+        if after:
+            found.append(
+                Recovered(
+                    what=what,
+                    form_s=event.seconds if what == "join" else when - at,
+                    step_s=(after[0] - at) * speed,
+                    workers=len(event.workers),
+                )
+            )
+    return found
+
+
+def resident_mib() -> float:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20

@@ -1,0 +1,360 @@
+"""A virtual worker: it answers the controller's calls as `actors.worker.worker` does, and waits where that computes.
+
+Kept is what the controller can see of a worker: its calls run one after the other in the order in which they were made;
+the members of a bag meet before they begin; a step ends when all workers have come; a worker that has not run what the
+end of its step names, or has run it twice, refuses to end it; calls of a generation that is over are refused. A cascade
+lasts as long as the true profile says, times noise, and now and then half as long again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from ray.exceptions import ActorDiedError
+
+from actors.messages import (
+    LOADING,
+    CascadeTask,
+    FinishTask,
+    FormTask,
+    Handover,
+    Progress,
+    PublishedResult,
+    Snapshot,
+    Span,
+    StaleGeneration,
+    StepReport,
+)
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.types import Cluster
+from actors.ray_calls import put
+from actors.state.keeper import HeldShard
+from app.bench.cluster.physics import Physics
+from ops.shards import shard_bounds
+
+ELEMENTS = 1 << 24  # of the state that virtual workers share; none of them has any
+_LATE = 1.5  # of a straggling cascade
+
+
+Key = tuple[Any, ...]  # of a meeting; the first part is its generation
+
+
+class Home(Protocol):
+    """A host as its workers know it (`app.bench.cluster.host`)."""
+
+    physics: Physics
+    profile: Profile
+
+    def seat(self, generation: int, rank: int) -> None: ...
+    async def meet_first(self, key: Key, total: int) -> None: ...
+    async def meet(self, key: Key, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float: ...
+    def keep(self, node: str, held: HeldShard) -> None: ...
+
+
+class VirtualWorker:
+    """One of a `Host`; `take` is called for every call of the controller."""
+
+    def __init__(self, name: str, node: str, host: Home) -> None:
+        self.name, self.node, self.host = name, node, host
+        self.dead = False
+        self.beats: asyncio.Task[None] | None = None
+        self.progress = Progress(
+            worker=name,
+            generation=-1,
+            step=-1,
+            activity=LOADING,
+            phase="",
+            since=time.time(),
+            predicted_s=0.0,
+            collectives=0,
+            waiting_in="",
+        )
+        self._turn = 0
+        self._waiting: dict[int, asyncio.Event] = {}
+        self._running: asyncio.Task[Any] | None = None
+        self._seat: FormTask | None = None
+        self._topology: Topology | None = None
+        self._broken = ""  # why no call of this generation is answered any more
+        self._ran: Counter[str] = Counter()  # cascades since the end of the last step
+        self._weight = 0.0  # of the samples of the cascades that it has led since then
+        self._spans: list[Span] = []
+        self._outlasting: dict[str, asyncio.Task[Span]] = {}
+        self._exports: list[Snapshot] = []
+
+    # -- calls in their order ------------------------------------------------------------------------------------------
+
+    async def take(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
+        """Call `method` when all calls with smaller numbers have ended."""
+        if number != self._turn and not self.dead:
+            await self._waiting.setdefault(number, asyncio.Event()).wait()
+        if self.dead:
+            raise ActorDiedError()
+        self._running = asyncio.ensure_future(getattr(self, method)(*arguments))
+        try:
+            return await self._running
+        except asyncio.CancelledError:
+            raise ActorDiedError() from None
+        finally:
+            self._turn += 1
+            if (following := self._waiting.pop(self._turn, None)) is not None:
+                following.set()
+
+    def die(self) -> None:
+        """The process is gone: whatever was asked of it fails."""
+        self.dead = True
+        for task in [self._running, self.beats, *self._outlasting.values()]:
+            if task is not None:
+                task.cancel()
+        for one in self._waiting.values():
+            one.set()
+
+    # -- a generation --------------------------------------------------------------------------------------------------
+
+    async def form(self, task: FormTask) -> Snapshot | None:
+        """Enter a generation; fetch the part of the state."""
+        self._seat, self._broken = task, ""
+        counts = Counter(task.nodes)
+        cluster = Cluster(nodes=tuple(counts[node] for node in sorted(counts)))
+        self._topology = Topology(cluster, self.host.profile.cross_node)
+        self._drop_half_done()
+        self.host.seat(task.generation, task.rank)
+        self._now(f"form g{task.generation}", "form", -1, 0.0, generation=task.generation)
+        await asyncio.sleep(self._real_s(self.host.physics.restore_s if task.origin is not None else 0.0))
+        await self.host.meet_first((task.generation, "form"), task.world)
+        self.idle()
+        return self._snapshot(task.origin.step if task.origin else -1) if task.origin is None else None
+
+    async def hand_over(self, step: int | None) -> Handover:
+        """Leave the generation; say what is held."""
+        self._broken = "the generation has ended"
+        self._drop_half_done()
+        self.idle()
+        return Handover(worker=self.name, exports=tuple(self._exports))
+
+    async def prepare(self, generation: int, bags: object, closed: object = ()) -> None:
+        """Bags take no time to connect."""
+
+    async def set_keepers(self, keepers: Sequence[Any]) -> Snapshot | None:
+        """Other keepers hold the shards from now on."""
+        assert self._seat is not None
+        self._seat = replace(self._seat, snapshot_to=tuple(keepers))
+        return self._snapshot(self._exports[-1].step) if self._exports else None
+
+    # -- cascades ------------------------------------------------------------------------------------------------------
+
+    async def encode_text(self, task: CascadeTask, *batches: object) -> list[PublishedResult]:
+        return await self._encode(task)
+
+    async def encode_vae(self, task: CascadeTask, *batches: object) -> list[PublishedResult]:
+        return await self._encode(task)
+
+    async def outlasted(self, task: CascadeTask) -> list[PublishedResult]:
+        """The end of an encode that has outlasted its step."""
+        self._check(task.generation)
+        span = await self._outlasting.pop(task.cascade)
+        span = replace(span, planned_start_s=task.planned_start_s, planned_end_s=task.planned_end_s)
+        self._done(task, span)
+        return published(task)
+
+    async def dit(self, task: CascadeTask, *results: Any) -> None:
+        """Forward and backward; `results` are references to what others have encoded."""
+        self._check(task.generation)
+        for reference in results:
+            await resolve(reference)
+        if results:
+            await asyncio.sleep(self._real_s(self.host.physics.link_s))
+        span = await self._run(task)
+        self._done(task, span)
+        if task.bag[0] == self._rank:
+            self._weight += sum(sample.weight for sample in task.samples)
+
+    async def finish_step(self, task: FinishTask) -> tuple[StepReport, Snapshot | None]:
+        """The end of a step: all workers meet, and the update takes its time."""
+        self._check(task.generation)
+        if self._ran != Counter(task.cascades) or abs(self._weight - task.weight) > 1e-9:
+            raise self._fail(f"step {task.step} ends with {sorted(self._ran)}, not with {sorted(task.cascades)}")
+        started = time.time()
+        self._now(f"finish s{task.step}", "reduce", task.step, 0.0)
+        assert self._seat is not None
+        weight = await self._met(("finish", task.step), None, self._weight)
+        met = time.time()
+        await asyncio.sleep(self._real_s(self.host.physics.update_s))
+        finish = Span(
+            name=f"finish s{task.step}",
+            module="finish",
+            cascade="",
+            step=task.step,
+            start=started,
+            end=time.time(),
+            wait_s=met - started,
+        )
+        report = StepReport(
+            worker=self.name,
+            step=task.step,
+            loss=0.0,
+            weight=weight,
+            grad_norm=0.0,
+            lr=0.0,
+            applied=True,
+            spans=(*self._spans, finish),
+            peak_memory_gib=0.0,
+            rss_gib=0.0,
+        )
+        self._ran.clear()
+        self._spans, self._weight = [], 0.0
+        self.idle()
+        return report, self._snapshot(task.step) if task.export else None
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        assert self._seat is not None
+        return self._seat.rank
+
+    async def _encode(self, task: CascadeTask) -> list[PublishedResult]:
+        self._check(task.generation)
+        if task.outlasts:
+            self._outlasting[task.cascade] = asyncio.ensure_future(self._run(task))
+            return []
+        self._done(task, await self._run(task))
+        return published(task)
+
+    async def _run(self, task: CascadeTask) -> Span:
+        """Meet the others of the bag, then wait as long as the cascade takes."""
+        came = time.time()
+        self._now(task.name, task.module, task.step, task.planned_end_s - task.planned_start_s)
+        if len(task.bag) > 1:
+            await self._met((task.step, task.cascade), task.bag)
+        met = time.time()
+        work_s = self.seconds(task)
+        await asyncio.sleep(work_s)
+        ended = time.time()
+        return Span(
+            name=task.name,
+            module=task.module,
+            cascade=task.cascade,
+            step=task.step,
+            start=came,
+            end=ended,
+            batch=len(task.samples),
+            degree=len(task.bag),
+            pieces=task.pieces,
+            planned_start_s=task.planned_start_s,
+            planned_end_s=task.planned_end_s,
+            bag=task.bag,
+            work_s=ended - met,
+            wait_s=met - came,
+        )
+
+    def seconds(self, task: CascadeTask) -> float:
+        """Real seconds of a cascade, equal on all of its bag: the truth and the noise."""
+        physics, profile = self.host.physics, self.host.profile
+        assert self._topology is not None
+        shapes: Counter[tuple[int, int, int]] = Counter()
+        for piece in task.pieces:
+            shapes[piece.bucket] += piece.batch
+        degree = len(task.bag)
+        true_s = sum(
+            profile.seconds(task.module, count, *shape, degree, physics.text_tokens) for shape, count in shapes.items()
+        )
+        luck = random.Random(f"{physics.seed}/{task.generation}/{task.step}/{task.cascade}")
+        late = _LATE if luck.random() < physics.stragglers else 1.0
+        return true_s * self._topology.factor(task.bag) * math.exp(luck.gauss(0.0, physics.noise)) * late
+
+    def _done(self, task: CascadeTask, span: Span) -> None:
+        self._ran[task.cascade] += 1
+        self._spans.append(span)
+        self.idle()
+
+    async def _met(self, place: tuple[Any, ...], bag: Sequence[int] | None, brought: float = 0.0) -> float:
+        """Returns when all of the bag are there, or all workers, with what they brought together."""
+        assert self._seat is not None
+        total = self._seat.world if bag is None else len(bag)
+        try:
+            return await self.host.meet((self._seat.generation, *place), bag, total, brought)
+        except RuntimeError as error:
+            raise self._fail(str(error)) from None
+
+    def _check(self, generation: int) -> None:
+        if self._broken or self._seat is None or generation != self._seat.generation:
+            raise StaleGeneration(self._broken or f"generation {generation} is not that of {self.name}")
+
+    def _fail(self, why: str) -> RuntimeError:
+        self._broken = self._broken or why
+        return RuntimeError(why)
+
+    def _drop_half_done(self) -> None:
+        for task in self._outlasting.values():
+            task.cancel()
+        self._outlasting.clear()
+        self._ran.clear()
+        self._spans, self._weight = [], 0.0
+
+    def _snapshot(self, step: int) -> Snapshot:
+        """Its keepers hold the shard of this step; nothing but its range is sent."""
+        assert self._seat is not None
+        seat = self._seat
+        lo, hi = _bounds(seat.world)[seat.rank]
+        for keeper in seat.snapshot_to:
+            held = HeldShard(step=step, generation=seat.generation, lo=lo, hi=hi, total=ELEMENTS, num_bytes=0)
+            self.host.keep(keeper.node, held)  # type: ignore[attr-defined]
+        taken = put(True)
+        snapshot = Snapshot(
+            step=step,
+            generation=seat.generation,
+            lo=lo,
+            hi=hi,
+            total=ELEMENTS,
+            shard=taken,  # type: ignore[arg-type]
+            acknowledgements=(taken,) if seat.snapshot_to else (),
+        )
+        self._exports = [*(e for e in self._exports if e.step < step), snapshot][-2:]
+        return snapshot
+
+    def _real_s(self, virtual_s: float) -> float:
+        return self.host.physics.real_s(virtual_s)
+
+    def idle(self) -> None:
+        """The worker waits for a call."""
+        self._now("idle", "idle", self.progress.step, 0.0)
+
+    def _now(self, activity: str, phase: str, step: int, predicted_s: float, generation: int | None = None) -> None:
+        self.progress = replace(
+            self.progress,
+            activity=activity,
+            phase=phase,
+            step=step,
+            since=time.time(),
+            predicted_s=predicted_s,
+            generation=self.progress.generation if generation is None else generation,
+        )
+
+
+@lru_cache(maxsize=4)
+def _bounds(world: int) -> list[tuple[int, int]]:
+    return shard_bounds(ELEMENTS, world)
+
+
+def published(task: CascadeTask) -> list[PublishedResult]:
+    """What an encode leaves for other workers: a row of one number for every sample."""
+    rows = np.zeros((1, 1), np.float32)
+    return [PublishedResult(module=task.module, id=task.samples[i].id, rows=rows, ok=True) for i in task.publish]
+
+
+async def resolve(reference: Any) -> Any:
+    """The value of a reference: of Ray, of a thread, or the value itself."""
+    if isinstance(reference, Future):
+        return await asyncio.wrap_future(reference)
+    return await reference if hasattr(reference, "__await__") else reference

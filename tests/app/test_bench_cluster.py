@@ -1,0 +1,146 @@
+"""`heddle bench cluster`: the real controller on virtual workers, in this process; the long one on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
+from app.bench.cluster.command import curves_of, disturbances, fitted, run, sizes_of
+from app.bench.cluster.host import Host, Meetings
+from app.bench.cluster.physics import Physics
+from app.bench.cluster.simulate import Disturbance, Setup, StepsTorn, check_steps, run_here, scaled_profile, workload
+
+FAST = Physics(speed=200.0, heartbeat_s=0.5)
+
+
+def test_a_run_goes_on_when_a_worker_and_a_node_are_lost_and_another_joins() -> None:
+    lost = (
+        Disturbance(step=1, what="worker"),
+        Disturbance(step=4, what="node"),
+        Disturbance(step=6, what="join"),
+    )
+    found = run_here(Setup(nodes=3, gpus=2, steps=14, budget_s=0.01, physics=FAST, disturbances=lost), timeout_s=120)
+    assert found.steps == 14 and found.workers == 6
+    assert [seen.what for seen in found.recovered] == ["worker", "node", "join"]
+    assert found.recovered[0].workers == 5
+    assert found.recovered[2].workers > found.recovered[1].workers
+    assert 0.9 < found.executed_s / found.planned_s < 2.5 and found.controller_s > 0 and found.calls >= 3
+
+
+def test_a_step_that_is_missing_or_comes_twice_or_lacks_samples_is_named() -> None:
+    check_steps([0, 1, 2], [1.0, 1.0, 1.0], 3)
+    for steps, weights in (([0, 2], [1.0, 1.0]), ([0, 1, 1, 2], [1.0] * 4)):
+        with pytest.raises(StepsTorn, match="not each of 0 to 2 once"):
+            check_steps(steps, weights, 3)
+    with pytest.raises(StepsTorn, match=r"step 1 .* weight 0\.5 of 1"):
+        check_steps([0, 1, 2], [1.0, 0.5, 1.0], 3)
+
+
+@pytest.mark.parametrize("given", ["0", "", "4..2", "0..8", "2,0", "a", "-1", "2..x"])
+def test_sizes_that_are_none_are_refused_in_a_sentence(given: str) -> None:
+    with pytest.raises(typer.BadParameter, match="no number of nodes of at least 1"):
+        sizes_of(given)
+
+
+def test_sizes_double_and_end_with_the_last() -> None:
+    assert sizes_of("2..128") == [2, 4, 8, 16, 32, 64, 128] and sizes_of("2..5") == [2, 4, 5]
+    assert sizes_of("4") == [4] and sizes_of("8, 2") == [8, 2] and sizes_of("3..3") == [3]
+
+
+def test_an_unknown_strategy_and_no_speed_are_refused_in_a_sentence() -> None:
+    with pytest.raises(typer.BadParameter, match="'best' is none of static, flexsp, knapsack, cascade"):
+        run(strategy=["best"])
+    for speed in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(typer.BadParameter, match="is not above 0"):
+            run(speed=speed)
+
+
+def test_short_runs_are_not_disturbed_and_one_node_is_not_lost() -> None:
+    assert disturbances(9, 4) == ()
+    assert [one.what for one in disturbances(50, 1)] == ["worker"]
+    assert [(one.step, one.what) for one in disturbances(50, 2)] == [(10, "worker"), (20, "node"), (30, "join")]
+
+
+def test_the_curve_is_the_power_law_behind_its_points() -> None:
+    sizes = [16, 64, 256, 1024]
+    curve = fitted("seconds", sizes, [0.01 * n**1.5 for n in sizes])
+    assert curve.power == pytest.approx(1.5) and curve.at_far == pytest.approx(1e4) and curve.r2 == pytest.approx(1.0)
+    assert curves_of([SimpleNamespace(workers=16), SimpleNamespace(workers=32)]) == []  # type: ignore[list-item]
+
+
+def test_who_waits_for_a_member_that_is_gone_is_told_when_the_generation_ends() -> None:
+    async def play() -> None:
+        meetings = Meetings()
+        waiting = asyncio.ensure_future(meetings.meet((3, "bag"), 1, 2, 0.5))
+        other = asyncio.ensure_future(meetings.meet((4, "bag"), 1, 2, 0.25))
+        await asyncio.sleep(0)
+        meetings.end(3, "closed")
+        with pytest.raises(RuntimeError, match="closed"):
+            await waiting
+        with pytest.raises(RuntimeError, match="generation 3 has ended"):
+            await meetings.meet((3, "late"), 1, 2, 0.0)
+        assert await meetings.meet((4, "bag"), 1, 2, 0.5) == 0.75 and await other == 0.75
+
+    asyncio.run(play())
+
+
+def test_a_worker_runs_calls_in_their_order_and_refuses_a_step_that_it_has_not_run() -> None:
+    async def play() -> None:
+        host = Host(0, scaled_profile(200.0), replace(FAST, load_s=0.0, restore_s=0.0), Deaf())
+        await host.know([Here(host)])
+        await host.add("w0", "n0000")
+        form = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=Origin(step=4), nodes=(0,))
+        finish = FinishTask(generation=1, step=0, export=False, cascades=(), weight=0.0)
+        late = asyncio.ensure_future(host.call("w0", 1, "finish_step", [finish]))  # before the call it follows
+        await asyncio.sleep(0)
+        await host.call("w0", 0, "form", [form])
+        report, snapshot = await late
+        assert report.step == 0 and snapshot is None
+        with pytest.raises(RuntimeError, match="step 1 ends with"):
+            await host.call("w0", 2, "finish_step", [replace(finish, step=1, cascades=("s1/dit/0",))])
+        with pytest.raises(StaleGeneration):
+            await host.call("w0", 3, "finish_step", [replace(finish, step=1)])
+        await host.end(["w0"])
+
+    asyncio.run(play())
+
+
+def test_a_larger_cluster_has_more_items_and_the_same_seed_the_same() -> None:
+    small, large = workload(Setup(nodes=2, steps=3)), workload(Setup(nodes=8, steps=3))
+    assert [len(step) for step in small] == [4] * 3 and [len(step) for step in large] == [16] * 3
+    assert small == workload(Setup(nodes=2, steps=3)) and small[0] != small[1]
+
+
+@pytest.mark.long
+def test_64_workers_on_ray_commit_every_step_once_with_losses_and_joins() -> None:
+    from app.bench.cluster.command import _ray
+    from app.bench.cluster.simulate import run_on_ray
+
+    with _ray():
+        found = run_on_ray(
+            Setup(nodes=8, steps=20, physics=Physics(speed=10.0), disturbances=disturbances(20, 8)), timeout_s=900
+        )
+    assert found.steps == 20 and {seen.what for seen in found.recovered} >= {"worker", "node"}
+
+
+class Deaf:
+    """A monitor that answers no heartbeat."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class Here:
+    """A handle of an object on the same loop."""
+
+    def __init__(self, plain: object) -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._plain, name))
