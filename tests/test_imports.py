@@ -165,24 +165,21 @@ def module_file(name: str) -> bool:
     return (ROOT / Path(*name.split("."))).with_suffix(".py").is_file()
 
 
-def loaded_by(modules: list[str]) -> tuple[set[str], float]:
-    """Heavy modules present after importing these in a fresh interpreter, and the CPU seconds it took."""
-    code = (
-        f"import sys, time, {', '.join(modules)}\n"
-        f"print(([m for m in {HEAVY!r} if m in sys.modules], time.process_time()))"
-    )
+def loaded_by(modules: list[str]) -> tuple[set[str], int]:
+    """Heavy modules present after importing these in a fresh interpreter, and how many there are in all."""
+    code = f"import sys, {', '.join(modules)}\nprint(([m for m in {HEAVY!r} if m in sys.modules], len(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    heavy, seconds = ast.literal_eval(result.stdout.strip())
-    return set(heavy), seconds
+    heavy, count = ast.literal_eval(result.stdout.strip())
+    return set(heavy), count
 
 
 def test_configs_and_pure_planning_load_without_torch_or_ray() -> None:
     modules = [path.removesuffix(".py").replace("/", ".") for path in PURE]
     modules.append("actors.plan.types")
-    heavy, seconds = loaded_by(modules)
+    heavy, count = loaded_by(modules)
     assert not heavy
-    assert seconds < 1.0  # 0.2 s of work
+    assert count < 400  # imports are what a start takes: 272 are 0.2 s of work
 
 
 def test_processes_that_need_no_torch_start_without_it() -> None:

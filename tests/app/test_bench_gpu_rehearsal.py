@@ -20,7 +20,7 @@ PLACE = Place(device=torch.device("cpu"), rehearse=True)
 
 
 def rehearse(out: Path, env: dict[str, str] | None, *options: str) -> list[ResultLine]:
-    command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--out", str(out), *options]
+    command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--minutes", "60", "--out", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return read_lines(out)

@@ -126,7 +126,8 @@ def test_of_rays_words_on_tokens_only_the_warning_is_shown(caplog: pytest.LogCap
             ray_tokens._warn_token_auth_disabled()
     finally:
         ray_tokens.logger.removeFilter(is_news_of_tokens)
-    assert [record.getMessage()[:36] for record in caplog.records] == ["Token authentication is disabled for"]
+    said = [record.getMessage() for record in caplog.records if record.name == ray_tokens.logger.name]
+    assert [text[:36] for text in said] == ["Token authentication is disabled for"]
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -10,6 +10,9 @@ import pytest
 from actors.plan.types import PlanError
 from app.plan.preview import PlanRequest, run_plan
 
+# One wide layer on single GPUs: of every degree and layer the prediction runs a pass, which takes seconds.
+WIDE = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
+WIDE += ["model.dit.num_layers=1", "planner.degrees=[1]"]
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
 
@@ -69,8 +72,7 @@ def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The optimizer's state is shared by all workers: one of them alone cannot hold it."""
-    wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
-    wide += ["train.memory.state=device"]
+    wide = [*WIDE, "train.memory.state=device"]
     plan(tmp_path, 64.0, *wide, "workers.min=2")
     shown = capsys.readouterr().out
     ((free,), (optimizer,)) = re.findall(r"free ([\d.]+) of", shown), re.findall(r"optimizer ([\d.]+)", shown)
@@ -83,7 +85,7 @@ def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_
 def test_a_device_without_room_for_the_state_has_it_in_host_memory_unless_told_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wide = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1", "workers.min=2"]
+    wide = [*WIDE, "workers.min=2"]
     plan(tmp_path, 64.0, *wide)
     shown = capsys.readouterr().out
     (optimizer,) = re.findall(r"optimizer ([\d.]+)", shown)

@@ -363,15 +363,18 @@ class Pipes:
 ONE = PointTimes(seconds=(1.0,), peak_gib=None)
 
 
-def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail() -> None:
+def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.device.bag._CAUSE_S", 100.0)
     for first in (None, (0.0, RuntimeError("peer closed")), (0.0, EOFError), (0.0, ONE)):
         with pytest.raises(MemoryError, match="full"):
-            Pipes(first, (0.3, MemoryError("full"))).bag._answers(30.0)
+            Pipes(first, (0.3, MemoryError("full"))).bag._answers(120.0)
     with pytest.raises(ConfigError, match="member 1 of a bag of 2 failed: its process has ended"):
-        Pipes((0.0, ONE), (0.0, EOFError)).bag._answers(30.0)
+        Pipes((0.0, ONE), (0.0, EOFError)).bag._answers(120.0)
     with pytest.raises(ConfigError, match="member 0 of a bag of 2 has not answered in 0 s"):
         Pipes(None, (0.0, ONE)).bag._answers(0.2)
-    assert Pipes((0.2, ONE), (0.0, "ready")).bag._answers(30.0) == [ONE, "ready"], "by rank"
+    assert Pipes((0.2, ONE), (0.0, "ready")).bag._answers(120.0) == [ONE, "ready"], "by rank"
 
 
 def test_measurements_that_limit_no_batch_are_kept_and_said(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Answers = Queue[tuple[str, bool, list[float]]]
 
-PATIENCE_S = 90.0
+PATIENCE_S = 240.0  # two processes that import all of torch first, on a machine with other work
 PROCESSES = 2
 ELEMENTS, SMALL_ELEMENTS = 2**28, 2**16  # of the gradient: a layer of a 14B model has some 2**28
 ROUNDS = 8

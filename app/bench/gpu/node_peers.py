@@ -13,7 +13,7 @@ from torch import Tensor
 from ops.lending import Lender, borrow
 from ops.node_memory import NodeMemory, RangeLock
 
-_TOLD_S = 10.0  # a lender hears in a thread of its own that its memory was given back
+_TOLD_S = 60.0  # a lender hears in a thread of its own that its memory was given back
 
 
 @dataclass
