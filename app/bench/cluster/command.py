@@ -1,7 +1,7 @@
 """`heddle bench cluster`: runs on virtual clusters of up to 1,024 workers and more, with losses and joins.
 
-heddle bench cluster --nodes 2..8 --steps 20              # Ray actors of this machine host the workers
-heddle bench cluster --nodes 2..128 --speed 4 --here      # all in this process, without Ray: the controller's own code
+heddle bench cluster --nodes 2..8 --speed 20        # all in this process, without what Ray's calls take
+heddle bench cluster --nodes 2..8 --speed 20 --ray  # Ray actors of this machine host the workers
 
 The controller is the real one, with its planner, membership, heartbeats, dispatch, commits and recovery; what is not
 real is said in `app/bench/cluster/parts.py`. Workers wait as long as latencies published for HunyuanVideo on H100s say,
@@ -45,7 +45,7 @@ def run(
         list[str] | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}; default: cascade. Repeatable.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0,
-    here: Annotated[bool, typer.Option("--here", help="In this process, without Ray and what its calls take.")] = False,
+    on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False,
     calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False,
     seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
@@ -73,11 +73,11 @@ def run(
                 disturbances=() if calm else disturbances(steps, count),
             )
             try:
-                if here:
-                    found.append(run_here(setup))
-                else:
+                if on_ray:
                     with _ray():
                         found.append(run_on_ray(setup))
+                else:
+                    found.append(run_here(setup))
             except StepsTorn as torn:
                 print(f"{count} nodes, {name}: {torn}")
                 raise typer.Exit(1) from None
@@ -88,7 +88,7 @@ def run(
         print(curve.line())
     if out is not None:
         told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
-        out.write_text(json.dumps({"speed": speed, "ray": not here, **told}, indent=1))
+        out.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
 
 
 def sizes_of(text: str) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ from typing import Any
 import ray
 
 from actors import ray_calls
+
+log = logging.getLogger(__name__)
 
 _TASK_ERROR: Any = ray.exceptions.RayTaskError  # has no types
 
@@ -67,6 +70,7 @@ class CallsHere:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda _, told: log.debug("%s", told))  # workers die that nobody asks any more
         self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
         self._thread.start()
         self._actors: list[ActorHere] = []

@@ -1,9 +1,11 @@
 """Parts of a run on a virtual cluster. They stand for the ones that start processes or move tensors; the rest is real.
 
 Real: controller, generations, membership, lookout, monitor, dispatch, waits, commit log and committer, recovery, the
-planner's actor and its client, step source, metrics. Every call to a worker, and every answer, goes through Ray, as
-in a run, to an actor that hosts many of them. Not real: what the workers compute; training state, of which only ranges
-are kept and sent; keepers, which take a shard at once; checkpoints; the feeder's files and decoding.
+planner and its client, step source, metrics. With `--ray` every call to a worker, and every answer, goes through Ray,
+as in a run, to an actor that hosts many of them; else to threads of this process, without copies.
+
+Not real: what the workers compute; training state, of which only ranges are kept and sent; keepers, which take a shard
+at once; checkpoints; the feeder's files and decoding.
 """
 
 from __future__ import annotations

@@ -426,13 +426,13 @@ def check_steps(steps: Sequence[int], weights: Sequence[float], wanted: int) -> 
 
 
 def recoveries(watching: Watching, speed: float) -> list[Recovered]:
-    """What followed each disturbance, as far as the run went on long enough to show it."""
+    """What followed each disturbance: the first generation with fewer workers, or of a join with more."""
     found = []
     formed = [(at, event) for at, event in watching.told if isinstance(event, GenerationFormed)]
     sizes = [len(event.workers) for _, event in formed]
     for at, what in watching.disturbed:
         following = [
-            n for n, (when, _) in enumerate(formed) if when > at and (what != "join" or sizes[n] > sizes[n - 1])
+            n for n, (when, _) in enumerate(formed) if when > at and n and (sizes[n] > sizes[n - 1]) == (what == "join")
         ]
         if not following:
             continue
