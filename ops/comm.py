@@ -13,7 +13,6 @@ import ctypes
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,7 +68,7 @@ class Group:
         self.patience = Patience(limit_s=timeout_s)  # of the waits that begin from now on
         self._process_group = process_group
         self._cancel = cancel or CancelToken()
-        self._outstanding: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self._outstanding: set[Pending] = set()  # also those whose holder has dropped them in an error
         self._ending = threading.Lock()  # a collective is begun before the group's end, which then knows it, or refused
         self._progress = CollectiveProgress(0, None, 0.0)
         self._store = store

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.config import FlowConfig
+from ops.config import FlowConfig, Spacing
 from ops.packing import Layout
 
 _TRIES = 10_000
+_STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size
 
 
 def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.random.Generator:
@@ -64,11 +65,23 @@ def shift(sigma: float, flow_shift: float) -> float:
     return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)
 
 
-def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0) -> list[float]:
-    """steps + 1 sigmas from `first` down to 0 for Euler sampling, evenly spaced and then shifted like in training."""
+def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0, spacing: Spacing = "even") -> list[float]:
+    """steps + 1 sigmas from `first` down to 0 for Euler sampling, spaced as named and then shifted like in training."""
     if steps < 1:
         raise ValueError(f"{steps} sampling steps; at least 1 is needed.")
-    return [shift(first * (1 - index / steps), flow_shift) for index in range(steps + 1)]
+    done = [index / steps for index in range(steps + 1)] if spacing == "even" else _linear_then_quadratic(steps)
+    return [shift(first * (1 - share), flow_shift) for share in done]
+
+
+def _linear_then_quadratic(steps: int) -> list[float]:
+    """How far each step has come, from 0 to 1: half of the steps make the first 2.5 % in a straight line, the rest a
+    parabola that goes on from there (Diffusers' `linear_quadratic_schedule`)."""
+    if steps < 2:
+        raise ValueError(f"{steps} sampling step of linear and quadratic spacing; at least 2 are needed.")
+    straight = steps // 2
+    slope = _STRAIGHT / straight
+    bend = (1 - slope * steps) / (steps - straight) ** 2
+    return [slope * index + bend * max(index - straight, 0) ** 2 for index in range(steps + 1)]
 
 
 def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:

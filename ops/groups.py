@@ -33,6 +33,7 @@ from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, W
 
 _LOOK_S = 0.05  # a cancel is seen within this
 _GRACE_SECONDS = 5.0  # the backend gives up connecting this long after us, so that our error names the members
+_LEAVE_S = 5.0  # a thread that waits for members sees a close within 0.02 s, unless the machine is busy
 _PATIENT = timedelta(hours=6)
 
 
@@ -41,7 +42,8 @@ class _Creation:
     """A process group being connected in a thread of its own."""
 
     done: threading.Event = field(default_factory=threading.Event)
-    process_group: dist.ProcessGroup | None = None
+    connecting: bool = False  # in a constructor, which nothing can stop
+    process_group: dist.ProcessGroup | None = None  # until a Group has it: nobody else holds its connections open
     error: BaseException | None = None
 
 
@@ -189,8 +191,12 @@ class Groups:
             group.close()
         self._groups.clear()
         self._world = None
-        for thread in self._threads:
-            thread.join(0.2)  # a thread that drops the last reference during interpreter exit ends in SIGABRT
+        creations, deadline = list(self._creations.values()), time.monotonic() + _LEAVE_S
+        for thread in self._threads:  # one that drops the last reference during interpreter exit ends in SIGABRT
+            stuck = any(one.connecting and not one.done.is_set() for one in creations)
+            thread.join(0.2 if stuck else max(0.2, deadline - time.monotonic()))
+        for creation in creations:  # who was about to take it has raised, and his error may still hold the creation
+            creation.process_group = None
         self._creations.clear()
 
     def abort(self) -> None:
@@ -233,13 +239,14 @@ class Groups:
         if creation.error is not None:
             self._cancel.check(what)
             raise GroupError(f"{what} failed: {first_line(creation.error)}")
-        if creation.process_group is None:
+        process_group, creation.process_group = creation.process_group, None
+        if process_group is None:
             self._cancel.check(what)
             if self._closed:
                 raise GroupError(f"{what}: the groups of the generation are closed.")
             raise TimeoutError(f"{what}: not all members came within {patience}.")
         group = Group(
-            creation.process_group,
+            process_group,
             members,
             members.index(self.rank),
             0.0,
@@ -277,17 +284,23 @@ class Groups:
             store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
             if not self._meet(store, "here", rank, len(members)):
                 return
-            if self._device is None:
-                made = _make_nccl(store, rank, len(members))
-            else:
-                made = _make_gloo(store, rank, len(members), timeout, self._device)
-            if made.name() == "nccl":
-                cast(Connecting, made).eager_connect_single_device(self._place)
-            creation.process_group = made
+            creation.connecting = True
+            creation.process_group = self._backend_of(store, rank, len(members), timeout)
+            if self._closed:  # `close` has looked already
+                creation.process_group = None
         except (RuntimeError, ValueError, OSError) as error:
             creation.error = error
         finally:
             creation.done.set()
+
+    def _backend_of(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        if self._device is None:
+            made = _make_nccl(store, rank, size)
+        else:
+            made = _make_gloo(store, rank, size, timeout, self._device)
+        if made.name() == "nccl":
+            cast(Connecting, made).eager_connect_single_device(self._place)
+        return made
 
     def _meet(self, store: dist.Store, where: str, rank: int, size: int) -> bool:
         """Wait until all members are here, so that the backend's constructor, which nothing can stop, does not wait.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ops import flow
 from ops.comm import Group
 from ops.conditions import Conditions
-from ops.config import Diffusion, TokenShift
+from ops.config import Diffusion, Spacing, TokenShift
 from ops.geometry import Geometry
 from ops.objective import ddim_steps
 from ops.packing import Layout, patchify, unpatchify
@@ -40,10 +40,10 @@ class SamplerConfig:
     autocast: bool = False  # bfloat16 products, as in training
     # As the schedulers of published Wan pipelines: sigmas begin one training step below 1, timesteps are whole numbers
     wan_steps: bool = False
+    spacing: Spacing = "even"
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"{self.steps} sampling steps; at least 1 is needed.")
+        flow.sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +194,7 @@ def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> l
         return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, diffusion)]
     first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
     shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
-    sigmas = flow.sigma_schedule(config.steps, shift, first)
+    sigmas = flow.sigma_schedule(config.steps, shift, first, config.spacing)
     times = [sigma * config.num_train_timesteps for sigma in sigmas]
     times = [math.floor(time) for time in times] if config.wan_steps else times
     return [(time, 1.0, after - sigma) for time, (sigma, after) in zip(times, pairwise(sigmas))]

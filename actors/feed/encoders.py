@@ -56,6 +56,9 @@ class Encoders:
         del settings["place"]  # where weights lie changes no embedding
         if model.text.kind == "t5":  # named before there was another kind
             del settings["kind"], settings["pooled_dim"]
+        for name, usual in (("cleaned", True), ("empty", "encoded")):  # named before there was a choice
+            if settings[name] == usual:
+                del settings[name]
         text = {**settings, "dtype": text_dtype, "files": _stamp(text_folders)}
         return Encoders(
             vae=json.dumps(vae, sort_keys=True) if named else "",

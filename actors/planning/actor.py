@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -66,6 +67,8 @@ class Planner:
         for why in [*refused, *learn(self._profile, found)]:
             log.warning("%s", why)
         self._witnesses.saw(found)
+        for workers, seconds in updates(spans):
+            self._profile.observe_update(workers, len(cluster.nodes), seconds)
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
 
@@ -118,6 +121,17 @@ def samples_of(pieces: Sequence[Piece], text_tokens: Mapping[str, int]) -> list[
         )
         for piece in pieces
     ]
+
+
+def updates(spans: Sequence[Span]) -> list[tuple[int, float]]:
+    """(workers, seconds) of the ends of steps, one per step: of the worker that came last, who waited for nobody."""
+    ends: dict[int, list[Span]] = {}
+    for span in spans:
+        if span.module == "finish":
+            ends.setdefault(span.step, []).append(span)
+    whole = [of for of in ends.values() if len(of) == of[0].degree]
+    found = [(len(of), min(span.end - span.start for span in of)) for of in whole]
+    return [(workers, seconds) for workers, seconds in found if 0 < seconds < math.inf]
 
 
 def fetches(spans: Sequence[Span]) -> list[tuple[int, float]]:

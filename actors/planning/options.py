@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.config import PlannerConfig
+from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import DeviceSpeed, device_speed
@@ -45,6 +45,22 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, de
         refuse_other(profile, setting_of(model, device), config.profile)
         return profile
     return flop_profile(model, geometry, device)
+
+
+def update_kind(train: TrainConfig, weights: int, device: str) -> str:
+    """How steps end on workers with this device (cpu, or a GPU's name), as far as it decides how long that takes:
+    where `auto` has a choice, the device makes it."""
+    places = train.places(weights, "cpu" if device in ("", "cpu") else "cuda")
+    ema = "EMA" if train.optimizer.ema_decay > 0 else "no EMA"
+    return f"{train.sync} {train.parameter_dtype}, {ema}, {', '.join(f'{p.gradients}/{p.state}' for p in places)}"
+
+
+def tell_updates(profile: Profile, train: TrainConfig, model: ModelConfig, device: str) -> None:
+    """Have a profile know how the run ends its steps: it forgets figures of another way."""
+    from ops.models.load import num_trained
+
+    weights = num_trained(model.dit)
+    profile.update = profile.update.of_run(update_kind(train, weights, device), weights)
 
 
 def flop_profile(model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:

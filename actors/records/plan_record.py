@@ -43,6 +43,7 @@ class PlanRecord:
     plan_s: float  # finding it took so long; `planning_s` in metrics.jsonl
     idle_ratio: float
     cascades: tuple[CascadeRecord, ...]
+    update_s: float = 0.0  # gradient sum, update and new parameters behind the makespan; 0: not known
 
     @classmethod
     def of(cls, plan: StepPlan, cascades: Sequence[Cascade], planning_s: float) -> PlanRecord:
@@ -52,6 +53,7 @@ class PlanRecord:
             plan_s=planning_s,
             idle_ratio=plan.idle_ratio,
             cascades=tuple(_cascade(cascade) for cascade in cascades),
+            update_s=plan.update_s,
         )
 
     def line(self) -> dict[str, object]:

@@ -24,7 +24,7 @@ from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
 from actors.planning.memory import clips_of, forecast
-from actors.planning.options import profile_of
+from actors.planning.options import profile_of, tell_updates
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
@@ -78,6 +78,7 @@ def start_controller(
         profile = profile_of(config.planner, model, geometry, device)
         if uses_gpu(config.workers) or config.workers.memory_gib:
             profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+    tell_updates(profile, config.train, model, device)
     settings = WorkerSettings(
         model=config.model,
         train=config.train,

@@ -101,7 +101,8 @@ class StepRunner:
             self._holdings,
             bags.left,
         )
-        patience = self.waits.of(step, assignment.cascades, [(call.rank, call.task) for call in calls])
+        tasks_of = [(call.rank, call.task) for call in calls]
+        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s)
         calls = [replace(call, task=replace(call.task, patience=patience)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]

@@ -29,11 +29,14 @@ class StepWaits:
         """A generation begins: its processes may be new."""
         self._ran = {}
 
-    def of(self, step: int, cascades: Sequence[Cascade], tasks: Sequence[tuple[int, CascadeTask]]) -> Patience:
-        """For every wait of this dispatch; `tasks` are (rank, task)."""
+    def of(
+        self, step: int, cascades: Sequence[Cascade], tasks: Sequence[tuple[int, CascadeTask]], update_s: float = 0.0
+    ) -> Patience:
+        """For every wait of this dispatch; `tasks` are (rank, task), `update_s` is what the plan expects of the step's
+        end: until a step has ended, nothing else says that."""
         config = self.config
         planned_s = max((c.end_s for c in cascades), default=0.0) - min((c.start_s for c in cascades), default=0.0)
-        wanted = planned_s + self._end_s if self.measured else 0.0
+        wanted = planned_s + max(self._end_s, update_s) if self.measured else 0.0
         least, factor = config.collective_timeout_s, config.patience_factor
         limit_s, why = least, f"workers.collective_timeout_s for step {step}"
         if factor * wanted > least:

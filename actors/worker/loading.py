@@ -12,7 +12,7 @@ from torch import nn
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
 from actors.plan.devices import device_speed
-from actors.plan.places import chosen
+from actors.plan.places import Places, chosen
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.gradient_places import GradientMemory
@@ -107,10 +107,12 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     weights = [parameter for _, parameter in trainable(dit)]
     possible = train.places(sum(one.numel() for one in weights), weights[0].device.type)
     places = chosen(possible, least_gib, device_gib)
-    gradients: GradientMemory = places.gradients
-    if gradients == "node" and train.memory.gradients == "auto":
-        gradients = "node_or_host"
-    return FlatSync(dit, train.optimizer, train.steps, gradients=gradients, state=places.state)
+    return FlatSync(dit, train.optimizer, train.steps, gradients=memory_of(train, places), state=places.state)
+
+
+def memory_of(train: TrainConfig, places: Places) -> GradientMemory:
+    """The name by which gradients are made there. `auto` goes to host memory where GPUs cannot reach each other."""
+    return "node_or_host" if places.gradients == "node" and train.memory.gradients == "auto" else places.gradients
 
 
 def device_of(workers: WorkersConfig) -> torch.device:

@@ -33,6 +33,7 @@ from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communica
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
 from ops.models.folders import resolve
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
@@ -61,9 +62,24 @@ _CLIP = {
     "num_attention_heads": 12,
     "max_position_embeddings": 77,
 }
-_TEXT: dict[str, dict[str, dict[str, object]]] = {
-    "wan": {"text_encoder": {**_UMT5, "feed_forward_proj": "gated-gelu"}},
+_T5 = {**_UMT5, "model_type": "t5", "vocab_size": 32128}
+_GATED = {"feed_forward_proj": "gated-gelu"}
+_TEXT: dict[str, dict[str, dict[str, object]]] = {  # encoders by the folders of the published pipelines
+    "wan": {"text_encoder": {**_UMT5, **_GATED}},
     "hunyuan": {"text_encoder": {**_LLAMA}, "text_encoder_2": {**_CLIP}},
+    "flux": {"text_encoder": {**_CLIP}, "text_encoder_2": {**_T5, **_GATED}},
+    **{family: {"text_encoder": {**_T5, **_GATED}} for family in ("ltx", "cogvideox", "mochi")},
+}
+_VAE: dict[str, dict[str, object]] = {  # where it is not its class's default
+    "flux": {
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": 16,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    },
 }
 
 
@@ -133,8 +149,8 @@ def published(name: str, folder: Path, lora: bool, text: str) -> tuple[ModelConf
 def _write_numbers(folder: Path, family: str) -> None:
     import diffusers
 
-    kind = {"wan": diffusers.AutoencoderKLWan, "hunyuan": diffusers.AutoencoderKLHunyuanVideo}[family]
-    numbers = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    kind = getattr(diffusers, FAMILIES[family].vae.name)
+    numbers = {name: one.default for name, one in inspect.signature(kind).parameters.items()} | _VAE.get(family, {})
     for part, fields in {"vae": {**numbers, "_class_name": kind.__name__}, **_TEXT[family]}.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps(fields))

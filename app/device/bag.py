@@ -2,7 +2,8 @@
 
 with Bag(config, degree=2, device="cuda") as bag:
     point = bag.measure("dit", shape, repeats=3)    # raises MemoryError when it ran out on a member
-    speed = bag.exchange(2**24)                     # all-to-all, bytes per second of a member
+    end = bag.update(repeats=3)                     # of a step: gradient sum, optimizer, new parameters
+    seconds = bag.exchange(2**24)                   # all-to-all of so many bytes of a member
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ _ANSWER_S = 600.0  # of one run of a cascade
 _CAUSE_S = 5.0  # a member that fails may be one that another has left, which says why a moment later
 _WARM_UP = 1
 
-Order = tuple[Literal["measure"], Module, ProfiledShape, int] | tuple[Literal["exchange"], int, int]
+Order = (
+    tuple[Literal["measure"], Module, ProfiledShape, int]
+    | tuple[Literal["exchange"], int, int]
+    | tuple[Literal["update"], int]
+)
 
 
 class Bag:
@@ -67,11 +72,17 @@ class Bag:
         longest = tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True))
         return PointTimes(seconds=longest, peak_gib=max(peaks, default=None))
 
+    def update(self, repeats: int) -> PointTimes:
+        """The end of a step with its members as all workers of the run. Raises MemoryError as `measure`."""
+        times = [answer for answer in self._ask(("update", repeats)) if isinstance(answer, PointTimes)]
+        return PointTimes(
+            seconds=tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True)), peak_gib=None
+        )
+
     def exchange(self, num_bytes: int, repeats: int = 5) -> float:
-        """Bytes per second that a member sends to the others in an all-to-all of so many bytes."""
+        """Seconds of an all-to-all of so many bytes of each member."""
         answers = self._ask(("exchange", num_bytes, repeats))
-        seconds = max(statistics.median(one.seconds) for one in answers if isinstance(one, PointTimes))
-        return num_bytes * (self.degree - 1) / self.degree / seconds
+        return max(statistics.median(one.seconds) for one in answers if isinstance(one, PointTimes))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -162,6 +173,8 @@ def _come_up(config_yaml: str, rank: int, degree: int, device: str, port: int) -
 def _carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
     if order[0] == "measure":
         return bench.measure(order[1], order[2], order[3])
+    if order[0] == "update":
+        return bench.update(order[1])
     import torch
 
     _, num_bytes, repeats = order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from actors.plan.places import Places
     from ops.comm import Group
+    from ops.gradients import Gradients
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
     from ops.models.vae import VAE
 
+_GRADIENT_SHARE = 0.25  # of a GPU's memory that a part of a node's gradient may take while cascades are measured
 WARM_UP = 1  # untimed runs: the first call of a shape pays for allocations and kernel choices
 
 
@@ -44,6 +48,7 @@ class Bench:
 
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         self.group = group or Group.solo()
+        self._gradients: Gradients | None = None
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
         check_backend(model.dit.attention, device, queries, model.dit.head_dim)
@@ -51,12 +56,64 @@ class Bench:
 
     @cached_property
     def dit(self) -> nn.Module:
+        """Its backward gives gradients to where the run has them, if there is room for that."""
+        module = self._bare_dit()
+        self._hook_gradients(module)
+        return module
+
+    def _bare_dit(self) -> nn.Module:
         import torch
 
         from ops.models.load import build_dit
 
         dtype = getattr(torch, self.config.train.parameter_dtype)
         return build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where a run of this config has gradients and optimizer state."""
+        from app.inputs.batches import places_of
+
+        found = places_of(self.config, self.model, self.geometry, self.device.type)
+        if self.device.type == "cpu" and found.gradients == "host":  # a GPU's setting, measured on a CPU
+            return replace(found, gradients="node")
+        return found
+
+    def _hook_gradients(self, module: nn.Module) -> None:
+        """What a run adds to every backward pass. Without optimizer state: a run of more workers has less of it."""
+        import torch
+
+        from actors.worker.loading import memory_of
+        from ops.gradient_places import gradients_in
+        from ops.shards import shard_bounds
+        from ops.sync import slots, trainable
+
+        train, named = self.config.train, trainable(module)
+        layout = slots(named)
+        if train.sync != "flat" or not self._holds_gradient(layout[-1].hi):
+            return
+        parameters = [parameter for _, parameter in named]
+        dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        made = gradients_in(memory_of(train, self.places))(parameters, layout, dtype)
+        made.form(self.group, shard_bounds(layout[-1].hi, self.group.size))
+        made.begin_step()
+
+        def hook(index: int) -> Callable[[Tensor], None]:
+            return lambda parameter: made.received(index)
+
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(hook(index))
+        self._gradients = made
+
+    def _holds_gradient(self, weights: int) -> bool:
+        """A node's gradient lies on the GPUs of this bag, which may be fewer than a run has: they have to have room
+        for clips beside it. Every member finds the same."""
+        import torch
+
+        if self.device.type != "cuda" or self.places.gradients != "node":
+            return True
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return 4 * weights / self.group.size <= _GRADIENT_SHARE * total
 
     @cached_property
     def vae(self) -> VAE:
@@ -80,9 +137,41 @@ class Bench:
         """Take nothing of the device until the next measurement, which loads anew."""
         from actors.worker.meter import collect
 
-        for module in ("dit", "vae", "text", "image"):
-            self.__dict__.pop(module, None)
+        self._drop("dit", "vae", "text", "image")
         collect()
+
+    def _drop(self, *modules: str) -> None:
+        for module in modules:
+            self.__dict__.pop(module, None)
+        if "dit" in modules and self._gradients is not None:
+            self._gradients.leave()
+            self._gradients.release()
+            self._gradients = None
+
+    def update(self, repeats: int) -> PointTimes:
+        """Seconds of the end of a step, several times after a warm-up: gradient sum, optimizer and new parameters, by
+        the engine of the run and with the members of this bag as all of its workers."""
+        from actors.worker.loading import memory_of
+        from actors.worker.meter import collect
+        from ops.sync import FlatSync
+
+        self._drop("dit")
+        collect()
+        module, train, group = self._bare_dit(), self.config.train, self.group
+        memory = memory_of(train, self.places)
+        sync = FlatSync(module, train.optimizer, train.steps, gradients=memory, state=self.places.state)
+
+        def work() -> None:
+            sync.finish_step(0, 0.0, 1.0, float(group.size), lambda phase: None)
+            sync.begin_step()
+
+        try:
+            sync.form(group, None)
+            sync.begin_step()
+            seconds = tuple(timed(work, self.device, group) for _ in range(WARM_UP + repeats))[WARM_UP:]
+        finally:
+            sync.leave()
+        return PointTimes(seconds=seconds, peak_gib=None)
 
     def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
         """Seconds of a cascade, several times after a warm-up, and the peak GiB of a worker with all modules where the

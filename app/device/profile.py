@@ -3,29 +3,31 @@
     heddle profile --config configs/runs/demo.yaml --out profile.json
 
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
-device and in bags of every degree that this machine has devices for, with the process groups of a run. What
-runs out of memory is a limit. The file is written after every point, and a file of the same setting is continued.
-Other batch sizes and degrees are predicted by the models fitted to these points.
+device and in bags of every degree that this machine has devices for, with the process groups of a run; the end of a
+step by the run's engine; all-to-alls. What runs out of memory is a limit. The file is written after every point, and a
+file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.fit import fit_form, knapformer_constants
-from actors.plan.costs.profile import MaxFrames, Profile
-from actors.plan.costs.profile_json import read_profile, write_profile
-from actors.plan.types import MODULES, Module, PlanError
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.costs.transfers import speed_of
+from actors.plan.types import MODULES, PlanError
 from actors.planning.batching import TargetBatch, seconds_of
 from actors.planning.learned import refuse_other, setting_of
-from app.device.bag import Bag, degrees_here
+from actors.planning.options import tell_updates
+from app.device.bag import degrees_here
 from app.device.bench import Bench
 from app.device.choice import device_name, memory_gib, pick_device
-from app.device.points import PointTimes, ProfiledShape
+from app.device.measuring import Measurable, Measuring, is_known
+from app.device.points import ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
 from app.settings.config import RunConfig, from_here
@@ -35,27 +37,6 @@ from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
 SWEPT_TOKENS = 20_000
-_EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfilePoint:
-    """A cascade to measure."""
-
-    module: Module
-    shape: ProfiledShape
-    degree: int = 1
-
-    @property
-    def key(self) -> tuple[str, int, int, int, int, int]:
-        """As profiles name it."""
-        bucket = self.shape.bucket
-        return self.module, self.shape.batch, bucket.frames, bucket.height, bucket.width, self.degree
-
-    @property
-    def pixels(self) -> int:
-        bucket = self.shape.bucket
-        return self.shape.batch * bucket.frames * bucket.area
 
 
 def run_profile(
@@ -99,18 +80,18 @@ def run_profile(
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     bags = degrees_here(config, profile.degrees["dit"], degrees, target.type)
     sized, _ = with_limits(config, model, geometry, profile)
-    points = by_information(points_of(list(shapes_of(sized, geometry, profile)), bags))
+    points = by_information(points_of(list(shapes_of(sized, geometry, profile)), bags), figures_of(config, bags))
+    tell_updates(profile, config.train, model, "" if target.type == "cpu" else profile.device)
     if not fresh:
         continue_from(out, profile)
-    left = [point for point in points if point.key not in profile.measured and not is_beyond(point, profile)]
+    left = [point for point in points if not is_known(point, profile)]
     print(f"{len(points)} points on {profile.device}, degrees 1{''.join(f', {k}' for k in bags)}")
     if len(left) < len(points):
         print(f"          {len(points) - len(left)} are known from {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
-    _measure(
-        left, config, bench, profile, out, repeats, target.type, time.monotonic() + 60 * minutes if minutes else 0.0
-    )
-    _save(profile, out)
+    measuring = Measuring(config, bench, profile, out, repeats)
+    measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
+    measuring.save()
     _print_fits(profile, model)
     print(f"profile   {out}")
     _limits(config, path, model, geometry, profile, write)
@@ -133,23 +114,23 @@ def points_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[Prof
     ]
 
 
-def with_degrees(profile: Profile) -> None:
-    """Encoders may run at the degrees at which they were measured: any is legal for them, and only these are priced."""
-    for module in MODULES:
-        if module != "dit":
-            measured = {degree for name, *_, degree in profile.measured if name == module}
-            profile.degrees[module] = tuple(sorted({1} | measured))
+def figures_of(config: RunConfig, bags: Sequence[int]) -> list[SideFigure]:
+    """What is measured once per degree: the end of a step by the run's engine, the all-to-all of a bag."""
+    updates = [SideFigure(kind="update", degree=degree) for degree in (1, *bags)] if config.train.sync == "flat" else []
+    return updates + [SideFigure(kind="exchange", degree=degree) for degree in bags]
 
 
-def by_information(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
-    """The order in which a fit learns most: of every module and degree the smallest and the largest first, then what
-    lies in the middle of known ones; one of each at a time."""
+def by_information(points: Sequence[ProfilePoint], figures: Sequence[SideFigure] = ()) -> list[Measurable]:
+    """The order in which a plan learns most: of every module and degree the smallest and the largest first, then the
+    figures of each degree, then what lies in the middle of known points; one of each at a time."""
     lines: dict[tuple[str, int], list[ProfilePoint]] = {}
     for point in sorted(points, key=lambda one: (one.pixels, one.shape.batch)):
         lines.setdefault((point.module, point.degree), []).append(point)
     halved = [[line[n] for n in _halving(len(line))] for line in lines.values()]
     rounds = range(max(map(len, halved), default=0))
-    return [line[number] for number in rounds for line in halved if number < len(line)]
+    found = [[line[number] for line in halved if number < len(line)] for number in rounds]
+    ends, middles = found[:2], found[2:]
+    return [*(one for of in ends for one in of), *figures, *(one for of in middles for one in of)]
 
 
 def _halving(count: int) -> list[int]:
@@ -178,112 +159,9 @@ def continue_from(out: Path, profile: Profile) -> None:
     for key, seconds in before.measured.items():
         profile.measure(key, seconds, before.peak_gib.get(key))
     profile.max_frames = before.max_frames
-
-
-def _measure(
-    points: Sequence[ProfilePoint],
-    config: RunConfig,
-    bench: Bench,
-    profile: Profile,
-    out: Path,
-    repeats: int,
-    device: str,
-    until: float,
-) -> None:
-    """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
-    bags: dict[int, Bag] = {}
-
-    def found_in_bag(point: ProfilePoint) -> PointTimes:
-        if point.degree not in bags:
-            bags[point.degree] = Bag(config, point.degree, device)
-            _print_exchange(bags[point.degree])
-        return bags[point.degree].measure(point.module, point.shape, repeats)
-
-    def found(point: ProfilePoint) -> PointTimes:
-        if point.degree == 1:
-            return bench.measure(point.module, point.shape, repeats)
-        try:
-            return found_in_bag(point)
-        except MemoryError:
-            _close(bags, point.degree)
-            if device != "cuda":
-                raise
-        bench.rest()  # its modules lie on the first GPU beside those of a member
-        return found_in_bag(point)
-
-    try:
-        for number, point in enumerate(points):
-            if until and time.monotonic() > until:
-                print(f"          the time is over: {len(points) - number} points are left; call again to continue")
-                break
-            if is_beyond(point, profile):
-                continue
-            try:
-                times = found(point)
-            except (MemoryError, RuntimeError) as error:
-                _ran_out(point, error, profile)
-                _close(bags, point.degree)
-            else:
-                profile.measure(point.key, times.median, times.peak_gib)
-                _print_point(point, times)
-            _save(profile, out)
-    finally:
-        for bag in bags.values():
-            bag.close()
-
-
-def _close(bags: dict[int, Bag], degree: int) -> None:
-    if (bag := bags.pop(degree, None)) is not None:
-        bag.close()
-
-
-def is_beyond(point: ProfilePoint, profile: Profile) -> bool:
-    """Whether it is as large as one that ran out of memory."""
-    return any(limit.forbids(*point.key) for limit in profile.max_frames)
-
-
-def _ran_out(point: ProfilePoint, error: Exception, profile: Profile) -> None:
-    """A limit of the profile. Raises what is no lack of memory."""
-    from actors.worker.meter import ran_out, release
-
-    if not (isinstance(error, MemoryError) or ran_out(error)):
-        raise error
-    release(error)
-    bucket = point.shape.bucket
-    limit = MaxFrames(
-        module=point.module,
-        degree=point.degree,
-        height=bucket.height,
-        width=bucket.width,
-        batch=point.shape.batch,
-        frames=bucket.frames - 1,
-    )
-    profile.max_frames = (*profile.max_frames, limit)
-    print(f"{_name(point)} runs out of memory: no plan has it", flush=True)
-
-
-def _save(profile: Profile, out: Path) -> None:
-    if not profile.measured:
-        return
-    with_degrees(profile)
-    torn = out.with_name(f"{out.name}.torn")
-    write_profile(profile, torn)
-    os.replace(torn, out)
-
-
-def _name(point: ProfilePoint) -> str:
-    bucket, bag = point.shape.bucket, f" sp{point.degree}" if point.degree > 1 else ""
-    return f"{point.module:4}  {bucket.frames:4d}f {bucket.height}x{bucket.width}  b{point.shape.batch:<4d}{bag}"
-
-
-def _print_point(point: ProfilePoint, found: PointTimes) -> None:
-    peak = f"  {found.peak_gib:6.2f} GiB" if found.peak_gib else ""
-    print(f"{_name(point)} {found.median:9.4f} s  spread {100 * found.spread:.0f}%{peak}", flush=True)
-
-
-def _print_exchange(bag: Bag) -> None:
-    speeds = ", ".join(f"{bag.exchange(size) / 1e9:.2f} GB/s for {size / 2**20:.0f} MiB" for size in _EXCHANGES)
-    print(f"a2a   all-to-all of {bag.degree}: {speeds} of a member", flush=True)
+    profile.update = before.update.of_run(profile.update.kind, profile.update.weights)
+    profile.transfers = before.transfers
+    profile.count_exchange(before.exchange_s)
 
 
 def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[ProfiledShape]:
@@ -338,6 +216,7 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
         if fit := profile.model_of(module):
             quality = f"R^2 {fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%"
             print(f"{module:4}  missing points: {fit.source}{'' if fit.poor else f', {quality}'}")
+    _print_figures(profile)
     loads, seconds = profile.points("dit")
     if len(loads) > 1:
         try:
@@ -347,3 +226,13 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
             print(f"      gamma of KnapFormer: {error}")
     for note in profile.notes:
         print(f"note: {note}")
+
+
+def _print_figures(profile: Profile) -> None:
+    for point in profile.update.points:
+        each = point.seconds / max(profile.update.weights, 1) * 1e9
+        print(
+            f"update  {point.workers} worker{'s' * (point.workers > 1)}: {point.seconds:.4f} s, {each:.3g} ns a weight"
+        )
+    if found := speed_of(profile.transfers, "exchange"):
+        print(f"a2a   {found[1] / 1e9:.2f} GB/s of a member after {1e6 * found[0]:.0f} us")

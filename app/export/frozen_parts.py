@@ -33,7 +33,8 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    parts = FrozenParts({"_class_name": family.pipeline_class(config.model.dit), **family.index(config.train.flow)})
+    index = family.index(config.train.flow, config.model.text.empty)
+    parts = FrozenParts({"_class_name": family.pipeline_class(config.model.dit), **index})
     _vae(work, config, parts)
     _text(work, config, parts)
     _image(work, config, parts)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from actors.plan.costs.fit import Fit
 from actors.plan.costs.profile import Profile
-from actors.plan.places import chosen
+from actors.plan.places import Places, chosen
 from actors.plan.types import Cluster
 from actors.planning.batching import fitted_limits
 from actors.planning.memory import MemoryForecast, Shape, clips_of, communicators_gib, forecast
@@ -51,6 +51,20 @@ def placed(
     possible = found.possible(config.train, per_node)
     least = [one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in possible]
     return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
+
+
+def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device: str) -> Places:
+    """Where a run of this config on a `device` (cpu or cuda) of this machine has gradients and optimizer state."""
+    from ops.models.load import num_trained
+
+    memory, _ = device_gib(config)
+    if device != "cuda" or memory is None:
+        return config.train.places(num_trained(model.dit), device)[0]
+    heads = model.dit.num_heads
+    degrees = config.planner.degrees or tuple(k for k in range(1, heads + 1) if heads % k == 0)
+    clips = clips_of(config.data, geometry)
+    found = forecast(model, geometry, config.train, clips, degrees, True)
+    return placed(found, config, model, geometry, clips, degrees, memory, found.per_node).places
 
 
 def batch_room_gib(

@@ -9,6 +9,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import PlanError
 from actors.planning.options import profile_of as run_profile_of
+from actors.planning.options import tell_updates
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -22,9 +23,11 @@ def load_profile(path: str | Path) -> Profile:
 
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
     """The profile that a run of this config plans with. Raises ConfigError."""
-    return _as_config_error(
-        lambda: run_profile_of(config.planner, model, geometry, gpu_of(config)), config.planner.profile
-    )
+    device = gpu_of(config)
+    profile = _as_config_error(lambda: run_profile_of(config.planner, model, geometry, device), config.planner.profile)
+    if profile.update.points:
+        tell_updates(profile, config.train, model, device)
+    return profile
 
 
 def gpu_of(config: RunConfig) -> str:

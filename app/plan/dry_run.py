@@ -23,7 +23,7 @@ from app.inputs.items import items_from_data, open_dataset
 from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
 from app.plan.memory import memory_lines, view_memory, with_room
-from app.plan.preview import PlanInputs, preview_options, step_figures
+from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, from_here
 from app.settings.notes import notes
 from app.settings.run_folder import check_place, run_dir
@@ -118,6 +118,9 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
         f"per step (bound {inputs.bound(plan):.3f} s), idle {100 * idle:.1f}%, planned in "
         f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )
-    print(f"          {config.train.steps} steps take about {seconds * config.train.steps / 60:.1f} minutes")
+    whole = step_seconds(plan)
+    if line := update_line([plan], inputs):
+        print(line)
+    print(f"          {config.train.steps} steps take about {whole * config.train.steps / 60:.1f} minutes")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")

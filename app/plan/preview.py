@@ -107,6 +107,8 @@ def run_plan(
         f"{problem.profile.device})"
     )
     print(table(plans, problem))
+    if line := update_line(plans, problem):
+        print(line)
     if problem.memory is not None:
         print("\n".join(memory_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)))
     for note in problem.profile.notes:
@@ -223,6 +225,25 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
         )
         for row in rows
     )
+
+
+def update_line(plans: Sequence[Plan], problem: PlanInputs) -> str:
+    """What is behind every step of the table; "" where nobody has measured it."""
+    update_s = max((step.update_s for plan in plans for step in plan.steps), default=0.0)
+    if not update_s:
+        return ""
+    whole = ", ".join(f"{plan.strategy} {step_seconds(plan):.3f} s" for plan in plans)
+    here = (problem.cluster.num_workers, len(problem.cluster.nodes))
+    known = any((one.workers, one.nodes) == here for one in problem.profile.update.points)
+    return (
+        f"update    {update_s:.3f} s more at the end of each step (gradient sum, optimizer, new parameters; "
+        f"{'measured' if known else 'by what was measured on other numbers of workers'}): {whole} per step in all"
+    )
+
+
+def step_seconds(plan: Plan) -> float:
+    """Mean seconds per step, its end included as far as it is known: what `predicted_s` of a run says."""
+    return _mean([step.makespan_s + step.update_s for step in plan.steps])
 
 
 def step_figures(plan: Plan, problem: PlanInputs) -> list[StepFigures]:

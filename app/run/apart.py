@@ -43,13 +43,14 @@ def run_apart(arguments: Sequence[str]) -> int:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     sys.stdout.flush()
-    process = subprocess.Popen(
-        [sys.executable, *arguments], env=environment, pass_fds=[inner_end], start_new_session=True
-    )
-    os.close(inner_end)
     earlier = {number: signal.getsignal(number) for number in SIGNALS}
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # came before there was a process to have them
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        if process is None:
+            early.append(number)
+            return
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
@@ -57,6 +58,14 @@ def run_apart(arguments: Sequence[str]) -> int:
         if handler is not signal.SIG_IGN:  # nohup
             signal.signal(number, hand_on)
     try:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], env=environment, pass_fds=[inner_end], start_new_session=True
+            )
+        finally:
+            os.close(inner_end)
+        for missed in early:
+            hand_on(missed, None)
         code = _wait(process)
     finally:
         for number, handler in earlier.items():

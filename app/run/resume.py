@@ -159,7 +159,9 @@ def _ignored(key: str, old: Tree, new: Tree) -> bool:
     module = section.removeprefix("model.")
     if not all(_value(tree, "model", module, "path") for tree in (old, new)):
         return False
-    own = {"dit": RUNTIME, "vae": ("kind",), "text": ("kind", "max_length", "pad_to", "unmasked")}[module]
+    own = {"dit": RUNTIME, "vae": ("kind",), "text": ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty")}[
+        module
+    ]
     return name not in own
 
 

@@ -61,7 +61,7 @@ class ClipSettings:
 
     @staticmethod
     def of(config: RunConfig) -> ClipSettings:
-        sample, flow = config.sample, config.train.flow
+        sample, flow, family = config.sample, config.train.flow, FAMILIES[config.model.dit.architecture]
         sampler = SamplerConfig(
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
@@ -69,7 +69,8 @@ class ClipSettings:
             token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
-            wan_steps=FAMILIES[config.model.dit.architecture].wan_steps,
+            wan_steps=family.wan_steps,
+            spacing=family.spacing,
         )
         return ClipSettings(
             frames=1 if config.model.dit.images_only else sample.frames,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ops.geometry import Geometry
-from ops.models.base.family import TextRecipe
+from ops.models.base.family import EmptyText, TextRecipe
 from ops.models.families import FAMILIES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, between, check_numbers
@@ -71,6 +71,9 @@ class TextConfig:
     # 0: the encoder sees a caption alone. Weights of LTX-Video and CogVideoX were trained on encodings of captions
     # padded to 128 and 226 rows without a mask. The caption's own are kept (LTX-Video), or with an equal pad_to all
     unmasked: int = 0
+    cleaned: bool = True  # entities of HTML resolved, white space joined; weights of Mochi were trained without it
+    # none: an empty caption is no text at all. So Mochi's weights were trained, as its model_index.json says
+    empty: EmptyText = "encoded"
     # device: beside the transformer. host: in host memory, and on the device only while it encodes, which copies 11 GB
     # (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for clips.
     place: EncoderPlace = "device"
@@ -93,6 +96,11 @@ class TextConfig:
             pooled_dim=between(1, 1 << 16),
             seed=between(0, SEED),
         )
+        if self.empty == "none" and (self.recipe or self.pad_to or self.unmasked):
+            raise ValueError(
+                "model.text.empty none: an empty caption can be no text where kind is t5 and captions have their true "
+                "length. Leave it out, or pad_to, unmasked and kind."
+            )
         if self.recipe and (self.pad_to or self.unmasked):
             length = (
                 f"always has max_length {self.max_length} rows" if self.recipe.keeps_padding else "has its true length"

@@ -133,7 +133,8 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if recipe:
         return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
-    return lambda caption: len(tokenizer(caption if config.unmasked else clean(caption), verbose=False).input_ids)
+    raw = config.unmasked or not config.cleaned
+    return lambda caption: len(tokenizer(caption if raw else clean(caption), verbose=False).input_ids)
 
 
 def build_image(config: ImageConfig | None, device: torch.device | str = "cpu") -> ImageEncoder | None:

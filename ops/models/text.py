@@ -69,6 +69,7 @@ class T5Text:
         self.encoder = on_device(encoder, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_length, self.pad_to, self.unmasked = config.max_length, config.pad_to, config.unmasked
+        self.cleaned, self.empty = config.cleaned, config.empty
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
 
     def count(self, caption: str) -> int:
@@ -84,6 +85,10 @@ class T5Text:
         result: list[Tensor | None] = [None] * len(captions)
         for group in length_groups([len(ids) for ids in tokens]):
             longest = self.unmasked or max(len(tokens[i]) for i in group)
+            if not longest:  # empty captions that are no text
+                for i in group:
+                    result[i] = torch.zeros(0, self.dim, dtype=next(self.parameters()).dtype, device=self.device)
+                continue
             ids = torch.zeros(len(group), longest, dtype=torch.long)
             mask = torch.zeros(len(group), longest, dtype=torch.long)
             for row, i in enumerate(group):
@@ -103,7 +108,9 @@ class T5Text:
 
     def _tokens(self, caption: str) -> list[int]:
         # pipelines that pass no mask clean no prompt
-        text = caption if self.unmasked else clean(caption)
+        text = clean(caption) if self.cleaned and not self.unmasked else caption
+        if not text and self.empty == "none":
+            return []
         return self.tokenizer(text, truncation=True, max_length=self.max_length).input_ids
 
 

@@ -1,4 +1,5 @@
-"""Workers that kill themselves with SIGKILL: in given phases of a step, or in the middle of an addition."""
+"""Workers that kill themselves with SIGKILL, in given phases of a step or in the middle of an addition, and workers
+that run out of memory."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from actors.worker.executor import Executor
@@ -15,6 +18,8 @@ from ops.node_sum import SharedSum
 from ops.shards import Slot
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
+SHORT = "short"  # a folder there, with a file for each kind of cascade that has run out of memory
+INJECTED = 8
 ARMED = "armed"  # a file there: the next worker that adds a gradient dies
 
 
@@ -59,3 +64,23 @@ class HalfAddingWorker(Worker):
 
         gradients.sum._add = half  # type: ignore[method-assign]
         return executor
+
+
+class ShortWorker(Worker):
+    """Runs out of memory in cascades drawn at random, INJECTED times in all of a run, in each kind of cascade once: the
+    smallest may not run out of it three times."""
+
+    def _phase(self, phase: str) -> None:
+        super()._phase(phase)
+        if phase not in ("encode", "forward", "backward"):
+            return
+        progress, folder = self.heartbeat.progress, Path(os.environ[FOLDER]) / SHORT
+        if not hasattr(self, "_draws"):
+            self._draws = np.random.default_rng(list(progress.worker.encode()))
+        if self._draws.random() < 0.15 and len(list(folder.iterdir())) < INJECTED:
+            kind = progress.activity.rpartition(" ")[0]
+            try:
+                (folder / kind.replace(" ", "-")).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")

@@ -35,6 +35,7 @@ from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
+from ops.models.mochi.config import MochiConfig
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.sync import FlatSync
@@ -78,7 +79,13 @@ MODELS["cogvideox 5b"] = replace(
 MODELS["latte"] = replace(  # clips have fewer frames than some bags have workers
     MODEL, dit=LatteConfig(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, temporal_slices=3, sample_size=4)
 )
+MODELS["mochi"] = replace(  # one caption is no text at all
+    MODEL,
+    dit=MochiConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, freq_dim=16, context_dim=20),
+    text=replace(MODEL.text, cleaned=False, empty="none"),
+)
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
+HANGS_S = 120.0  # who waits for longer waits for ever, also on a busy machine
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
 
 
@@ -121,7 +128,7 @@ def make_hosts(
     in whose memory they may add their `gradients`. Optimizer state lies where the settings say. With `shards` they go
     on from that state."""
     store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANGS_S)
     )
     model, geometry = resolve(config)
     hosts = []
@@ -145,7 +152,7 @@ def make_hosts(
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:
-        groups = Groups(store, rank, everyone, "gloo", generation, 30.0, CancelToken(), "127.0.0.1", nodes)
+        groups = Groups(store, rank, everyone, "gloo", generation, HANGS_S, CancelToken(), "127.0.0.1", nodes)
         hosts[rank].executor.form(generation, groups, everyone, shards)
 
     on_all(hosts, form)
@@ -169,7 +176,7 @@ def on_all(hosts: Sequence[Host], run: Callable[[int], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=HANGS_S + 30)
         assert not thread.is_alive(), f"a worker hangs:\n{''.join(stack_of(thread))}"
     errors = [host.error for host in hosts if host.error is not None]
     if errors:
@@ -243,7 +250,7 @@ def run_step(
                 ready[call.task.cascade].set()
                 continue
             for needed in call.needs:
-                assert ready[needed].wait(timeout=30), f"{needed} was never published"
+                assert ready[needed].wait(timeout=HANGS_S), f"{needed} was never published"
             if gone & set(call.needs):
                 continue
             results = execute(executor, call, published, bad)

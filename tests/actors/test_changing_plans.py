@@ -20,7 +20,8 @@ CLUSTER = Cluster(nodes=(2, 2))
 def planned(strategy: str, items: list[Item], step: int, profile: Profile) -> list[Cascade]:
     if strategy == "mixed":
         return random_cascades(np.random.default_rng(step), items, CLUSTER.num_workers, step)
-    options = PlanOptions(strategy=strategy, budget_s=0.02, static_degree=2 if strategy == "static" else 0)
+    degree = 2 if strategy == "static" else 0
+    options = PlanOptions(strategy=strategy, budget_s=0.02, static_degree=degree, counted=True)
     return rolling_cut(make_plan([items], profile, CLUSTER, options, first_step=step, seed=step))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.config import TrainMemoryConfig
@@ -105,20 +105,20 @@ def compare(
         assert part < limit, f"{slot.name} differs by {part:.2e}"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 6))
 def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp64(seed: int, world: int) -> None:
     compare(seed, world, torch.float64, FP64)
 
 
 @pytest.mark.parametrize("family", [name for name in MODELS if name != "wan"])
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
 def test_any_legal_plan_of_every_family_gives_the_gradient_of_one_worker(family: str, seed: int, world: int) -> None:
     compare(seed, world, torch.float64, FP64, family)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
 def test_any_legal_plan_gives_the_gradient_of_one_worker_with_first_frames_given(seed: int, world: int) -> None:
     train = train_config(flow=FlowConfig(first_frame=0.5))
@@ -161,20 +161,20 @@ def test_the_gradient_depends_on_the_first_frame() -> None:
     assert noisy.min() > 1e-3 and mask.min() > 1e-3 and condition.max() > 1e-3
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.sampled_from([2, 3, 4]))
 def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp32(seed: int, world: int) -> None:
     compare(seed, world, torch.float32, FP32)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([(0, 0), (0, 0, 0, 1), (0, 1, 0, 2), (0,) * 6]))
 def test_gradients_that_nodes_add_are_that_of_one_worker_in_fp64(seed: int, nodes: tuple[int, ...]) -> None:
     compare(seed, len(nodes), torch.float64, FP64, nodes=nodes)
 
 
 @pytest.mark.parametrize("memory", ["in GPUs", "beside GPUs"])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([(0, 0, 0, 1), (0, 1, 0, 2), (0,) * 4]))
 def test_gradients_that_gpus_of_nodes_add_are_that_of_one_worker_in_fp64(
     memory: str, seed: int, nodes: tuple[int, ...]

@@ -56,7 +56,7 @@ def outer() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def assert_gone(pid: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while _alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is left"
         time.sleep(0.05)
@@ -75,7 +75,7 @@ def test_a_signal_to_the_whole_group_reaches_the_run_and_not_what_it_has_started
 ) -> None:
     process, child = outer
     os.killpg(process.pid, number)
-    assert process.wait(timeout=60) == 75
+    assert process.wait(timeout=120) == 75
     assert process.stdout is not None and process.stdout.read().split() == ["told", str(int(number)), "None"]
     assert_gone(child)
 
@@ -93,11 +93,27 @@ def test_the_exit_code_is_the_runs(capfd: pytest.CaptureFixture[str]) -> None:
     assert "ended by signal 9 (SIGKILL); --resume continues it" in capfd.readouterr().err
 
 
+def test_a_signal_that_comes_while_the_inner_process_starts_is_handed_on() -> None:
+    code = """
+import os, signal, subprocess, sys
+from app.run import apart
+start = subprocess.Popen
+def started(*call, **named):
+    process = start(*call, **named)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+apart.subprocess.Popen = started
+sys.exit(apart.run_apart(["-c", "import time; time.sleep(600)"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+
+
 def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
         "from app.run.apart import run_apart; run_apart(['-c', sys.argv[1]])"
     )
     inner = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
-    done = subprocess.run([sys.executable, "-c", code, inner], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, inner], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "True"

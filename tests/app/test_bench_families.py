@@ -35,7 +35,7 @@ def test_arguments_of_samples_become_those_of_a_batch() -> None:
 
 
 def test_an_unknown_family_and_a_wrong_size_are_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"--families has mochi; there are wan"):
-        run(families="wan,mochi")
+    with pytest.raises(ConfigError, match=r"--families has allegro; there are wan"):
+        run(families="wan,allegro")
     with pytest.raises(ConfigError, match="--size 4x8 is no size"):
         run(size="4x8")

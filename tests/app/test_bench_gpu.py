@@ -165,12 +165,12 @@ from tests.app.test_bench_gpu import Fake
 catalogue.catalogue = lambda place: [Fake(name="a", error=RuntimeError("illegal memory access")), Fake(name="b")]
 runner._answers = lambda place: False
 os.execv = lambda program, arguments: (print("NEXT", *arguments[1:], flush=True), os._exit(7))
-command.main(["--rehearse", "--retry", "--minutes", "1", "--out", {str(tmp_path)!r}])
+command.main(["--rehearse", "--retry", "--minutes", "9", "--out", {str(tmp_path)!r}])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 7, done.stderr
     (following,) = [text for text in done.stdout.splitlines() if text.startswith("NEXT")]
-    asked = f"NEXT -m app.bench.gpu --rehearse --minutes 1 --out {tmp_path} --began "
+    asked = f"NEXT -m app.bench.gpu --rehearse --minutes 9 --out {tmp_path} --began "
     assert following.startswith(asked) and following.endswith(" --restarts 1")
     assert [line.name for line in read_lines(tmp_path)] == ["a"]
 

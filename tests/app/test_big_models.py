@@ -20,6 +20,11 @@ CASES = {  # the config, its family, and a described cluster
     "hunyuan-13b-full": ("hunyuan", "gpu-8x80gb"),
     "wan2.1-14b-lora-80gb": ("wan", "gpu-1x80gb"),
     "wan2.1-1.3b-lora-24gb": ("wan", "gpu-1x24gb"),
+    "hunyuan-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
+    "ltx-2b-lora-80gb": ("ltx", "gpu-1x80gb"),
+    "flux.1-dev-lora-80gb": ("flux", "gpu-1x80gb"),
+    "mochi-1-lora-80gb": ("mochi", "gpu-1x80gb"),
+    "cogvideox-2b-lora-24gb": ("cogvideox", "gpu-1x24gb"),
 }
 # Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
 PREDICTED = {

@@ -34,19 +34,19 @@ def heddle(
 
 def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
     code = (
-        "import sys, time; sys.argv = ['heddle', '--help']\n"
+        "import sys; sys.argv = ['heddle', '--help']\n"
         "from app.cli import main\n"
         "try: main()\n"
         "except SystemExit:\n"
-        "    print(time.process_time())\n"
+        "    print(len(sys.modules))\n"
         "    print([m for m in ('torch', 'ray', 'diffusers', 'numpy', 'av') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    *_, seconds, heavy = result.stdout.splitlines()
+    *_, imported, heavy = result.stdout.splitlines()
     for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers", "families"):
         assert f" {command} " in result.stdout
     assert heavy == "[]"
-    assert float(seconds) < 1.0  # the answer comes in under a second on a machine that is free
+    assert int(imported) < 600  # it is imports that the answer takes: 432 are 0.4 s on a machine that is free
 
 
 MISTAKES = [

@@ -239,6 +239,13 @@ def test_settings_of_a_flow_are_refused_where_diffusion_is_trained() -> None:
         RunConfig.load(path, ["train.flow.weighting_scheme=uniform"])
 
 
+def test_times_of_a_transformer_that_is_told_the_signal_are_those_of_its_weights() -> None:
+    path = ROOT / "configs" / "runs" / "mochi-tiny.yaml"
+    with pytest.raises(ConfigError, match=r"train\.flow\.num_train_timesteps is 500, .* signal of 1000\. Leave it out"):
+        RunConfig.load(path, ["train.flow.num_train_timesteps=500"])
+    assert RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", ["train.flow.num_train_timesteps=500"])
+
+
 def test_a_folder_of_another_family_than_the_settings_name_is_noted(tmp_path: Path) -> None:
     plain = RunConfig.load(ROOT / "configs" / "runs" / "flux-tiny.yaml")
     folder = tmp_path / "transformer"
@@ -297,7 +304,8 @@ def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"cross_attn_norm is a setting of architecture wan.*is hunyuan"):
         RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.cross_attn_norm=false"])
     with pytest.raises(
-        ConfigError, match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, latte, ltx; did you mean wan"
+        ConfigError,
+        match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, latte, ltx, mochi; did you mean wan",
     ):
         RunConfig.load(plain, ["model.dit.architecture=wam"])
 

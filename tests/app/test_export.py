@@ -19,6 +19,7 @@ from diffusers import (
     FluxPipeline,
     LattePipeline,
     LTXPipeline,
+    MochiPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -46,7 +47,7 @@ from ops.packing import patchify
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx
+from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx, test_mochi
 
 DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
@@ -431,6 +432,41 @@ def test_a_latte_pipeline_makes_our_clip(tmp_path: Path) -> None:
     assert (clip(base) - theirs).abs().max() > 0.01 * theirs.abs().max()
 
 
+def test_a_mochi_pipeline_makes_our_clip(tmp_path: Path) -> None:
+    """Trained in full; the scheduler with its levels upside down, the setting for empty prompts."""
+    base = test_mochi.publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", mochi_run(base))
+    exported = export.export(run, tmp_path / "out")
+    assert exported.components["scheduler"] == "Euler, flow shift 2"
+    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+    assert index["force_zeros_for_empty_prompt"] is True
+    ours, theirs = mochi_latent(run), mochi_clip(MochiPipeline.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    before = mochi_clip(MochiPipeline.from_pretrained(base))
+    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
+
+
+def mochi_run(base: Path, **dit: Any) -> RunConfig:
+    """A run that fine-tunes a published Mochi."""
+    model, train = test_mochi.settings(base, **dit), TrainConfig(flow=FlowConfig(flow_shift=2.0))
+    return RunConfig(run=RunSection(name="tiny"), model=model, train=train)
+
+
+def mochi_latent(run: Path) -> torch.Tensor:
+    model = load_model(run)
+    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=4.0)
+    text, negative = model.text.encode(["a dot", ""])
+    request = SampleRequest(text=text, frames=7, height=32, width=48, seed=3)
+    return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
+
+
+def mochi_clip(pipeline: Any) -> torch.Tensor:
+    size = {"height": 32, "width": 48, "num_frames": 7, "num_inference_steps": 3}
+    latents = initial_noise(3, (12, 2, 4, 6))[None]
+    made = pipeline("a dot", guidance_scale=4.0, latents=latents, output_type="latent", **size)
+    return made.frames[0].detach()
+
+
 def cogvideox_run(base: Path, **dit: Any) -> RunConfig:
     """A run that fine-tunes a published CogVideoX-2B."""
     return RunConfig(run=RunSection(name="tiny"), model=test_cogvideox.settings(base, snr_shift=3.0, **dit))
@@ -463,18 +499,23 @@ def cogvideox_clip(pipeline: Any) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("family", ["flux", "cogvideox"])
+@pytest.mark.parametrize("family", ["flux", "cogvideox", "mochi"])
 def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="Diffusers loads factors by PEFT, which Heddle does not need")
-    base = (test_flux if family == "flux" else test_cogvideox).publish(tmp_path / "base")
-    config = (flux_run if family == "flux" else cogvideox_run)(base, lora_rank=2, lora_alpha=3.0)
+    module, make_run, latent = {
+        "flux": (test_flux, flux_run, flux_latent),
+        "cogvideox": (test_cogvideox, cogvideox_run, cogvideox_latent),
+        "mochi": (test_mochi, mochi_run, mochi_latent),
+    }[family]
+    base = module.publish(tmp_path / "base")
+    config = make_run(base, lora_rank=2, lora_alpha=3.0)
     run = write_checkpoint(tmp_path / "run", config)
     export.export(run, tmp_path / "out")
     pipeline = DiffusionPipeline.from_pretrained(base)
     pipeline.load_lora_weights(tmp_path / "out")
-    theirs = flux_picture(pipeline, test_flux.ROWS) if family == "flux" else cogvideox_clip(pipeline)
-    ours = flux_latent(run) if family == "flux" else cogvideox_latent(run)
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    clip = {"cogvideox": cogvideox_clip, "mochi": mochi_clip}
+    theirs = flux_picture(pipeline, test_flux.ROWS) if family == "flux" else clip[family](pipeline)
+    torch.testing.assert_close(latent(run), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
 def test_a_flux_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ PUBLISHED = {
     "cogvideox-5b": 5.57,
     "cogvideox1.5-5b": 5.57,
     "latte-1": 1.06,
+    "mochi-1": 10.03,
 }
 
 

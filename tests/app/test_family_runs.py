@@ -28,6 +28,10 @@ MODELS = {
   dit: {architecture: cogvideox, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, time_dim: 32, rotary: false}
   text: {max_length: 40, unmasked: 40, pad_to: 40, d_model: 16, num_layers: 1, num_heads: 2}
 """,
+    "mochi": """
+  dit: {architecture: mochi, num_layers: 2, num_heads: 4, head_dim: 16, ffn_dim: 256, context_dim: 32}
+  text: {max_length: 40, cleaned: false, empty: none, d_model: 16, num_layers: 1, num_heads: 2}
+""",
     "latte": """
   dit: {architecture: latte, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, sample_size: 12}
   text: {max_length: 40, d_model: 16, num_layers: 1, num_heads: 2}
@@ -54,6 +58,7 @@ data:
   buckets: {{table: {table}, short_videos: image}}
   batch: {{memory_tokens: 400, text_tokens: 40, max_batch: 3}}
   items_per_step: 4
+  caption_dropout: 0.3
   engine: {{decode_workers: 1, decode_cpus: 0.2}}
   cache: {{path: {folder}/cache-{family}}}
 train: {{steps: 4, optimizer: {{learning_rate: 1.0e-3}}}}

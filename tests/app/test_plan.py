@@ -103,6 +103,24 @@ def test_the_json_holds_every_item_and_module_and_adds_up(
     assert found["steps"][1]["makespan_s"] == pytest.approx(ends[1] - ends[0])
 
 
+def test_the_end_of_a_step_is_said_beside_the_table_and_written(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload, profile = files
+    arguments = ("--workload", workload, "--profile", profile, "--cluster", "1x2", "--json", tmp_path / "o.json")
+    code, before, _ = plan(monkeypatch, capsys, *arguments, "--strategy", "longest_first")
+    assert code == 0 and "update " not in before
+    makespans = [step["makespan_s"] for step in json.loads((tmp_path / "o.json").read_text())["steps"]]
+    points = [{"workers": 1, "seconds": 0.9}, {"workers": 2, "seconds": 0.75}]
+    profile.write_text(json.dumps({**PROFILE, "update": {"kind": "flat", "weights": 10, "points": points}}))
+    code, printed, _ = plan(monkeypatch, capsys, *arguments, "--strategy", "longest_first")
+    found = json.loads((tmp_path / "o.json").read_text())["steps"]
+    assert [step["update_s"] for step in found] == [0.75, 0.75]
+    assert [step["makespan_s"] for step in found] == makespans
+    assert "update    0.750 s more" in printed and "measured)" in printed
+    assert f"longest_first {sum(makespans) / 2 + 0.75:.3f} s per step in all" in printed
+
+
 def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

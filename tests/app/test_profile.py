@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import threading
 import time
@@ -13,11 +14,12 @@ import pytest
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
+from actors.plan.costs.transfers import speed_of
 from app.device.bag import Bag, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
-from app.device.points import PointTimes, ProfiledShape
-from app.device.profile import ProfilePoint, by_information, points_of, run_profile, shapes_of
+from app.device.points import PointTimes, ProfiledShape, ProfilePoint
+from app.device.profile import by_information, figures_of, points_of, run_profile, shapes_of
 from app.settings.config import RunConfig
 from data.types import Bucket
 from ops.models.folders import resolve
@@ -44,7 +46,8 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     assert "dit      5f 32x48  b3" in told and "gamma of KnapFormer" in told and "R^2" in told
     before = out.read_text()
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
-    assert "12 are known from" in capsys.readouterr().out and read_profile(out).measured == profile.measured
+    assert profile.update_seconds(1) > 0 and "update  end of a step on 1 worker" in told
+    assert "13 are known from" in capsys.readouterr().out and read_profile(out).measured == profile.measured
     with pytest.raises(ConfigError, match="--fresh"):
         run_profile(DEMO, [*TINY, "model.dit.num_heads=2"], out, repeats=1, device="cpu", degrees=[1])
     assert out.read_text() == before
@@ -92,6 +95,52 @@ def test_the_ends_of_every_line_are_measured_first_and_nothing_is_left_out() -> 
     assert [(one.shape.batch, one.degree) for one in ordered[:6]] == [(1, 1), (1, 2), (7, 1), (7, 2), (4, 1), (4, 2)]
 
 
+def test_figures_of_a_degree_come_before_the_middle_of_its_lines() -> None:
+    figures = figures_of(RunConfig.load(DEMO), (2,))
+    assert [(one.kind, one.degree) for one in figures] == [("update", 1), ("update", 2), ("exchange", 2)]
+    ordered = by_information([point(batch) for batch in range(1, 5)], figures)
+    assert ordered[2:5] == figures and len(ordered) == 7
+
+
+def test_a_file_without_the_figures_is_continued_by_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+        asked.append(module)
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+
+    def update(self: Bench, repeats: int) -> PointTimes:
+        asked.append("update")
+        return PointTimes(seconds=(0.25,), peak_gib=None)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "update", update)
+    out = tmp_path / "p.json"
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
+    old = {key: value for key, value in json.loads(out.read_text()).items() if key not in ("update", "transfers")}
+    out.write_text(json.dumps(old))
+    asked.clear()
+    run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
+    assert asked == ["update"] and read_profile(out).update_seconds(1) == 0.25
+
+
+@pytest.mark.parametrize("place", ["own", "node"])
+def test_a_backward_pass_gives_its_gradients_to_the_place_of_the_run(place: str) -> None:
+    import torch
+
+    config = RunConfig.load(DEMO, [*TINY, f"train.memory.gradients={place}"])
+    model, geometry = resolve(config.model)
+    bench = Bench(config, model, geometry, torch.device("cpu"))
+    assert bench.places.gradients == place
+    bench.measure("dit", point(1).shape, repeats=1)
+    gradients = bench._gradients
+    assert gradients is not None and gradients.flat.abs().sum() > 0
+    if place == "node":
+        assert all(parameter.grad is None for parameter in bench.dit.parameters())
+    times = bench.update(repeats=2)
+    assert len(times.seconds) == 2 and min(times.seconds) > 0 and bench._gradients is None, "its memory is free by then"
+
+
 def test_bags_run_the_largest_batch_of_every_bucket() -> None:
     shapes = [point(batch, frames).shape for frames in (1, 5) for batch in (1, 3)]
     bags: dict[str, list] = {"text": [], "vae": [], "dit": []}
@@ -116,7 +165,10 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
             return PointTimes(seconds=(0.06 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
         def exchange(self, num_bytes: int) -> float:
-            return 1e9
+            return 0.001 + num_bytes / 2 / 1e9  # half of it goes to the other one
+
+        def update(self, repeats: int) -> PointTimes:
+            return PointTimes(seconds=(0.3,), peak_gib=None)
 
         def close(self) -> None: ...
 
@@ -124,11 +176,17 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
         return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
     monkeypatch.setattr(Bench, "measure", measure)
-    monkeypatch.setattr("app.device.profile.Bag", Two)
+    monkeypatch.setattr("app.device.measuring.Bag", Two)
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
     profile = read_profile(out)
     assert {key[0] for key in profile.measured if key[5] == 2} == {"text", "vae", "dit"}
+    assert profile.update_seconds(2) == 0.3 and profile.update_seconds(1) > 0
+    assert [(one.kind, one.workers, one.sent) for one in profile.transfers] == [
+        ("exchange", 2, 2**19),
+        ("exchange", 2, 2**24),
+    ]
+    assert speed_of(profile.transfers, "exchange") == pytest.approx((0.001, 1e9))
     assert profile.legal_degrees("vae", 3, 5, 32, 48) == profile.legal_degrees("text", 3, 5, 32, 48, 56) == (1, 2)
     assert dict(profile.modes("vae", 3, 5, 32, 48))[2] == pytest.approx(
         0.6 * dict(profile.modes("vae", 3, 5, 32, 48))[1]
@@ -205,7 +263,7 @@ def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
 
     one = PointTimes(seconds=(0.1,), peak_gib=None)
     monkeypatch.setattr(Bench, "measure", lambda *of: one)
-    monkeypatch.setattr("app.device.profile.Bag", NoRoom)
+    monkeypatch.setattr("app.device.measuring.Bag", NoRoom)
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
     assert not read_profile(out).fits("dit", 1, 1, 32, 32, 2) or not read_profile(out).fits("dit", 3, 1, 32, 32, 2)
@@ -291,4 +349,6 @@ def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.Cap
     profile = read_profile(out)
     assert all({key[5] for key in profile.measured if key[0] == module} == {1, 2} for module in ("text", "vae", "dit"))
     assert profile.measured["dit", 3, 5, 32, 48, 2] > 0
-    assert "all-to-all of 2:" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "all-to-all of 2:" in told and "update  end of a step on 2 workers" in told
+    assert profile.update_seconds(2) > 0 and len(profile.transfers) == 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import av
+import diffusers
 import numpy as np
 import pytest
 
@@ -24,9 +26,9 @@ from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte
+from tests.ops import test_cogvideox, test_flux, test_latte, test_mochi
 
-PUBLISHED = {"cogvideox": test_cogvideox, "flux": test_flux, "latte": test_latte}
+PUBLISHED = {"cogvideox": test_cogvideox, "flux": test_flux, "latte": test_latte, "mochi": test_mochi}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders:
     config, geometry = config_of(folders[name], "cpu")
     own = {"snr_shift": 3.0} if name == "cogvideox" else {}
     expected, expected_geometry = resolve(PUBLISHED[name].settings(folders[name], **own))
-    rows = {"cogvideox": test_cogvideox.ROWS, "flux": 512, "latte": 120}[name]
+    rows = {"cogvideox": test_cogvideox.ROWS, "flux": 512, "latte": 120, "mochi": 256}[name]
     assert config.model == replace(expected, text=replace(expected.text, max_length=rows))
     assert geometry == expected_geometry and config.train.autocast == "none"
 
@@ -92,17 +94,33 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     assert WanConfig(**image.dit).starts_from_image and TextConfig(**plain.text).pad_to == 512  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_clips_are_as_the_pipeline_makes_them_when_it_is_told_a_prompt_alone(name: str) -> None:
+    """By the defaults of its `__call__`, where they are numbers: two classes take their size from the transformer."""
+    fields = {"in_channels": 16, "out_channels": 16, "guidance_embeds": True, "sample_size": 64}
+    scheduler = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "invert_sigmas": True}
+    family = FAMILIES[name]
+    found = family.published({}, fields, {} if name == "latte" else scheduler)
+    call = getattr(diffusers, family.pipeline_class(family.settings())).__call__
+    defaults = {key: one.default for key, one in inspect.signature(call).parameters.items()}
+    ours: dict[str, object] = {**found.clips, "max_sequence_length": found.text["max_length"]}
+    names = {"num_frames": "frames", "video_length": "frames", "num_inference_steps": "steps", "frame_rate": "fps"}
+    own = {names.get(key, key): value for key, value in defaults.items() if names.get(key, key) in ours and value}
+    assert {"steps", "guidance_scale"} <= set(own)
+    assert {key: ours[key] for key in own} == own
+
+
 def test_what_cannot_be_sampled_is_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     with pytest.raises(ConfigError, match=r"is a StableDiffusionPipeline without transformer/config\.json"):
         published_run(other, False)
-    for part, fields in {"transformer": {"_class_name": "MochiTransformer3DModel"}, "scheduler": {}}.items():
+    for part, fields in {"transformer": {"_class_name": "AllegroTransformer3DModel"}, "scheduler": {}}.items():
         (other / part).mkdir()
         name = "config.json" if part == "transformer" else "scheduler_config.json"
         (other / part / name).write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match="has a MochiTransformer3DModel; clips are made with WanTransformer3DModel"):
+    with pytest.raises(ConfigError, match="has a AllegroTransformer3DModel; clips are made with WanTransformer3DModel"):
         published_run(other, False)
     (other / "transformer" / "config.json").write_text((folders["latte"] / "transformer/config.json").read_text())
     (other / "scheduler" / "scheduler_config.json").write_text('{"beta_end": 0.012, "shift_terminal": 0.1}')

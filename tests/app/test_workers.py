@@ -71,7 +71,8 @@ def test_drain_and_scale_reach_the_run(live_run: tuple[Path, Any], capsys: pytes
     assert capsys.readouterr().out.splitlines()[-1].endswith("leaving")
 
 
-def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any]) -> None:
+def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.run.leftovers._ALIVE_S", 900.0)  # the workers were heard when this file began
     folder = live_run[0]
     config = RunConfig.load(DEMO, [f"run.dir={folder.parent}", f"run.name={folder.name}"])
     with pytest.raises(ConfigError, match="is alive on this cluster; end it with"):
@@ -128,9 +129,9 @@ def test_a_run_that_is_resumed_has_not_ended(tmp_path: Path) -> None:
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}"):
-        must_answer(f"127.0.0.1:{port}")
+        port = free.getsockname()[1]  # nobody else gets it as long as it is bound, and nobody listens
+        with pytest.raises(ConfigError, match=f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}"):
+            must_answer(f"127.0.0.1:{port}")
     must_answer("auto")
 
 

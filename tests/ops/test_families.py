@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its v
     "flux schnell with text as wide as its vector": ("flux", {"num_single_layers": 1, "rope_axes": (8, 12, 12)}),
     "latte": ("latte", {"video_length": 3, "sample_size": 8}),
     "latte of a size beyond 64": ("latte", {"video_length": 3, "sample_size": 128, "patch": (1, 4, 4)}),
+    "mochi": ("mochi", {"num_layers": 2, "context_dim": 20}),
     "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
 }
 

@@ -20,7 +20,17 @@ from ops.groups import Groups
 from ops.shards import Slot
 from ops.sync import FlatSync
 from ops.waiting import Cancelled, CancelToken
-from tests.ops.test_sync import FULL, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, flat_weights, on_threads, sample_loss
+from tests.ops.test_sync import (
+    FULL,
+    LIMIT_S,
+    SAMPLES,
+    START,
+    SUM_ELEMENTS,
+    TOTAL_STEPS,
+    flat_weights,
+    on_threads,
+    sample_loss,
+)
 
 torch.set_num_threads(1)
 
@@ -83,7 +93,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        assert context.event.wait(20), "the buckets behind this layer were not summed while it waited"
+        assert context.event.wait(LIMIT_S), "the buckets behind this layer were not summed while it waited"
         return gradient, None
 
 
@@ -112,7 +122,7 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
         if rank == 1:
             model(torch.ones(1, 8)).sum().backward()
             early = sync.gradients.sum._pending[:1]  # of the second layer; the slow one waits at the gate of the first
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + LIMIT_S / 2
             while not all(p.done for p in early) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert early[0].done
@@ -145,7 +155,7 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
     formed, raised = threading.Event(), []
 
     def rank_0() -> None:
-        groups = Groups(store, 0, (0, 1), "gloo", 0, 30.0, token, "127.0.0.1")
+        groups = Groups(store, 0, (0, 1), "gloo", 0, LIMIT_S, token, "127.0.0.1")
         sync.form(groups.world_group(), None)
         sync.begin_step()
         sync.watch_backward()
@@ -158,9 +168,9 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
         groups.close()
 
     def rank_1() -> None:
-        groups = Groups(store, 1, (0, 1), "gloo", 0, 30.0, token, "127.0.0.1")
+        groups = Groups(store, 1, (0, 1), "gloo", 0, LIMIT_S, token, "127.0.0.1")
         FlatSync(models[1], FULL, TOTAL_STEPS, SUM_ELEMENTS).form(groups.world_group(), None)
-        assert formed.wait(20)
+        assert formed.wait(LIMIT_S)
         token.set("generation 1 has begun")
         groups.close()
 
@@ -168,7 +178,7 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(LIMIT_S)
         assert not thread.is_alive(), "a worker hangs"
     assert raised
     calm = copy.deepcopy(START).float()

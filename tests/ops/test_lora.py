@@ -17,6 +17,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, first_values
 from ops.models.lora import A, B, for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.mochi.config import MochiConfig
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora
 from ops.packing import Layout, Sequence
@@ -46,6 +47,19 @@ CONFIGS = {
         in_channels=4,
         out_channels=4,
         lora_rank=2,
+    ),
+    "mochi": MochiConfig(  # projections without biases
+        num_layers=2,
+        num_heads=2,
+        head_dim=16,
+        ffn_dim=128,
+        freq_dim=16,
+        text_dim=8,
+        context_dim=12,
+        in_channels=4,
+        out_channels=4,
+        lora_rank=2,
+        lora_alpha=3.0,
     ),
 }
 
@@ -90,8 +104,12 @@ def test_only_the_factors_get_gradients(architecture: str) -> None:
     forward(module).square().sum().backward()
     trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
     assert trained == {name for name in module.state_dict() if "lora_" in name}
-    kept = {"ffn.net.2", "attn2.to_out.0"} if architecture == "wan" else {"attn.add_k_proj", "proj_mlp"}
-    assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in kept)
+    kept = {
+        "wan": {"ffn.net.2", "attn2.to_out.0"},
+        "hunyuan": {"attn.add_k_proj", "proj_mlp"},
+        "mochi": {"attn1.add_k_proj", "attn1.to_add_out", "ff_context.net.0.proj"},
+    }
+    assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in kept[architecture])
 
 
 def test_file_for_diffusers_folds_the_scale_into_b() -> None:
@@ -114,6 +132,17 @@ def moved(config: DiTConfig, seed: int) -> torch.nn.Module:
             if is_lora(name):
                 parameter.copy_(torch.randn(parameter.shape, generator=numbers))
     return module
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_factors_that_were_written_are_read_back(architecture: str, tmp_path: Path) -> None:
+    config = CONFIGS[architecture]
+    source = moved(config, 1).state_dict()
+    save_file(for_diffusers(source, lora_scale(config)), tmp_path / "pytorch_lora_weights.safetensors")
+    again = replace(config, lora_alpha=4.0, lora_from=str(tmp_path))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(config)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 6.0])

@@ -15,7 +15,7 @@ from ops.groups import Groups
 from ops.shards import padding, shard_bounds
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.nccl_rules import AgainstNccl, LazyGroup, nccl_rules
-from tests.ops.test_comm import run_ranks
+from tests.ops.test_comm import LIMIT_S, SOON_S, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_two_communicators_in_two_orders_are_seen_before_they_hang(
             pending.wait()
 
     with nccl_rules(monkeypatch), pytest.raises(AgainstNccl, match=r"the other way round|wait for each other"):
-        run_ranks(3, work, timeout_s=2.0)
+        run_ranks(3, work)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_calls_that_do_not_fit_together_are_seen(
             run_ranks(2, lambda rank, groups: call(groups.world_group(), rank))
             return
         with pytest.raises(AgainstNccl, match=seen):
-            run_ranks(2, lambda rank, groups: call(groups.world_group(), rank), timeout_s=2.0)
+            run_ranks(2, lambda rank, groups: call(groups.world_group(), rank))
 
 
 def test_a_communicator_is_there_before_its_first_collective_and_costs_memory_until_it_is_left(
@@ -107,11 +107,11 @@ def test_bags_that_are_prepared_connect_in_any_order_while_their_members_work_in
         groups.prepare(mine[rank:] + mine[:rank])
         before = groups.world_group()
         before.barrier()  # collectives go on beside it
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while rules.open_peers(rank) < 2 + 1 + 1 + 2 and time.monotonic() < deadline:
             time.sleep(0.005)  # nobody asks for a bag, and all are there
         made = rules.open_peers(rank)
-        world.wait(20)
+        world.wait(LIMIT_S)
         for bag in mine:
             groups.get(bag).all_reduce(torch.zeros(1))
         return made
@@ -128,11 +128,11 @@ def test_a_member_that_stops_while_its_communicator_is_made_holds_up_no_worker(m
 
     def connect(self: LazyGroup, device: torch.device) -> None:
         entered.set()
-        stuck.wait(30)
+        stuck.wait(LIMIT_S)
         raise RuntimeError("the connection was closed")
 
     def one(rank: int, store: dist.Store) -> None:
-        groups = Groups(store, rank, FIRST, "gloo", 0, 60.0, token, "127.0.0.1")
+        groups = Groups(store, rank, FIRST, "gloo", 0, LIMIT_S, token, "127.0.0.1")
         try:
             groups.get(FIRST)
         except Exception as error:
@@ -146,10 +146,10 @@ def test_a_member_that_stops_while_its_communicator_is_made_holds_up_no_worker(m
         threads = [Thread(target=one, args=(rank, store)) for rank in (0, 1)]
         for thread in threads:
             thread.start()
-        assert entered.wait(20)
+        assert entered.wait(LIMIT_S)
         token.set("generation 1 has begun")
         for thread in threads:
-            thread.join(20)
+            thread.join(SOON_S)
         assert found == [Cancelled, Cancelled], "while nothing is connected yet"
         stuck.set()
 

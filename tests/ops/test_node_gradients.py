@@ -48,7 +48,7 @@ def run_ranks(case: str, memory: str = "shared") -> list[tuple[int, list[str]]]:
         for rank in range(WORKERS)
     ]
     try:
-        outputs = [process.communicate(timeout=180)[0].split() for process in processes]
+        outputs = [process.communicate(timeout=280)[0].split() for process in processes]
     finally:
         for process in processes:
             process.kill()

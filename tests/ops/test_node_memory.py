@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -43,7 +44,7 @@ class Process:
         os.kill(self.pid, number)
 
     def ended_by(self) -> int:
-        return self._process.wait(20)
+        return self._process.wait(120)
 
     def close(self) -> None:
         self._process.kill()
@@ -77,7 +78,7 @@ def lender() -> Iterator[Lender]:
     lending.close()
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -127,7 +128,7 @@ def test_two_threads_with_a_lock_each_exclude_each_other() -> None:
     waiting.start()
     assert not taken.wait(0.05)
     one.release(0, 8)
-    waiting.join(10)
+    waiting.join(60)
     assert taken.is_set()
 
 
@@ -150,7 +151,7 @@ def test_a_fence_ends_stopped_and_running_borrowers_and_frees_their_locks(lender
     gone.signal(signal.SIGKILL)
     gone.ended_by()
     assert eventually(lambda: gone.pid not in lender.borrowers)
-    assert set(lender.fence(keep={kept.pid})) == {stopped.pid, running.pid}
+    assert set(lender.fence(keep={kept.pid}, timeout_s=100.0)) == {stopped.pid, running.pid}
     assert kept.do("tries 0 8") == "True", "nobody holds it when the fence returns"
     assert stopped.ended_by() == running.ended_by() == -signal.SIGKILL
     assert eventually(lambda: lender.borrowers == (kept.pid,))
@@ -179,11 +180,15 @@ def test_no_descriptor_and_no_thread_is_left_after_fifty_generations() -> None:
         borrowed.close()
         memory.close()
 
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
     generation()
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()  # what tests before this one have left goes now, or later and is no fault
+    files, threads = held()
     for _ in range(50):
         generation()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert eventually(lambda: held()[0] <= files and held()[1] <= threads), f"{(files, threads)} -> {held()}"
 
 
 def test_an_unknown_lender_is_named_with_what_to_do() -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,7 +126,7 @@ schedules = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 11)),
     schedule=schedules,
@@ -172,7 +172,7 @@ def pattern(program: Sequence[Instruction]) -> list[str]:
     return ["send" if isinstance(step, SendPart) else "run" for step in program]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None)
 @given(schedule=schedules)
 def test_forward_and_backward_follow_their_programs(run_ranks, schedule: Schedule) -> None:
     def work(group: Group) -> list[str]:
@@ -301,7 +301,7 @@ def test_layers_without_a_partner_are_refused() -> None:
         run_layers(torch.zeros(1, 4, 4, 2), layers_of(weights_of(3)), grid, Group.solo())
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None)
 @given(
     batch=st.integers(1, 2), frames=st.integers(1, 4), positions=st.integers(1, 9), degree=st.sampled_from([1, 2, 4])
 )

@@ -40,6 +40,7 @@ from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 120.0  # of who waits for others that come
 SUM_ELEMENTS = 40  # the 174 + 70 + 70 elements of Net are several buckets
 SAMPLES, TOTAL_STEPS = 12, 20
 # Against an fp64 reference after 8 steps of size 1e-2; fp32 alone is 2e-7 off.
@@ -208,7 +209,7 @@ def on_threads(
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
-        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 20.0, token, "127.0.0.1", nodes)
+        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, LIMIT_S, token, "127.0.0.1", nodes)
         try:
             results[rank] = work(rank, groups.world_group())
         except BaseException as error:
@@ -221,7 +222,7 @@ def on_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     if errors:
         raise errors[0]
     return results
@@ -283,7 +284,7 @@ def load_shard(folder: Path, key: str) -> ShardState:
 def deepspeed_rank(rank: int, port: int, folder: Path) -> None:
     from ops.deepspeed_sync import DeepSpeedSync
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     generation = 0
     descriptors = []
     for number, case in enumerate(CASES.values()):
@@ -297,7 +298,7 @@ def deepspeed_rank(rank: int, port: int, folder: Path) -> None:
                 if before is not None:
                     store.wait([f"{before[0]}/{r}" for r in range(before[1])])
                     shards = [load_shard(folder, f"{before[0]}-{r}") for r in range(before[1])]
-                groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 60.0, CancelToken(), "127.0.0.1")
+                groups = Groups(store, rank, tuple(range(size)), "gloo", generation, 300.0, CancelToken(), "127.0.0.1")
                 done, shard = run_generation(sync, model, case, groups.world_group(), shards, index * case.steps)
                 groups.close()
                 records += done

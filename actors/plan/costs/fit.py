@@ -60,13 +60,26 @@ class Fit:
 
 
 def model_from(
-    module: str, prior: Fit, loads: Sequence[Load], seconds: Sequence[float], device: str, residual: bool
+    module: str,
+    prior: Fit,
+    loads: Sequence[Load],
+    seconds: Sequence[float],
+    device: str,
+    residual: bool,
+    exchange_s: float = 0.0,
 ) -> tuple[Fit, list[str]]:
     """(model, notes for the report): a fit of the points, at least one; the scaled prior where they are few or the fit
-    is poor. `residual`: with trees on what the VAE's fit leaves."""
+    is poor. `residual`: with trees on what the VAE's fit leaves. `exchange_s` of the transformer, by a measured
+    all-to-all, is what points without a bag cannot say and a prior only assumes; 0: not measured."""
     notes = []
+    if exchange_s:
+        prior = with_exchange(prior, exchange_s)
     if len(loads) >= LEAST_POINTS:
-        fitted = fit(module, loads, seconds, f"fitted to {len(loads)} points of {device}")
+        source = f"fitted to {len(loads)} points of {device}"
+        if exchange_s and all(load.degree == 1 for load in loads):
+            fitted = with_exchange(fit_form(prior.form, loads, seconds, source), exchange_s)
+        else:
+            fitted = fit(module, loads, seconds, source)
         if module == "vae" and residual and len(loads) >= RESIDUAL_POINTS:
             fitted = with_residual(fitted, loads, seconds)
         elif module == "vae" and residual:
@@ -80,7 +93,7 @@ def model_from(
             f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
             f"{fitted.worst:.0%}); missing points use the scaled FLOP model."
         )
-    return _scaled(prior, loads, seconds), notes
+    return _scaled(prior, loads, seconds, exchange_s), notes
 
 
 def fit(module: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
@@ -175,17 +188,34 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     return replace(found, source=found.source + " with an XGBoost residual", r2=r2, worst=worst, residual=residual)
 
 
-def _scaled(prior: Fit, loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
-    """The prior times the median ratio of measured to predicted seconds."""
-    ratios = sorted(s / max(prior.predict(load), 1e-12) for load, s in zip(loads, seconds))
-    ratio = ratios[len(ratios) // 2]
+def with_exchange(found: Fit, exchange_s: float) -> Fit:
+    """The model with measured all-to-alls, where its form has them."""
+    names = FORMS[found.form].names
+    if "comm" not in names:
+        return found
     return replace(
+        found, coefficients=tuple(exchange_s if n == "comm" else c for n, c in zip(names, found.coefficients))
+    )
+
+
+def _scaled(prior: Fit, loads: Sequence[Load], seconds: Sequence[float], exchange_s: float = 0.0) -> Fit:
+    """The prior times the median ratio of measured to predicted seconds; a measured exchange is not scaled."""
+    work = with_exchange(prior, 0.0) if exchange_s else prior
+    sent = [prior.predict(load) - work.predict(load) for load in loads]
+    # of a point that is mostly exchange, a tenth is work at least: noise cannot make it nothing
+    ratios = sorted(
+        max(s - out, 0.1 * s) / max(work.predict(load), 1e-12)
+        for load, s, out in zip(loads, seconds, sent, strict=True)
+    )
+    ratio = ratios[len(ratios) // 2]
+    scaled = replace(
         prior,
         source=f"{prior.source} x {ratio:.3g} from {len(loads)} points",
         coefficients=tuple(c * ratio for c in prior.coefficients),
         worst=max(abs(ratio / r - 1) for r in ratios),
         points=len(loads),
     )
+    return with_exchange(scaled, exchange_s) if exchange_s else scaled
 
 
 def knapformer_constants(found: Fit, width: int) -> tuple[float, float]:

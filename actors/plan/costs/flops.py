@@ -40,6 +40,12 @@ def flop_coefficients(
     }
 
 
+def exchange_seconds(dit: DiTConfig, bytes_per_s: float) -> float:
+    """The coefficient of a transformer's all-to-alls, in training, where a member sends so many bytes a second."""
+    nothing = {"vae_flops_per_pixel": 0.0, "text_flops_per_token": 0.0, "launch_s": 0.0}
+    return flop_coefficients(dit, 1.0, exchange_gbps=bytes_per_s / 1e9, **nothing)["dit"].coefficients[-1]
+
+
 def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:
     return Fit(source="FLOP model", form=form, coefficients=coefficients)
 

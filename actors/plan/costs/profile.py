@@ -16,6 +16,8 @@ from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.topology import CrossNode, cross_of
+from actors.plan.costs.transfers import TransferPoint
+from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -150,6 +152,9 @@ class Profile:
     residual: str = "none"  # one of RESIDUALS
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
+    update: UpdateCosts = field(default_factory=UpdateCosts)
+    transfers: tuple[TransferPoint, ...] = ()  # as measured
+    exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
     num_heads: int | None = None
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
@@ -162,6 +167,7 @@ class Profile:
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
+    _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
         default_factory=dict
     )
@@ -372,6 +378,10 @@ class Profile:
         gib = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w) * 64 / 2**30
         return self.handoff.latency_s + gib / self.handoff.gib_per_s
 
+    def update_seconds(self, workers: int, nodes: int = 1) -> float:
+        """Of the end of a step, behind its last backward; 0 where nobody has measured it."""
+        return self.update.seconds(workers, nodes) or 0.0
+
     def model_of(self, module: Module) -> Fit | None:
         """The model that prices missing points; fitted to the measured points on first use."""
         if module in self._fits:
@@ -389,6 +399,11 @@ class Profile:
         if peak_gib is not None:
             self.peak_gib[key] = peak_gib
         self._forget(cast(Module, key[0]))
+
+    def count_exchange(self, exchange_s: float) -> None:
+        """The all-to-alls of the DiT have been measured."""
+        self.exchange_s = exchange_s
+        self._forget("dit")
 
     def observe(
         self,
@@ -472,6 +487,10 @@ class Profile:
         for key, (count, text) in learned.runs.items():
             self.live[key] = LivePoint.of(learned.measured[key], count, text)
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
+        for point in learned.update.of_run(self.update.kind, self.update.weights).points:
+            if point.count:
+                self._updates[point.workers, point.nodes] = LivePoint.of(point.seconds, point.count)
+                self.update = self.update.with_point(point)
         for module in MODULES:
             self._forget(module)
 
@@ -503,6 +522,18 @@ class Profile:
         cost = self._handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
         if cost is not None:
             self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
+
+    def observe_update(self, workers: int, nodes: int, seconds: float) -> None:
+        """Learn what the end of a step took on so many workers. Raises ValueError for what cannot have been
+        measured."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"the end of a step took {seconds} s; a duration must be positive and finite.")
+        place = (workers, nodes)
+        before = self._updates.get(place)
+        point = LivePoint.of(seconds) if before is None else before.after(seconds, 0)
+        self._updates[place] = point
+        found = UpdatePoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
+        self.update = self.update.with_point(found)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -600,7 +631,9 @@ class Profile:
         if not loads:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
-        found, notes = model_from(module, prior or PRIORS[module], loads, seconds, self.device, residual)
+        exchange_s = self.exchange_s if module == "dit" else 0.0
+        prior = prior or PRIORS[module]
+        found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
         for note in notes:
             self._note(note)
         return found

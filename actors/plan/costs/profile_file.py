@@ -9,6 +9,8 @@ from typing import Literal
 
 from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting, refuse_degrees
 from actors.plan.costs.topology import CrossNode
+from actors.plan.costs.transfers import TransferPoint
+from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
 
@@ -73,10 +75,14 @@ class ProfileFile:
     residual: Literal["none", "xgboost"] = "none"
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
+    update: UpdateCosts = field(default_factory=UpdateCosts)
+    transfers: tuple[TransferPoint, ...] = ()
+    exchange_s: float = 0.0
     geometry: Geometry = field(default_factory=Geometry)
     memory: ProfileMemory | None = None
 
     def __post_init__(self) -> None:
+        refuse_below(0, self, "exchange_s")
         if not self.latency:
             raise ValueError('no "latency" entries, so nothing can be priced. Measure at least one point.')
         for module, degrees in self.degrees.items():

@@ -112,6 +112,12 @@ class DiTConfig:
         return None
 
     @property
+    def told_signal(self) -> bool:
+        """Whether its weights are told the share of signal, of 1000, where those of others are told that of noise. It
+        is turned inside the transformer."""
+        return False
+
+    @property
     def images_only(self) -> bool:
         """Whether clips are pictures, of one frame."""
         return False

@@ -19,8 +19,9 @@ from ops.models.base.config import DiTConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ops.config import FlowConfig
+    from ops.config import FlowConfig, Spacing
 
+EmptyText = Literal["encoded", "none"]
 Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are its business
 
 
@@ -163,6 +164,7 @@ class Family:
     scheduler: Callable[[Any, FlowConfig], Scheduler]  # of a config of this family, and of the flow that was trained
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
+    spacing: Spacing = "even"  # of the noise levels that its pipeline passes to the scheduler
     # (config of this family, sample) -> what the Diffusers class takes
     parity_inputs: Callable[[Any, ParitySample], dict[str, Any]]
     # what that class gives back, without its batch -> [C_out, t, h, w]
@@ -176,7 +178,8 @@ class Family:
     published: Callable[[Json, Json, Json], Published]
 
     notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
-    index: Callable[[FlowConfig], dict[str, object]] = lambda flow: {}  # further entries of model_index.json
+    # (train.flow, model.text.empty) -> further entries of model_index.json
+    index: Callable[[FlowConfig, EmptyText], dict[str, object]] = lambda flow, empty: {}
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called
     export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
 

@@ -73,15 +73,16 @@ class ConditionEmbedding(nn.Module):
 
 
 class Modulation(nn.Module):
-    """`parts` modulation tables [S, D] from the condition [S, D]; holds Diffusers' AdaLayerNorm*.linear."""
+    """`parts` modulation tables from the condition [S, D]; holds Diffusers' AdaLayerNorm*.linear."""
 
-    def __init__(self, dim: int, parts: int) -> None:
+    def __init__(self, dim: int, parts: int, width: int | None = None) -> None:
+        """`width` of a table, by default D."""
         super().__init__()
-        self.linear = nn.Linear(dim, parts * dim)
+        self.linear = nn.Linear(dim, parts * (width or dim))
         self.parts = parts
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
-        """condition [S, D] -> `parts` tables [S, D]."""
+        """condition [S, D] -> `parts` tables [S, width]."""
         return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
 
 

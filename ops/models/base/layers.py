@@ -39,19 +39,28 @@ class TwoLayerMLP(nn.Module):
 
 
 class _Projection(nn.Module):
-    def __init__(self, in_dim: int, out_dim: int) -> None:
+    def __init__(self, in_dim: int, out_dim: int, bias: bool) -> None:
         super().__init__()
-        self.proj = nn.Linear(in_dim, out_dim)
+        self.proj = nn.Linear(in_dim, out_dim, bias)
 
 
 class FeedForward(nn.Module):
     """Diffusers' FeedForward: net.0.proj, activation, net.2."""
 
     def __init__(
-        self, dim: int, inner_dim: int, activation: Activation = gelu_tanh, out_dim: int | None = None
+        self,
+        dim: int,
+        inner_dim: int,
+        activation: Activation = gelu_tanh,
+        out_dim: int | None = None,
+        *,
+        gated: bool = False,
+        bias: bool = True,
     ) -> None:
+        """`gated`: the activation makes one number of two."""
         super().__init__()
-        self.net = nn.ModuleList([_Projection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, out_dim or dim)])
+        first = _Projection(dim, 2 * inner_dim if gated else inner_dim, bias)
+        self.net = nn.ModuleList([first, nn.Identity(), nn.Linear(inner_dim, out_dim or dim, bias)])
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,7 +168,8 @@ def init_linear(model: nn.Module, head: nn.Linear) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, PatchEmbedding):
             nn.init.xavier_uniform_(module.weight.flatten(1))
     for module in model.modules():

@@ -79,7 +79,8 @@ def _scheduler(config: WanConfig, flow: FlowConfig) -> Scheduler:
 
 
 def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As WanPipeline is called in its documentation; Wan2.2 TI2V-5B has latents of 48 channels."""
+    """As WanPipeline is called by default, but for Wan2.2: TI2V-5B, whose latents have 48 channels, has a size of its
+    own, and A14B the guidance of its authors, which is 4 and not the pipeline's 5."""
     from_image, experts = (
         fields["in_channels"] > fields["out_channels"],
         bool((index.get("transformer_2") or [None])[0]),
@@ -189,7 +190,7 @@ FAMILY = Family(
     published=_published,
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
-    index=lambda flow: {"expand_timesteps": True} if flow.first_frame else {},
+    index=lambda flow, empty: {"expand_timesteps": True} if flow.first_frame else {},
     notes=_notes,
     export_notes=_export_notes,
 )

@@ -244,6 +244,20 @@ def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> N
     assert Encoders.of(ModelConfig()).text == known
     pair = Encoders.of(resolve(ModelConfig(dit=HunyuanConfig(), text=TextConfig(kind="hunyuan")))[0]).text
     assert '"kind": "hunyuan"' in pair and '"pooled_dim": 32' in pair
+    raw = Encoders.of(ModelConfig(text=TextConfig(cleaned=False, empty="none"))).text
+    assert '"cleaned": false' in raw and '"empty": "none"' in raw
+
+
+def test_an_empty_caption_that_is_no_text_is_kept_in_the_cache(clips: Path, tmp_path: Path) -> None:
+    """As an array without rows, which is what is wanted of it."""
+    model, geometry = resolve(replace(MODEL, text=replace(MODEL.text, empty="none")))
+    feeder = Feeder(config(clips, tmp_path / "cache"), geometry, 0, Encoders.of(model), str(tmp_path))
+    item = feeder.dataset.step(0).items[0]
+    names = feeder._cache_keys(item)[1]
+    assert feeder._cache is not None
+    for name in names:
+        feeder._cache.put("text", name, np.ones((0, model.text.d_model), np.float32))
+    assert feeder._load("text", 0, item, names) is not None
 
 
 def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:

@@ -60,12 +60,13 @@ def test_a_timeline_of_0_1_has_no_pieces() -> None:
     assert dit.seconds == dit.end - dit.start and dit.phases["backward"] == 0.012361
 
 
-def test_a_plan_of_0_2_is_read_and_has_all_but_the_parts_of_its_cascades() -> None:
+def test_a_plan_of_0_2_is_read_and_has_all_but_parts_and_the_end_of_the_step() -> None:
     old = json.loads((OLD / "plan-0.2.json").read_text())
     plan = plan_of(old)
     assert {cascade.module for cascade in plan.cascades} == {"text", "dit"}
     now = plan.line()
     assert [cascade.pop("parts") for cascade in now["cascades"]] == [[]] * len(plan.cascades)
+    assert now.pop("update_s") == 0.0
     assert json.dumps(now) == json.dumps(old)
 
 

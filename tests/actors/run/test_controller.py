@@ -186,7 +186,13 @@ def report(worker: str, step: int) -> StepReport:
 class Run:
     """A run of two workers that come up at its first look; `later` are events by the step that is dispatched next."""
 
-    def __init__(self, workers: Workers, later: dict[int, list[Event]] | None = None, state_gib: float = 0.0) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        later: dict[int, list[Event]] | None = None,
+        state_gib: float = 0.0,
+        wait_s: float = 120.0,
+    ) -> None:
         self.listener, self.commits = Listening(), CommitLog(committed=-1)
         self.source, self.state = Source(), Held(self.commits)
         coming: dict[int, list[Event]] = later or {}
@@ -207,7 +213,7 @@ class Run:
             source=self.source,
             planner=Planning(),
             state_gib=state_gib,
-            membership=Membership(Limits(min=1, max=2, wait_s=0.1), generation=0),
+            membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(
                 info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
             ),
@@ -257,7 +263,7 @@ def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_s
 
 
 def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:
-    run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), later={})
+    run = Run(Workers(dies=lambda name, step: step == (4 if name == "w0" else 2)), wait_s=0.5)
     assert run.outcome.code == 75 and run.outcome.last_step == 3 and run.listener.steps == [0, 1, 2, 3]
 
 

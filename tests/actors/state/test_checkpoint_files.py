@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,15 +98,19 @@ class Crash(BaseException):
 
 
 class Crasher:
-    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on."""
+    """Raises Crash at the n-th file operation (open, rename, remove, mkdir) below a folder while switched on. What
+    earlier tests left running does not count."""
 
     def __init__(self) -> None:
         self.left: int | None = None
         self.below = ""
+        self.thread = threading.get_ident()
         sys.addaudithook(self)  # hooks cannot be removed; this one sleeps between tests
 
     def __call__(self, event: str, args: tuple) -> None:
         if self.left is None or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            return
+        if threading.get_ident() != self.thread:
             return
         removal = event in ("os.remove", "os.rmdir")  # these name files relative to an open folder
         if not removal and not str(args[0]).startswith(self.below):

@@ -84,6 +84,7 @@ def test_a_step_that_waits_for_slow_keepers_is_told_once(
     ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, now = Listening(), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     log = log_of(7, "a", patience_s=600.0, tell=listener.on_event)
     for later in (10, 40, 50):
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)

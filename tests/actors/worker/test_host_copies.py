@@ -31,7 +31,7 @@ class SlowCopy:
         host = torch.full_like(rows, float("nan"))
 
         def wait() -> None:
-            assert self.end.wait(10)
+            assert self.end.wait(120)
             host.copy_(rows)
 
         return CopyInFlight(host=host, wait=wait)
@@ -50,7 +50,7 @@ def test_a_result_is_handed_out_when_its_copy_has_ended() -> None:
     time.sleep(0.05)
     assert not taken, "the copy was still running"
     copy.end.set()
-    thread.join(5)
+    thread.join(120)
     (found,) = taken[0]
     assert torch.equal(found.rows, torch.full((2, 3), 7.0)) and found.id == (0, "a", 0) and not found.ok
     assert len(copies) == 0 and copies.take((1, "a/vae/0"), 0.0) is None
@@ -60,11 +60,11 @@ def test_who_asks_first_waits_for_the_cascade() -> None:
     copy, taken = SlowCopy(), []
     copy.end.set()
     copies = HostCopies(copy)
-    thread = threading.Thread(target=lambda: taken.append(copies.take((1, "a/vae/0"), 10.0)))
+    thread = threading.Thread(target=lambda: taken.append(copies.take((1, "a/vae/0"), 120.0)))
     thread.start()
     copies.start((2, "a/vae/0"), [result(1)])  # of another generation
     copies.start((1, "a/vae/0"), [result(2)])
-    thread.join(5)
+    thread.join(120)
     assert float(taken[0][0].rows[0, 0]) == 2.0
 
 

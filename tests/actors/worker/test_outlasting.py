@@ -25,7 +25,7 @@ ITEMS = [
     [Item(id=f"s{step}.{n}", batch=2, frames=5, height=32, width=48, text_tokens=12) for n in range(2)]
     for step in (0, 1)
 ]
-DONE_S = 30.0
+DONE_S = 120.0
 
 
 def cascade(item: str, module: str, workers: tuple[int, ...], start: float, end: float) -> Cascade:

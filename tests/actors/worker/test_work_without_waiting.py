@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -23,12 +24,16 @@ def hosts() -> list[Host]:
 
 
 def spans_after(hosts: list[Host], monkeypatch: pytest.MonkeyPatch, late: Host | None) -> list[Span]:
-    """The DiT's span on each worker, of one cascade of both; the `late` one comes after the other."""
-    started = Executor._bag
+    """The DiT's span on each worker, of one cascade of both; the `late` one comes LATE_S after the other."""
+    started, waits = Executor._bag, threading.Event()
 
     def bag(self: Executor, task: CascadeTask) -> object:
-        if late is not None and self is late.executor and task.module == "dit":
-            time.sleep(LATE_S)
+        if late is not None and task.module == "dit":
+            if self is late.executor:
+                assert waits.wait(120), "the other worker never came to the cascade"
+                time.sleep(LATE_S)
+            else:
+                waits.set()
         return started(self, task)
 
     monkeypatch.setattr(Executor, "_bag", bag)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.cache import Cache, CachedLatents
@@ -64,7 +64,7 @@ def test_every_clip_is_in_the_bucket_it_fits_and_items_have_unique_names(clips: 
 
 
 @given(st.integers(0, 2**31), st.integers(0, 25), st.sets(st.sampled_from(TABLE), min_size=3), st.integers(1, 5))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 def test_stop_and_resume_at_any_step_changes_nothing(
     clips: Path, seed: int, stop: int, table: set[str], items: int
 ) -> None:

@@ -69,18 +69,25 @@ def test_hash_is_of_the_content_not_of_place_or_time(folder, tmp_path):
     assert index_of(tmp_path / "moved", tmp_path / "cache")[0].hash != first.hash
 
 
+def written(path, data, second):
+    """A file as of this second: two versions that are written within a tick of the clock would have one time."""
+    path.write_bytes(data)
+    os.utime(path, (second, second))
+
+
 def test_an_edited_caption_or_clip_of_equal_length_is_another_index(tmp_path):
     hashes = set()
-    for members in (sample(0), sample(0, txt=b"caption 1"), sample(0, json=b'{"caption": "j"}'), sample(0)):
-        (tmp_path / "a.tar").write_bytes(shard(members))
+    versions = (sample(0), sample(0, txt=b"caption 1"), sample(0, json=b'{"caption": "j"}'), sample(0))
+    for second, members in enumerate(versions):
+        written(tmp_path / "a.tar", shard(members), second)
         hashes.add(index_of(tmp_path / "a.tar", tmp_path / "cache", caption="txt+json:caption")[0].hash)
     assert len(hashes) == 3
 
 
 def test_an_edited_score_is_another_index(tmp_path):
     hashes = set()
-    for about in (b'{"aesthetic": 4.5}', b'{"aesthetic": 5.4}', b'{"aesthetics": 4.5}'):
-        (tmp_path / "a.tar").write_bytes(shard(sample(0, json=about)))
+    for second, about in enumerate((b'{"aesthetic": 4.5}', b'{"aesthetic": 5.4}', b'{"aesthetics": 4.5}')):
+        written(tmp_path / "a.tar", shard(sample(0, json=about)), second)
         hashes.add(index_of(tmp_path / "a.tar", tmp_path / "cache")[0].hash)
     assert len(hashes) == 3
 

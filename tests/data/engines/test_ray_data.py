@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 import logging
 import os
@@ -72,9 +73,7 @@ def dataset(clips: Path, decoder: str = "data.decode:decode_clip", window: int =
         decode_cpus=0.5,
         object_store_mb=32,
         decoder=decoder,
-        clip_timeout_s=5.0,
         window=window,
-        stall_s=20.0,
     )
     usual = DataConfig(
         sources=(source,),
@@ -196,14 +195,14 @@ def test_killed_decode_workers_change_no_pixel(cluster: None, clips: Path) -> No
     engine = RayEngine(dataset(clips, decoder="slow_decoder:decode", window=64))
     engine.start(0)
     killed = 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     found = []
     for step in range(8):
         while killed < 2 and time.monotonic() < deadline:
-            victims = decode_processes()
-            for victim in victims[:1]:
-                victim.send_signal(signal.SIGKILL)
-                killed += 1
+            for victim in decode_processes()[:1]:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself
+                    victim.send_signal(signal.SIGKILL)
+                    killed += 1
             time.sleep(0.02)
         found += drain(engine, step, step + 1)
     engine.stop()
@@ -273,17 +272,18 @@ def test_a_pausing_consumer_leaves_the_object_store_bounded(cluster: None, clips
     engine = RayEngine(data, limited)
     engine.start(0)
     engine.batches(0)
-    peak, busy = 0, []
-    for _ in range(20):
-        before_s = time.process_time()
+    peak, busy_s, began = 0, 0.0, time.monotonic()
+    for number in range(20):
+        if number == 10:  # by now, nothing is decoded any more
+            busy_s, began = time.process_time(), time.monotonic()
         time.sleep(0.2)
-        busy.append(time.process_time() - before_s)
         peak = max(peak, used() - before)
+    busy_s, paused_s = time.process_time() - busy_s, time.monotonic() - began
     engine.stop()
     largest = max(data.batch_sizes()[b] * b.frames * b.area * 3 for b in data.batch_sizes())
     held = 3 * largest  # of the step that was handed out
     assert 0 < peak <= (8 << 20) + held
-    assert sum(busy[10:]) < 0.5, "waiting costs nothing: Ray Data's scheduling loop must not spin"
+    assert busy_s < 0.25 * paused_s, "waiting costs nothing: Ray Data's scheduling loop must not spin"
 
 
 def test_a_stopped_engine_leaves_no_execution_behind(
@@ -303,7 +303,10 @@ def test_a_stopped_engine_leaves_no_execution_behind(
     engine = RayEngine(dataset(clips))
     engine.start(0)
     engine.batches(0)
-    assert any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate())
+    deadline = time.monotonic() + 120  # between two windows there may be none
+    while not any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "nothing is decoded ahead"
+        time.sleep(0.01)
     stopping.set()
     engine.stop()
     assert not any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate())

@@ -1,0 +1,165 @@
+"""Measures the points of a profile one after the other, and writes the file after each.
+
+What runs out of memory becomes a limit; a bag in which that happened is closed, and another one made when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.plan.costs.flops import exchange_seconds
+from actors.plan.costs.profile import MaxFrames, Profile
+from actors.plan.costs.profile_json import write_profile
+from actors.plan.costs.transfers import TransferPoint, speed_of
+from actors.plan.costs.update import UpdatePoint
+from actors.plan.types import MODULES
+from app.device.bag import Bag
+from app.device.bench import Bench
+from app.device.points import PointTimes, ProfilePoint, SideFigure
+from app.settings.config import RunConfig
+
+_EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
+Measurable = ProfilePoint | SideFigure
+
+
+class Measuring:
+    """The bags of a `heddle profile`, and what they have found so far, in `profile` and in the file `out`."""
+
+    def __init__(self, config: RunConfig, bench: Bench, profile: Profile, out: Path, repeats: int) -> None:
+        self._config, self._bench, self._profile, self._out, self._repeats = config, bench, profile, out, repeats
+        self._device = bench.device.type
+        self._bags: dict[int, Bag] = {}
+
+    def run(self, points: Sequence[Measurable], until: float) -> None:
+        """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
+        try:
+            for number, point in enumerate(points):
+                if until and time.monotonic() > until:
+                    left = len(points) - number
+                    print(f"          the time is over: {left} points are left; call again to continue")
+                    break
+                if not is_known(point, self._profile):
+                    self._measure(point)
+                    self.save()
+        finally:
+            for bag in self._bags.values():
+                bag.close()
+
+    def save(self) -> None:
+        """Write what is known, whole or not at all."""
+        if not self._profile.measured:
+            return
+        with_degrees(self._profile)
+        torn = self._out.with_name(f"{self._out.name}.torn")
+        write_profile(self._profile, torn)
+        os.replace(torn, self._out)
+
+    def _measure(self, point: Measurable) -> None:
+        try:
+            if isinstance(point, ProfilePoint):
+                self._point(point)
+            elif point.kind == "update":
+                self._update(point.degree)
+            else:
+                self._exchange(point.degree)
+        except (MemoryError, RuntimeError) as error:
+            _refuse_other(error)
+            self._close(point.degree)
+            if isinstance(point, ProfilePoint):
+                self._limit(point)
+            else:
+                print(f"{point.kind} of {point.degree}: runs out of memory, and stays unknown", flush=True)
+
+    def _point(self, point: ProfilePoint) -> None:
+        if point.degree == 1:
+            times = self._bench.measure(point.module, point.shape, self._repeats)
+        else:
+            times = self._in_bag(point)
+        self._profile.measure(point.key, times.median, times.peak_gib)
+        peak = f"  {times.peak_gib:6.2f} GiB" if times.peak_gib else ""
+        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{peak}", flush=True)
+
+    def _in_bag(self, point: ProfilePoint) -> PointTimes:
+        try:
+            return self._bag(point.degree).measure(point.module, point.shape, self._repeats)
+        except MemoryError:
+            self._close(point.degree)
+            if self._device != "cuda":
+                raise
+        self._bench.rest()  # its modules lie on the first GPU beside those of a member
+        return self._bag(point.degree).measure(point.module, point.shape, self._repeats)
+
+    def _update(self, workers: int) -> None:
+        if workers == 1:
+            times = self._bench.update(self._repeats)
+        else:
+            if self._device == "cuda":
+                self._bench.rest()
+            times = self._bag(workers).update(self._repeats)
+        self._profile.update = self._profile.update.with_point(UpdatePoint(workers=workers, seconds=times.median))
+        bag = f"{workers} worker{'s' * (workers > 1)}"
+        print(f"update  end of a step on {bag} {times.median:9.4f} s  spread {100 * times.spread:.0f}%", flush=True)
+
+    def _exchange(self, degree: int) -> None:
+        found = []
+        for size in _EXCHANGES:
+            seconds = self._bag(degree).exchange(size)
+            found.append(TransferPoint(kind="exchange", workers=degree, num_bytes=size, seconds=seconds))
+        self._profile.transfers = (*self._profile.transfers, *found)
+        if line := speed_of(self._profile.transfers, "exchange"):
+            self._profile.count_exchange(exchange_seconds(self._bench.model.dit, line[1]))
+        speeds = ", ".join(
+            f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
+        )
+        print(f"a2a   all-to-all of {degree}: {speeds} of a member", flush=True)
+
+    def _bag(self, degree: int) -> Bag:
+        if degree not in self._bags:
+            self._bags[degree] = Bag(self._config, degree, self._device)
+        return self._bags[degree]
+
+    def _close(self, degree: int) -> None:
+        if (bag := self._bags.pop(degree, None)) is not None:
+            bag.close()
+
+    def _limit(self, point: ProfilePoint) -> None:
+        bucket = point.shape.bucket
+        limit = MaxFrames(
+            module=point.module,
+            degree=point.degree,
+            height=bucket.height,
+            width=bucket.width,
+            batch=point.shape.batch,
+            frames=bucket.frames - 1,
+        )
+        self._profile.max_frames = (*self._profile.max_frames, limit)
+        print(f"{point.name} runs out of memory: no plan has it", flush=True)
+
+
+def _refuse_other(error: Exception) -> None:
+    """Raises what is no lack of memory, and lets go of what the error holds."""
+    from actors.worker.meter import ran_out, release
+
+    if not (isinstance(error, MemoryError) or ran_out(error)):
+        raise error
+    release(error)
+
+
+def with_degrees(profile: Profile) -> None:
+    """Encoders may run at the degrees at which they were measured: any is legal for them, and only these are priced."""
+    for module in MODULES:
+        if module != "dit":
+            measured = {degree for name, *_, degree in profile.measured if name == module}
+            profile.degrees[module] = tuple(sorted({1} | measured))
+
+
+def is_known(point: Measurable, profile: Profile) -> bool:
+    """Whether a profile has it already, or a point as large as it ran out of memory."""
+    if isinstance(point, ProfilePoint):
+        return point.key in profile.measured or any(limit.forbids(*point.key) for limit in profile.max_frames)
+    if point.kind == "update":
+        return any((one.workers, one.nodes) == (point.degree, 1) for one in profile.update.points)
+    return any((one.kind, one.workers, one.nodes) == (point.kind, point.degree, 1) for one in profile.transfers)

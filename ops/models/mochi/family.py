@@ -1,0 +1,139 @@
+"""Mochi 1, text to video: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    Scheduler,
+    VAEClass,
+    config_normalisation,
+)
+from ops.models.base.joint_config import JOINT_PROJECTIONS
+from ops.models.mochi.config import MochiConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ops.config import FlowConfig
+    from ops.models.base.family import EmptyText
+
+_EMPTY_IS_NONE = "force_zeros_for_empty_prompt"  # in model_index.json
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.mochi.model import MochiDiT
+
+    return MochiDiT
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride_t = stride_s = 1
+    for part in fields.get("temporal_expansions", (1, 2, 3)):
+        stride_t *= part
+    for part in fields.get("spatial_expansions", (2, 2, 2)):
+        stride_s *= part
+    return fields.get("latent_channels", 12), (stride_t, stride_s, stride_s)
+
+
+def _vae_normalisation(fields: Json, channels: int, module: object) -> tuple[list[float], list[float]]:
+    """As MochiPipeline has it: where there are statistics, the scale counts too."""
+    mean, std = config_normalisation(fields, channels, module)
+    if fields.get("latents_mean") is None or fields.get("latents_std") is None:
+        return mean, std
+    scale = float(fields.get("scaling_factor", 1.0))
+    return mean, [one / scale for one in std]
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
+    patch = fields.get("patch_size", 2)
+    return {"patch": (1, patch, patch), "ffn_dim": 4 * known["num_heads"] * known["head_dim"]}
+
+
+def _write_rest(config: MochiConfig) -> dict[str, object]:
+    return {"patch_size": config.patch[1]}
+
+
+def _scheduler(config: MochiConfig, flow: FlowConfig) -> Scheduler:
+    """MochiPipeline passes its own sigmas."""
+    del config
+    settings = {"shift": flow.flow_shift, "invert_sigmas": True}
+    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
+
+
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As MochiPipeline is called by default."""
+    if not scheduler.get("invert_sigmas"):
+        raise ValueError("its scheduler has no invert_sigmas, by which Mochi is told the share of signal.")
+    return Published(
+        text={"max_length": 256, "cleaned": False, "empty": "none" if index.get(_EMPTY_IS_NONE) else "encoded"},
+        clips={"frames": 19, "height": 480, "width": 848, "fps": 30.0, "steps": 64, "guidance_scale": 4.5},
+    )
+
+
+def _parity_inputs(config: MochiConfig, sample: ParitySample) -> dict[str, Any]:
+    import torch
+
+    del config
+    return {
+        "hidden_states": sample.latent[None],
+        "encoder_hidden_states": sample.text[None],
+        "timestep": 1000 - sample.timestep,
+        "encoder_attention_mask": torch.ones(1, len(sample.text), dtype=torch.bool),
+    }
+
+
+def _index(flow: FlowConfig, empty: EmptyText) -> dict[str, object]:
+    del flow
+    return {_EMPTY_IS_NONE: empty == "none"}
+
+
+def _notes(path: str | None, pad_to: int) -> list[str]:
+    if path and pad_to:
+        return [f"{path} with model.text.pad_to {pad_to}: Mochi's published weights see captions in their true length."]
+    return []
+
+
+def _export_notes(config: MochiConfig, pad_to: int) -> list[str]:
+    del config
+    if pad_to:
+        return [f"this run trained on {pad_to} rows of text; MochiPipeline gives its transformer the true length."]
+    return []
+
+
+FAMILY = Family(
+    config=MochiConfig,
+    model=_model,
+    diffusers_class="MochiTransformer3DModel",
+    pipeline_class=lambda config: "MochiPipeline",
+    vae=VAEClass(name="AutoencoderKLMochi", numbers=_vae_numbers, normalisation=_vae_normalisation, can_be_tiled=False),
+    key_map={
+        "num_layers": "num_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "freq_dim": "time_embed_dim",
+        "text_dim": "text_embed_dim",
+        "context_dim": "pooled_projection_dim",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+    },
+    fixed_fields={"qk_norm": "rms_norm", "activation_fn": "swiglu"},
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(
+        blocks=("transformer_blocks.",), projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp")
+    ),
+    scheduler=_scheduler,
+    spacing="linear_quadratic",
+    published=_published,
+    parity_inputs=_parity_inputs,
+    parity_output=lambda output, sample: -output,
+    index=_index,
+    notes=_notes,
+    export_notes=_export_notes,
+)

@@ -1,0 +1,278 @@
+"""Mochi's transformer over packed sequences, with the parameter names of MochiTransformer3DModel.
+
+S sequences, n video rows and m text rows of this rank, T rows of the whole (replicated) text, D width, C width of the
+text's stream, H heads, d head size, f = d / 2. Text and video attend to each other in one sequence, as in HunyuanVideo;
+under Ulysses both are cut into chunks. Norms are RMSNorm without weights, also on what a branch gives before its gate,
+which is a tanh. Frequencies of positions are trained, for every head its own (Genmo 2024, "Mochi 1").
+
+The published weights are told the share of signal and predict signal minus noise. Here, as in every family, a
+transformer is told the share of noise and predicts noise minus signal: both are turned at its ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ops.attention.lengths import Lengths
+from ops.attention.varlen import attention
+from ops.comm import Group
+from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.kernels.base.segments import Segments
+from ops.models.base.joint import Modulation
+from ops.models.base.joint_config import default_rope_split
+from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinusoidal_embedding
+from ops.models.base.transformer import ForwardInputs, PackedTransformer
+from ops.models.mochi.config import POOL_HEADS, MochiConfig
+from ops.packing import Layout
+from ops.sequence_parallel import sequence_parallel_attention
+
+_WHOLE = 1000.0  # what the published weights are told of a clip without noise
+_QK_EPS = 1e-5
+_OUT_EPS = 1e-6
+_AREA = 192.0 * 192.0  # tokens of the frame to whose size all frames are scaled
+
+
+class MochiInputs(NamedTuple):
+    """What all blocks of one forward share."""
+
+    condition: Tensor  # [S, D] after silu, what every modulation is projected from
+    cos: Tensor  # [n, H, f]
+    sin: Tensor
+    layout: Layout
+    group: Group
+
+
+class MochiDiT(PackedTransformer):
+    config: MochiConfig
+
+    def __init__(self, config: MochiConfig) -> None:
+        super().__init__(config)
+        self.patch_embed = FramePatches(config)
+        self.time_embed = TimeAndText(config)
+        self.pos_frequencies = nn.Parameter(initial_frequencies(config))
+        last = config.num_layers - 1
+        self.transformer_blocks = nn.ModuleList(MochiBlock(config, i == last) for i in range(config.num_layers))
+        self.norm_out = Modulation(config.dim, 2)
+        self.proj_out = nn.Linear(config.dim, config.out_channels * self.patch_size)
+        init_linear(self, head=self.proj_out)
+        nn.init.xavier_uniform_(self.patch_embed.proj.weight.flatten(1))
+
+    def velocity(self, given: ForwardInputs) -> Tensor:
+        """[n, C_out * patch]. Raises ValueError for clips with clean frames."""
+        layout = given.layout
+        if layout.has_clean_frames:
+            raise ValueError("a clip with clean frames: Mochi's blocks take one time for all of a clip.")
+        condition = F.silu(self.time_embed(_WHOLE - given.timesteps, given.text, layout))
+        cos, sin = rotation(layout, self.pos_frequencies)
+        x, context = self.patch_embed(given.tokens), self.time_embed.stream(given.text, layout)
+        shared = MochiInputs(condition, cos, sin, layout, given.group)
+        for block in self.transformer_blocks:
+            x, context = self.run(block, x, context, shared)
+        scale, shift = self.norm_out(condition)
+        out = self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=_OUT_EPS))
+        return -out.unflatten(-1, (self.patch_size, -1)).transpose(-1, -2).flatten(-2)  # its head is channel last
+
+
+def initial_frequencies(config: MochiConfig) -> Tensor:
+    """[3, H, f]: every pair of numbers of a head turns with one of t, h and w, as RoPE does; training changes that."""
+    found = torch.zeros(3, config.num_heads, config.head_dim // 2)
+    start = 0
+    for axis, size in enumerate(default_rope_split(config.head_dim)):
+        powers = torch.arange(0, size, 2, dtype=torch.float32) / max(size, 1)
+        found[axis, :, start : start + size // 2] = config.rope_theta**-powers
+        start += size // 2
+    return found
+
+
+def rotation(layout: Layout, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [n, H, f] of each local row, with a gradient to the frequencies [3, H, f]; at least fp32.
+
+    Frames count from 0. Rows and columns count from the middle, in steps for which every frame has the same area.
+    """
+    dtype = torch.promote_types(frequencies.dtype, torch.float32)
+    grids = torch.tensor([sequence.grid for sequence in layout.sequences], dtype=torch.float64, device=layout.device)
+    step = (_AREA / (grids[:, 1] * grids[:, 2])).sqrt()[layout.seq_index, None]
+    middle = ((grids - 1) / 2)[layout.seq_index]
+    place = layout.positions.double()
+    place = torch.cat([place[:, :1], (place[:, 1:] - middle[:, 1:]) * step], dim=1).to(dtype)
+    with torch.autocast(layout.device.type, enabled=False):
+        angles = (place @ frequencies.to(dtype).flatten(1)).unflatten(1, frequencies.shape[1:])
+    return angles.cos(), angles.sin()
+
+
+def rotated_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[n, H, d] with each pair of each head turned by its angle [n, H, f]."""
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+class FramePatches(nn.Module):
+    """Diffusers' PatchEmbed without positions."""
+
+    def __init__(self, config: MochiConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(config.in_channels, config.dim, config.patch[1:], config.patch[1:])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[n, C * patch] -> [n, D]"""
+        weight = self.proj.weight
+        return F.linear(tokens.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class TimeAndText(nn.Module):
+    """Diffusers' MochiCombinedTimestepCaptionEmbedding: what modulates all blocks, and the text's stream."""
+
+    def __init__(self, config: MochiConfig) -> None:
+        super().__init__()
+        self.timestep_embedder = TwoLayerMLP(config.freq_dim, config.dim, F.silu)
+        self.pooler = TextPool(config.text_dim, config.dim)
+        self.caption_proj = nn.Linear(config.text_dim, config.context_dim)
+
+    def forward(self, times: Tensor, text: Tensor, layout: Layout) -> Tensor:
+        """times [S], text [T, E] -> [S, D], in the weights' precision also under autocast."""
+        with torch.autocast(layout.device.type, enabled=False):
+            weight = self.timestep_embedder.linear_1.weight
+            time = self.timestep_embedder(sinusoidal_embedding(times, weight.shape[1], weight.dtype))
+            out = time + self.pooler(text.to(weight.dtype), layout)
+        return out.to(torch.promote_types(weight.dtype, torch.float32))
+
+    def stream(self, text: Tensor, layout: Layout) -> Tensor:
+        """[m, C]: the rows of the text that this rank holds."""
+        return self.caption_proj(text.index_select(0, layout.text_rows).to(self.caption_proj.weight.dtype))
+
+
+class TextPool(nn.Module):
+    """Diffusers' MochiAttentionPool: the mean of a text attends to itself and to the text. Every rank does it whole."""
+
+    def __init__(self, text_dim: int, dim: int) -> None:
+        super().__init__()
+        self.to_kv = nn.Linear(text_dim, 2 * text_dim)
+        self.to_q = nn.Linear(text_dim, text_dim)
+        self.to_out = nn.Linear(text_dim, dim)
+
+    def forward(self, text: Tensor, layout: Layout) -> Tensor:
+        """text [T, E] -> [S, D]; a sequence without text has the mean 0."""
+        mean = layout.text_mean(text.dtype) @ text
+        rows = torch.cat([mean, text]).index_select(0, _behind_its_mean(layout))
+        k, v = (part.unflatten(-1, (POOL_HEADS, -1)) for part in self.to_kv(rows).chunk(2, dim=-1))
+        q = self.to_q(mean).unflatten(-1, (POOL_HEADS, -1))
+        alone = Lengths.of([1] * len(layout), layout.device)
+        keys = Lengths.of([length + 1 for length in layout.text_lengths], layout.device)
+        return self.to_out(attention(q, k, v, alone, keys).flatten(1))
+
+
+def _behind_its_mean(layout: Layout) -> Tensor:
+    """int64 [S + T]: of the means, then all rows of text, for each sequence its mean and its rows."""
+    starts = len(layout) + np.cumsum((0, *layout.text_lengths))
+    order = [np.append(i, np.arange(starts[i], starts[i + 1])) for i in range(len(layout))]
+    return torch.from_numpy(np.concatenate(order).astype(np.int64)).to(layout.device)
+
+
+class MochiJointAttention(nn.Module):
+    """Projections of Diffusers' MochiAttention."""
+
+    def __init__(self, config: MochiConfig, last: bool) -> None:
+        super().__init__()
+        dim, context, self.head_dim = config.dim, config.context_dim, config.head_dim
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(context, dim, bias=False) for _ in range(3))
+        self.norm_q, self.norm_k = nn.RMSNorm(self.head_dim, _QK_EPS), nn.RMSNorm(self.head_dim, _QK_EPS)
+        self.norm_added_q, self.norm_added_k = nn.RMSNorm(self.head_dim, _QK_EPS), nn.RMSNorm(self.head_dim, _QK_EPS)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        if not last:
+            self.to_add_out = nn.Linear(dim, context)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[n, D] -> normalised and rotated q, k and plain v, each [n, H, d]."""
+        q, k = self._normed(self.to_q(x), self.to_k(x), self.norm_q.weight, self.norm_k.weight)
+        return rotated_heads(q, cos, sin), rotated_heads(k, cos, sin), self._heads(self.to_v(x))
+
+    def project_text(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[m, C] -> the same of the text, which is not rotated: [m, H, d] each."""
+        q, k = self.add_q_proj(context), self.add_k_proj(context)
+        q, k = self._normed(q, k, self.norm_added_q.weight, self.norm_added_k.weight)
+        return q, k, self._heads(self.add_v_proj(context))
+
+    def _normed(self, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = qk_norm_rope(q, k, wq, wk, head_dim=self.head_dim, per_head=True, eps=_QK_EPS)
+        return self._heads(q), self._heads(k)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[n, 2 F] -> [n, F]: the first half, gated by silu of the second (Shazeer 2020)."""
+    value, gate = x.chunk(2, dim=-1)
+    return value * F.silu(gate)
+
+
+def gated_mlp(dim: int) -> FeedForward:
+    """With two thirds of `4 dim` numbers between its layers, which have no biases."""
+    return FeedForward(dim, 8 * dim // 3, swiglu, gated=True, bias=False)
+
+
+class ScaledNorm(nn.Module):
+    """Of the last block's text: one scale [S, C]; the stream ends there."""
+
+    def __init__(self, config: MochiConfig) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(config.dim, config.context_dim)
+
+    def forward(self, condition: Tensor) -> tuple[Tensor]:
+        """condition [S, D] -> (scale [S, C],)"""
+        return (self.linear_1(condition.to(self.linear_1.weight.dtype)),)
+
+
+class MochiBlock(nn.Module):
+    """Joint attention with separate weights and MLPs for video and text; the last block gives no text."""
+
+    def __init__(self, config: MochiConfig, last: bool) -> None:
+        super().__init__()
+        self.eps, self.backend = config.eps, config.attention
+        self.norm1 = Modulation(config.dim, 4)
+        self.norm1_context = ScaledNorm(config) if last else Modulation(config.dim, 4, config.context_dim)
+        self.attn1 = MochiJointAttention(config, last)
+        self.ff = gated_mlp(config.dim)
+        self.ff_context = None if last else gated_mlp(config.context_dim)
+
+    def forward(self, x: Tensor, context: Tensor, shared: MochiInputs) -> tuple[Tensor, Tensor]:
+        """x [n, D], context [m, C] -> the same."""
+        layout, rows = shared.layout, shared.layout.local_tokens
+        scale, gate, mlp_scale, mlp_gate = self.norm1(shared.condition)
+        c_scale, *c_tables = self.norm1_context(shared.condition)
+
+        h = ln_modulate(x, scale, None, layout.segments, eps=self.eps, rms=True)
+        c = ln_modulate(context, c_scale, None, layout.local_text_segments, eps=self.eps, rms=True)
+        pairs = zip(self.attn1.project(h, shared.cos, shared.sin), self.attn1.project_text(c))
+        q, k, v = (torch.cat(pair) for pair in pairs)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.backend).flatten(1)
+
+        x = self._end(x, self.attn1.to_out[0](y[:rows]), gate, mlp_scale, mlp_gate, layout.segments, self.ff)
+        if self.ff_context is not None:
+            c = self.attn1.to_add_out(y[rows:])
+            c_gate, c_mlp_scale, c_mlp_gate = c_tables
+            context = self._end(
+                context, c, c_gate, c_mlp_scale, c_mlp_gate, layout.local_text_segments, self.ff_context
+            )
+        return x, context
+
+    def _end(
+        self,
+        x: Tensor,
+        y: Tensor,
+        gate: Tensor,
+        mlp_scale: Tensor,
+        mlp_gate: Tensor,
+        segments: Segments,
+        ff: FeedForward,
+    ) -> Tensor:
+        """The stream after what attention gave it, and after its MLP."""
+        y = ln_modulate(y, eps=self.eps, rms=True)
+        x, h = gate_residual_ln_modulate(x, y, torch.tanh(gate), mlp_scale, None, segments, eps=self.eps, rms=True)
+        return gate_residual(x, ln_modulate(ff(h), eps=self.eps, rms=True), torch.tanh(mlp_gate), segments)

@@ -1,0 +1,92 @@
+"""Measured all-to-alls price what degrees cost, where points of bags do not say it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.plan.costs.flops import exchange_seconds, flop_coefficients
+from actors.plan.costs.forms import FORMS
+from actors.plan.costs.profile import PRIORS, Profile
+from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
+from actors.plan.costs.transfers import TransferPoint, speed_of
+from ops.models.wan.config import WanConfig
+
+DIT = WanConfig(num_layers=4, num_heads=4, head_dim=32, ffn_dim=512)
+CLIPS = ((1, 256), (1, 512), (5, 256), (9, 256), (17, 256), (17, 512), (33, 256))
+ALPHA, COMM = 2e-4, 6e-5
+
+
+def exchange(num_bytes: int, seconds: float, workers: int = 2, nodes: int = 1) -> TransferPoint:
+    return TransferPoint(kind="exchange", workers=workers, nodes=nodes, num_bytes=num_bytes, seconds=seconds)
+
+
+def of_one_worker(clips: tuple[tuple[int, int], ...] = CLIPS, exchange_s: float = 0.0) -> Profile:
+    """Points of one worker, of a machine without attention and with slow all-to-alls."""
+    profile = Profile(degrees={"dit": (1, 2, 4)}, exchange_s=exchange_s)
+    for frames, side in clips:
+        profile.measure(("dit", 1, frames, side, side, 1), 0.05 + ALPHA * profile.tokens(frames, side, side))
+    return profile
+
+
+def true_s(profile: Profile, frames: int, side: int, degree: int) -> float:
+    tokens = profile.tokens(frames, side, side)
+    return 0.05 + ALPHA * tokens / degree + COMM * tokens * (degree - 1) / degree**2
+
+
+def test_latency_and_bandwidth_are_the_line_through_two_sizes() -> None:
+    def taken(num_bytes: int, workers: int) -> float:
+        return 0.002 + num_bytes * (workers - 1) / workers / 3e9
+
+    found = [exchange(size, taken(size, k), k) for size in (2**20, 2**25) for k in (2, 4)]
+    assert speed_of(found, "exchange") == pytest.approx((0.002, 3e9))
+    assert speed_of(found[:1], "exchange") is None and speed_of(found, "exchange", nodes=2) is None
+    busy = [exchange(2**20, 0.5), exchange(2**25, 0.1)]
+    assert speed_of(busy, "exchange") == (0.0, pytest.approx(2**24 / 0.1)), "no negative time of a byte"
+
+
+def test_degrees_that_were_not_measured_are_priced_by_the_measured_all_to_all() -> None:
+    known, unknown = of_one_worker(exchange_s=COMM), of_one_worker()
+    for degree in (2, 4):
+        true = true_s(known, 17, 512, degree)
+        assert known.seconds("dit", 1, 17, 512, 512, degree) == pytest.approx(true, rel=0.01)
+        assert unknown.seconds("dit", 1, 17, 512, 512, degree) < 0.93 * true, "perfect scaling without it"
+    assert known.seconds("dit", 1, 17, 512, 512, 1) == unknown.seconds("dit", 1, 17, 512, 512, 1)
+
+
+def test_measured_bags_count_instead_of_it() -> None:
+    bags = of_one_worker(exchange_s=100 * COMM)
+    for frames, side in CLIPS:
+        bags.measure(("dit", 1, frames, side, side, 2), true_s(bags, frames, side, 2))
+    assert bags.seconds("dit", 1, 17, 512, 512, 4) == pytest.approx(true_s(bags, 17, 512, 4), rel=0.02)
+
+
+def test_few_points_scale_the_work_of_the_prior_and_not_its_exchange() -> None:
+    profile = of_one_worker(CLIPS[:2], exchange_s=COMM)
+    fit = profile.model_of("dit")
+    assert fit is not None and "FLOP model" in fit.source
+    assert dict(zip(FORMS[fit.form].names, fit.coefficients))["comm"] == COMM
+    scaled = of_one_worker(CLIPS[:2]).model_of("dit")
+    assert scaled is not None and scaled.coefficients[:3] == pytest.approx(fit.coefficients[:3])
+    assert scaled.coefficients[3] / scaled.coefficients[1] == pytest.approx(
+        PRIORS["dit"].coefficients[3] / PRIORS["dit"].coefficients[1]
+    ), "another device's network, scaled"
+
+
+def test_the_coefficient_is_that_of_the_flop_model_at_this_bandwidth() -> None:
+    nothing = {"vae_flops_per_pixel": 0.0, "text_flops_per_token": 0.0, "launch_s": 0.0}
+    whole = flop_coefficients(DIT, 7.0, exchange_gbps=3.0, **nothing)["dit"]
+    assert exchange_seconds(DIT, 3e9) == whole.coefficients[-1] > 0
+
+
+def test_a_profile_keeps_them_and_one_without_is_priced_as_ever(tmp_path: Path) -> None:
+    first = of_one_worker(exchange_s=COMM)
+    first.transfers = (exchange(2**20, 0.1), exchange(2**25, 0.2))
+    write_profile(first, tmp_path / "p.json")
+    again = read_profile(tmp_path / "p.json")
+    assert again.transfers == first.transfers and again.exchange_s == COMM
+    shape = ("dit", 1, 17, 512, 512, 4)
+    assert again.seconds(*shape) == first.seconds(*shape)
+    old = {key: value for key, value in profile_json(first).items() if key not in ("transfers", "exchange_s")}
+    assert read_profile(old).seconds(*shape) == of_one_worker().seconds(*shape)
