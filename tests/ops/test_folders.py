@@ -90,7 +90,7 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"pos_embed_seq_len": 514}, "has pos_embed_seq_len 514; only None is supported"),
-        ({"_class_name": "MochiTransformer3DModel"}, "is a MochiTransformer3DModel; known are"),
+        ({"_class_name": "AllegroTransformer3DModel"}, "is a AllegroTransformer3DModel; known are"),
     ],
 )
 def test_variants_that_we_do_not_compute_are_refused(changes: dict[str, Any], sentence: str) -> None:

@@ -159,7 +159,7 @@ def test_a_clip_from_a_clean_first_frame_is_the_one_of_the_pipeline(vae: Diffuse
         vae=vae.model,
         scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
         transformer=transformer,
-        **FAMILY.index(FlowConfig(first_frame=0.2)),
+        **FAMILY.index(FlowConfig(first_frame=0.2), "encoded"),
     )
     dit = build_dit(plain, 0)
     dit.load_state_dict(transformer.state_dict())

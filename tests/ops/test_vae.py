@@ -162,6 +162,6 @@ def test_a_folder_whose_weights_are_a_pickle_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_class_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLMochi"}')
-    with pytest.raises(ValueError, match="is a AutoencoderKLMochi; known video autoencoders are AutoencoderKLWan"):
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLAllegro"}')
+    with pytest.raises(ValueError, match="is a AutoencoderKLAllegro; known video autoencoders are AutoencoderKLWan"):
         build_vae(VAEConfig(kind="diffusers", path=str(tmp_path)), "cpu")
