@@ -6,6 +6,7 @@ The controller turns every cascade of a plan into one `CascadeTask` per worker o
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Concatenate, Protocol
@@ -267,6 +268,21 @@ class Progress:
     waiting_in: str  # name of the collective it waits in, or ""
     leaving: bool = False
     limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
+
+    @classmethod
+    def of_start(cls, worker: str) -> Progress:
+        """Of a worker that loads its models and is in no generation yet."""
+        return cls(
+            worker=worker,
+            generation=-1,
+            step=-1,
+            activity=LOADING,
+            phase="",
+            since=time.time(),
+            predicted_s=0.0,
+            collectives=0,
+            waiting_in="",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import LOADING, Orders, Progress
+from actors.messages import Orders, Progress
 from actors.ray_calls import get
 from actors.refs import Method
 from ops.groups import Groups
@@ -47,17 +47,7 @@ class Heartbeat:
         self._worker, self._config, self._monitor, self._waits_on_device = worker, config, monitor, waits_on_device
         self.leaving = False  # a preemption notice has come
         self.groups: Groups | None = None  # of the running generation
-        progress = Progress(
-            worker=worker,
-            generation=-1,
-            step=-1,
-            activity=LOADING,
-            phase="",
-            since=time.time(),
-            predicted_s=0.0,
-            collectives=0,
-            waiting_in="",
-        )
+        progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
         self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile

@@ -23,7 +23,6 @@ import numpy as np
 from ray.exceptions import ActorDiedError
 
 from actors.messages import (
-    LOADING,
     CascadeTask,
     FinishTask,
     FormTask,
@@ -69,17 +68,7 @@ class VirtualWorker:
         self.name, self.node, self.host = name, node, host
         self.dead = False
         self.beats: asyncio.Task[None] | None = None
-        self.progress = Progress(
-            worker=name,
-            generation=-1,
-            step=-1,
-            activity=LOADING,
-            phase="",
-            since=time.time(),
-            predicted_s=0.0,
-            collectives=0,
-            waiting_in="",
-        )
+        self.progress = Progress.of_start(name)
         self._turn = 0
         self._waiting: dict[int, asyncio.Event] = {}
         self._running: asyncio.Task[Any] | None = None
