@@ -67,8 +67,8 @@ class HalfAddingWorker(Worker):
 
 
 class ShortWorker(Worker):
-    """Runs out of memory in cascades drawn at random, INJECTED times in all of a run, in each kind of cascade once: the
-    smallest may not run out of it three times."""
+    """Runs out of memory in cascades drawn at random, INJECTED times in all of a run, in each kind of cascade once, and
+    with one sample in each module and degree once, whatever its shape: a third time at the least ends the run."""
 
     def _phase(self, phase: str) -> None:
         super()._phase(phase)
@@ -78,7 +78,10 @@ class ShortWorker(Worker):
         if not hasattr(self, "_draws"):
             self._draws = np.random.default_rng(list(progress.worker.encode()))
         if self._draws.random() < 0.15 and len(list(folder.iterdir())) < INJECTED:
-            kind = progress.activity.rpartition(" ")[0]
+            kind = progress.activity.rpartition(" ")[0]  # "dit 9f 64x96 b1 sp2"
+            module, *_, batch, degree = kind.split()
+            if batch == "b1":
+                kind = f"{module} {batch} {degree}"
             try:
                 (folder / kind.replace(" ", "-")).touch(exist_ok=False)
             except FileExistsError:
