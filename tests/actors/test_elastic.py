@@ -179,7 +179,7 @@ def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, alone: Alone) ->
     assert set(pairs) == {(2,)}, "a node has room for both"
     name = run.signal_worker(0, signal.SIGTERM)
     run.wait_for(lambda: any(isinstance(e, WorkerDrained) and e.worker == name for e in run.events), f"{name} to leave")
-    run.wait_for_more_steps(3)
+    run.wait_for_more_steps(5)
     run.stop()
     assert_same_training(run, alone.losses(len(run.steps())))
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
