@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import write_profile
-from actors.plan.costs.transfers import TransferPoint, speed_of
 from actors.plan.costs.update import UpdatePoint
 from actors.plan.types import MODULES
 from app.device.bag import Bag
@@ -115,9 +115,9 @@ class Measuring:
         found = []
         for size in _EXCHANGES:
             seconds = self._bag(degree).exchange(size)
-            found.append(TransferPoint(kind="exchange", workers=degree, num_bytes=size, seconds=seconds))
-        self._profile.transfers = (*self._profile.transfers, *found)
-        if line := speed_of(self._profile.transfers, "exchange"):
+            found.append(ExchangePoint(workers=degree, num_bytes=size, seconds=seconds))
+        self._profile.exchanges = (*self._profile.exchanges, *found)
+        if line := exchange_speed(self._profile.exchanges):
             self._profile.count_exchange(exchange_seconds(self._bench.model.dit, line[1]))
         speeds = ", ".join(
             f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
@@ -172,4 +172,4 @@ def is_known(point: Measurable, profile: Profile) -> bool:
         return point.next_point(profile) is None
     if point.kind == "update":
         return any((one.workers, one.nodes) == (point.degree, 1) for one in profile.update.points)
-    return any((one.kind, one.workers, one.nodes) == (point.kind, point.degree, 1) for one in profile.transfers)
+    return any(one.workers == point.degree for one in profile.exchanges)

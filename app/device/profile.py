@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.fit import fit_form, knapformer_constants
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.costs.transfers import speed_of
 from actors.plan.types import MODULES, PlanError
 from actors.planning.batching import TargetBatch, seconds_of
 from actors.planning.learned import refuse_other, setting_of
@@ -178,7 +178,7 @@ def continue_from(out: Path, profile: Profile) -> None:
         profile.measure(key, seconds, before.peak_gib.get(key))
     profile.max_frames = before.max_frames
     profile.update = before.update.of_run(profile.update.kind, profile.update.weights)
-    profile.transfers = before.transfers
+    profile.exchanges = before.exchanges
     profile.count_exchange(before.exchange_s)
 
 
@@ -254,5 +254,5 @@ def _print_figures(profile: Profile) -> None:
         print(
             f"update  {point.workers} worker{'s' * (point.workers > 1)}: {point.seconds:.4f} s, {each:.3g} ns a weight"
         )
-    if found := speed_of(profile.transfers, "exchange"):
+    if found := exchange_speed(profile.exchanges):
         print(f"a2a   {found[1] / 1e9:.2f} GB/s of a member after {1e6 * found[0]:.0f} us")

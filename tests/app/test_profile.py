@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.costs.transfers import speed_of
 from app.device.bag import Bag, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
@@ -120,7 +120,7 @@ def test_a_file_without_the_figures_is_continued_by_them_alone(tmp_path: Path, m
     monkeypatch.setattr(Bench, "update", update)
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
-    old = {key: value for key, value in json.loads(out.read_text()).items() if key not in ("update", "transfers")}
+    old = {key: value for key, value in json.loads(out.read_text()).items() if key not in ("update", "exchanges")}
     out.write_text(json.dumps(old))
     asked.clear()
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
@@ -251,11 +251,11 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
     profile = read_profile(out)
     assert {key[0] for key in profile.measured if key[5] == 2} == {"text", "vae", "dit"}
     assert profile.update_seconds(2) == 0.3 and profile.update_seconds(1) > 0
-    assert [(one.kind, one.workers, one.sent) for one in profile.transfers] == [
-        ("exchange", 2, 2**19),
-        ("exchange", 2, 2**24),
+    assert [(one.workers, one.sent) for one in profile.exchanges] == [
+        (2, 2**19),
+        (2, 2**24),
     ]
-    assert speed_of(profile.transfers, "exchange") == pytest.approx((0.001, 1e9))
+    assert exchange_speed(profile.exchanges) == pytest.approx((0.001, 1e9))
     assert profile.legal_degrees("vae", 3, 5, 32, 48) == profile.legal_degrees("text", 3, 5, 32, 48, 56) == (1, 2)
     assert dict(profile.modes("vae", 3, 5, 32, 48))[2] == pytest.approx(
         0.6 * dict(profile.modes("vae", 3, 5, 32, 48))[1]
@@ -423,4 +423,4 @@ def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.Cap
     assert profile.measured["dit", 3, 5, 32, 48, 2] > 0
     told = capsys.readouterr().out
     assert "all-to-all of 2:" in told and "update  end of a step on 2 workers" in told
-    assert profile.update_seconds(2) > 0 and len(profile.transfers) == 2
+    assert profile.update_seconds(2) > 0 and len(profile.exchanges) == 2

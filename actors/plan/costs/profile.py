@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from actors.plan.costs.drift import Drift
+from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.topology import CrossNode, cross_of
-from actors.plan.costs.transfers import TransferPoint
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.geometry import Geometry
@@ -153,7 +153,7 @@ class Profile:
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
-    transfers: tuple[TransferPoint, ...] = ()  # as measured
+    exchanges: tuple[ExchangePoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
     num_heads: int | None = None

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting, refuse_degrees
 from actors.plan.costs.topology import CrossNode
-from actors.plan.costs.transfers import TransferPoint
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
@@ -76,7 +76,7 @@ class ProfileFile:
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
-    transfers: tuple[TransferPoint, ...] = ()
+    exchanges: tuple[ExchangePoint, ...] = ()
     exchange_s: float = 0.0
     geometry: Geometry = field(default_factory=Geometry)
     memory: ProfileMemory | None = None

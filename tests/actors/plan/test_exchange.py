@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_seconds, flop_coefficients
 from actors.plan.costs.forms import FORMS
 from actors.plan.costs.profile import PRIORS, Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
-from actors.plan.costs.transfers import TransferPoint, speed_of
 from ops.models.wan.config import WanConfig
 
 DIT = WanConfig(num_layers=4, num_heads=4, head_dim=32, ffn_dim=512)
@@ -18,8 +18,8 @@ CLIPS = ((1, 256), (1, 512), (5, 256), (9, 256), (17, 256), (17, 512), (33, 256)
 ALPHA, COMM = 2e-4, 6e-5
 
 
-def exchange(num_bytes: int, seconds: float, workers: int = 2, nodes: int = 1) -> TransferPoint:
-    return TransferPoint(kind="exchange", workers=workers, nodes=nodes, num_bytes=num_bytes, seconds=seconds)
+def exchange(num_bytes: int, seconds: float, workers: int = 2) -> ExchangePoint:
+    return ExchangePoint(workers=workers, num_bytes=num_bytes, seconds=seconds)
 
 
 def of_one_worker(clips: tuple[tuple[int, int], ...] = CLIPS, exchange_s: float = 0.0) -> Profile:
@@ -40,10 +40,10 @@ def test_latency_and_bandwidth_are_the_line_through_two_sizes() -> None:
         return 0.002 + num_bytes * (workers - 1) / workers / 3e9
 
     found = [exchange(size, taken(size, k), k) for size in (2**20, 2**25) for k in (2, 4)]
-    assert speed_of(found, "exchange") == pytest.approx((0.002, 3e9))
-    assert speed_of(found[:1], "exchange") is None and speed_of(found, "exchange", nodes=2) is None
+    assert exchange_speed(found) == pytest.approx((0.002, 3e9))
+    assert exchange_speed(found[:1]) is None
     busy = [exchange(2**20, 0.5), exchange(2**25, 0.1)]
-    assert speed_of(busy, "exchange") == (0.0, pytest.approx(2**24 / 0.1)), "no negative time of a byte"
+    assert exchange_speed(busy) == (0.0, pytest.approx(2**24 / 0.1)), "no negative time of a byte"
 
 
 def test_degrees_that_were_not_measured_are_priced_by_the_measured_all_to_all() -> None:
@@ -82,11 +82,11 @@ def test_the_coefficient_is_that_of_the_flop_model_at_this_bandwidth() -> None:
 
 def test_a_profile_keeps_them_and_one_without_is_priced_as_ever(tmp_path: Path) -> None:
     first = of_one_worker(exchange_s=COMM)
-    first.transfers = (exchange(2**20, 0.1), exchange(2**25, 0.2))
+    first.exchanges = (exchange(2**20, 0.1), exchange(2**25, 0.2))
     write_profile(first, tmp_path / "p.json")
     again = read_profile(tmp_path / "p.json")
-    assert again.transfers == first.transfers and again.exchange_s == COMM
+    assert again.exchanges == first.exchanges and again.exchange_s == COMM
     shape = ("dit", 1, 17, 512, 512, 4)
     assert again.seconds(*shape) == first.seconds(*shape)
-    old = {key: value for key, value in profile_json(first).items() if key not in ("transfers", "exchange_s")}
+    old = {key: value for key, value in profile_json(first).items() if key not in ("exchanges", "exchange_s")}
     assert read_profile(old).seconds(*shape) == of_one_worker().seconds(*shape)
