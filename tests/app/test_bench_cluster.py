@@ -14,7 +14,15 @@ from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
 from app.bench.cluster.command import curves_of, disturbances, fitted, run, sizes_of
 from app.bench.cluster.host import Host, Meetings
 from app.bench.cluster.physics import Physics
-from app.bench.cluster.simulate import Disturbance, Setup, StepsTorn, check_steps, run_here, scaled_profile, workload
+from app.bench.cluster.simulate import (
+    Disturbance,
+    Setup,
+    VirtualRunFailed,
+    check_steps,
+    run_here,
+    scaled_profile,
+    workload,
+)
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -36,9 +44,9 @@ def test_a_run_goes_on_when_a_worker_and_a_node_are_lost_and_another_joins() -> 
 def test_a_step_that_is_missing_or_comes_twice_or_lacks_samples_is_named() -> None:
     check_steps([0, 1, 2], [1.0, 1.0, 1.0], 3)
     for steps, weights in (([0, 2], [1.0, 1.0]), ([0, 1, 1, 2], [1.0] * 4)):
-        with pytest.raises(StepsTorn, match="not each of 0 to 2 once"):
+        with pytest.raises(VirtualRunFailed, match="not each of 0 to 2 once"):
             check_steps(steps, weights, 3)
-    with pytest.raises(StepsTorn, match=r"step 1 .* weight 0\.5 of 1"):
+    with pytest.raises(VirtualRunFailed, match=r"step 1 .* weight 0\.5 of 1"):
         check_steps([0, 1, 2], [1.0, 0.5, 1.0], 3)
 
 

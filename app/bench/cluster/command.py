@@ -57,7 +57,7 @@ def run(
     if not 0 < speed < math.inf:
         raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
     from app.bench.cluster.physics import Physics
-    from app.bench.cluster.simulate import Setup, StepsTorn, run_here, run_on_ray
+    from app.bench.cluster.simulate import Setup, VirtualRunFailed, run_here, run_on_ray
 
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
     found: list[ClusterFigures] = []
@@ -78,8 +78,8 @@ def run(
                         found.append(run_on_ray(setup))
                 else:
                     found.append(run_here(setup))
-            except StepsTorn as torn:
-                print(f"{count} nodes, {name}: {torn}")
+            except VirtualRunFailed as failed:
+                print(f"{count} nodes, {name}: {failed}")
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
     print(changes(found))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,10 +134,6 @@ class Host:
     async def rolled_back(self, step: int) -> None:
         """Training goes on after this step: later ones are computed again."""
         self._kept = {node: [h for h in held if h.step <= step] for node, held in self._kept.items()}
-
-    async def cpu_s(self) -> float:
-        """CPU seconds of this process so far."""
-        return time.process_time()
 
     # -- for its workers -----------------------------------------------------------------------------------------------
 

@@ -160,8 +160,8 @@ class ClusterFigures:
     recovered: tuple[Recovered, ...] = ()
 
 
-class StepsTorn(RuntimeError):
-    """A step was committed twice, not at all, or without some of its samples."""
+class VirtualRunFailed(RuntimeError):
+    """It ended early or not at all, or a step was committed twice, never, or without some of its samples."""
 
 
 def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
@@ -222,7 +222,7 @@ def _run(
         watching.disturb = lambda what: disturb(what, controller, machines, hosts)
         outcome = _train(controller, timeout_s)
         if outcome.code:
-            raise RuntimeError(f"the run on {setup.nodes} nodes ended early: {outcome.reason}")
+            raise VirtualRunFailed(f"the run on {setup.nodes} nodes ended early: {outcome.reason}")
         return figures_of(setup, watching, alone)
     finally:
         for one in hosts:
@@ -243,7 +243,7 @@ def _train(controller: Controller, timeout_s: float) -> Outcome:
     thread.start()
     thread.join(timeout_s)
     if not ended:
-        raise RuntimeError(f"the virtual run has not ended within {timeout_s:g} s.")
+        raise VirtualRunFailed(f"the virtual run has not ended within {timeout_s:g} s.")
     if isinstance(ended[0], BaseException):
         raise ended[0]
     return ended[0]
@@ -366,8 +366,8 @@ def workload(setup: Setup) -> list[list[Item]]:
 
 
 def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
-    """What was seen, in virtual seconds. Raises StepsTorn unless every step was committed once and whole. `alone`: the
-    controller's process runs nothing else."""
+    """What was seen, in virtual seconds. Raises VirtualRunFailed unless every step was committed once and whole.
+    `alone`: the controller's process runs nothing else."""
     check_steps([m.step for m in watching.steps], [m.good_weight for m in watching.steps], setup.steps)
     speed = setup.physics.speed
     generations = [m.generation for m in watching.steps]
@@ -417,12 +417,12 @@ def _steps_of(setup: Setup) -> set[int]:
 
 
 def check_steps(steps: Sequence[int], weights: Sequence[float], wanted: int) -> None:
-    """Raises StepsTorn unless the steps are 0 to `wanted` - 1 in order, each with all of its samples."""
+    """Raises VirtualRunFailed unless the steps are 0 to `wanted` - 1 in order, each with all of its samples."""
     if list(steps) != list(range(wanted)):
-        raise StepsTorn(f"committed were steps {list(steps)}, not each of 0 to {wanted - 1} once.")
+        raise VirtualRunFailed(f"committed were steps {list(steps)}, not each of 0 to {wanted - 1} once.")
     for step, weight in zip(steps, weights, strict=True):
         if abs(weight - 1.0) > 1e-5:
-            raise StepsTorn(f"step {step} was committed with samples of weight {weight:g} of 1.")
+            raise VirtualRunFailed(f"step {step} was committed with samples of weight {weight:g} of 1.")
 
 
 def recoveries(watching: Watching, speed: float) -> list[Recovered]:
