@@ -19,6 +19,7 @@ from app.sampling.pictures import read_pictures
 from app.settings.config import RunConfig
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
@@ -165,7 +166,8 @@ def make_clips(
     half: Group | None = None,
 ) -> list[np.ndarray]:
     """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
-    group every rank calls it and gets all clips; with a `half` of it, guidance's two branches run side by side."""
+    group every rank calls it and the first gets the clips, the others none: they denoise and decode together. With a
+    `half` of it, guidance's two branches run side by side."""
     texts, vectors = split(model.text.encode(list(prompts)), model.config.model.text)
     requests = [
         SampleRequest(
@@ -194,8 +196,8 @@ def make_clips(
             None if away is None else away[0],
             half,
         )
-        with torch.no_grad():
-            clips += [model.vae.decode(latent[None])[0].cpu().numpy() for latent in latents]
+        videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
+        clips += [video.cpu().numpy() for video in videos]
     return clips
 
 
