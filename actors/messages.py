@@ -7,9 +7,10 @@ The controller turns every cascade of a plan into one `CascadeTask` per worker o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Concatenate, Protocol
+from typing import Any, Concatenate, Protocol
 
 import numpy as np
 
@@ -360,6 +361,50 @@ class Handover:
     exports: tuple[Snapshot, ...]
 
 
+class AsideWork(Protocol):
+    """Work of low priority that a worker does in turns (`actors.worker.aside`). Whoever wants it makes it; it is
+    pickled. `modules` are the worker's (`actors.worker.loading.Modules`)."""
+
+    @property
+    def name(self) -> str:
+        """Of this aside among all of the run."""
+        ...
+
+    def weights(self, modules: Any) -> Mapping[str, Any]:
+        """Tensors, in host memory, that the transformer's trained parameters are while it is made. Called beside the
+        worker's steps, so it only reads."""
+        ...
+
+    def make(self, modules: Any, device: Any, before: Callable[[str], None]) -> object:
+        """What it makes, for the controller. Calls `before(kind)` ahead of each piece of its work, also the first."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnTask:
+    """A turn of an aside on one worker, behind its cascades of a step and before the step's end."""
+
+    generation: int
+    step: int
+    aside: AsideWork
+    gap_s: float  # that the plan leaves idle there
+    share: float  # of the run's time that it may take besides
+    whole: bool = False  # no step waits for it: until it has ended
+    patience: Patience | None = None  # of the step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnReport:
+    """What has become of an aside in its turn."""
+
+    aside: str
+    took_s: float = 0.0
+    ended: bool = False
+    made: object = None
+    failed: str = ""  # why it was not made
+    no_room: bool = False  # for lack of memory
+
+
 class WorkerHandle(Protocol):
     """A worker as the controller knows it (`actors.worker.worker`). Its calls run one at a time and in order."""
 
@@ -383,5 +428,7 @@ class WorkerHandle(Protocol):
     def dit(self) -> Method[Concatenate[CascadeTask, ...], None]: ...
     @property
     def finish_step(self) -> Method[[FinishTask], tuple[StepReport, Snapshot | None]]: ...
+    @property
+    def turn(self) -> Method[[TurnTask], TurnReport]: ...
     @property
     def set_keepers(self) -> Method[[tuple[ShardKeeper, ...]], Snapshot | None]: ...

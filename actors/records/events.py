@@ -457,6 +457,27 @@ class CheckpointWritten(RunEvent, event="checkpoint"):
         return f"checkpoint after {self.step + 1} steps"
 
 
+class SamplesMade(RunEvent, event="samples"):
+    """The clips of a checkpoint are there, made while the run went on."""
+
+    step: int
+    samples: tuple[str, ...]  # their files
+    seconds: float  # since the checkpoint was whole
+
+    def describe(self) -> str:
+        return f"samples after {self.step + 1} steps: {self.samples[-1]} ({self.seconds:.0f} s)"
+
+
+class SamplesFailed(RunEvent, event="samples_failed"):
+    """Clips of a checkpoint were not made by the run's workers."""
+
+    step: int
+    why: str
+
+    def describe(self) -> str:
+        return f"no samples after {self.step + 1} steps{_because(self.why)}"
+
+
 class CheckpointFailed(RunEvent, event="checkpoint_failed"):
     """A checkpoint was not written."""
 

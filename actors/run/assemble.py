@@ -32,6 +32,7 @@ from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, device_of, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, gpus_of_a_node, node_address
 from actors.records.events import ProfileRefused
+from actors.run.asides import AsideSource, AsideTurns, NoAsides
 from actors.run.committer import Committer
 from actors.run.controller import Controller
 from actors.run.ending import Ending
@@ -61,8 +62,9 @@ def start_controller(
     profile: Profile | None = None,
     worker_class: type[Worker] = Worker,
     feeder: Callable[[], FeederHandle] | None = None,
+    asides: AsideSource | None = None,
 ) -> Controller:
-    """A controller, ready to `train`.
+    """A controller, ready to `train`. `asides` are made beside its steps.
 
     `profile`, `worker_class` and `feeder` replace the ones that the config describes (benchmarks, own data).
     """
@@ -127,6 +129,7 @@ def start_controller(
         state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
         recalibration=recalibration,
+        asides=asides,
     )
 
 
@@ -150,9 +153,11 @@ def put_together(
     measured: bool = True,
     state_gib: float = 0.0,
     recalibration: Recalibration | None = None,
+    asides: AsideSource | None = None,
 ) -> Controller:
     """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device."""
     committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
+    turns = AsideTurns(asides or NoAsides(), events.tell)
     forming = Forming(
         config=config,
         pool=pool,
@@ -162,6 +167,7 @@ def put_together(
         committer=committer,
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
+        asides=turns,
         state_gib=state_gib,
     )
     generations = GenerationManager(
@@ -187,6 +193,7 @@ def put_together(
         committer=committer,
         skips=skips,
         ending=ending,
+        asides=turns,
         recalibration=recalibration,
     )
 

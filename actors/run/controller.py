@@ -2,7 +2,8 @@
 
 `Controller.train` keeps two steps on the workers, takes in what has finished and commits what is held. Each of its
 parts has one question: `GenerationManager` who runs the steps, `StepRunner` what a step's calls are, `Committer` which
-steps count, `Ending` what stays when the run is over. All are given; they return values or raise, and none calls back.
+steps count, `AsideTurns` who makes samples beside them, `Ending` what stays when the run is over. All are given; they
+return values or raise, and none calls back.
 `actors/run/assemble.py` builds them; read on in `actors/run/steps.py` (one step) and `actors/worker/worker.py` (one
 cascade).
 """
@@ -23,6 +24,7 @@ from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Boundary, Broken, Tick
 from actors.records.events import RunStarted, RunStopping, SpeedsLearned
+from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.ending import Ending
 from actors.run.generations import GenerationManager
@@ -58,6 +60,7 @@ class Controller:
     committer: Committer
     skips: Skips
     ending: Ending
+    asides: AsideTurns
     speeds: Speeds = field(default_factory=Speeds)
     recalibration: Recalibration | None = None
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
@@ -81,6 +84,7 @@ class Controller:
                 self._look()
                 self._advance()
             self.ending.finish(self.generations.world)
+            self.asides.finish(self.generations.view.generation, self.generations.world)
             self.planner.save_learned()
             return self.committer.outcome(Exit.OK, "all steps are committed")
         except StopRun as stop:

@@ -17,6 +17,7 @@ from actors.pool.lookout import worker_name
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
+from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.steps import StepRunner, room_of
@@ -49,6 +50,7 @@ class Forming:
     committer: Committer
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     waits: StepWaits
+    asides: AsideTurns
     state_gib: float = 0.0  # of the training state that the workers of a generation share
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
@@ -91,6 +93,7 @@ class Forming:
             first_budget_s=min(_FIRST_PLAN_S, planning.budget_s),
             lookahead=planning.lookahead,
             waits=self.waits,
+            asides=self.asides,
             bag_peers=planning.bag_peers,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,

@@ -21,6 +21,7 @@ from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
+from actors.run.asides import AsideTurns
 from actors.run.communicators import Bag, Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of
 from actors.run.waits import StepWaits
@@ -53,6 +54,7 @@ class StepRunner:
     forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
     first_budget_s: float | None = None  # the same for the first plan of the generation
     waits: StepWaits
+    asides: AsideTurns
     bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
@@ -102,10 +104,14 @@ class StepRunner:
             bags.left,
         )
         tasks_of = [(call.rank, call.task) for call in calls]
-        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s)
+        asides = self.asides.are_under_way()
+        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s, asides)
         calls = [replace(call, task=replace(call.task, patience=patience)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
+        if asides:
+            outlasted = {call.rank for call in calls if call.task.outlasts}
+            self.asides.give(self.generation, step, self.world, assignment.cascades, outlasted, patience)
         export = self.exports(step)
         mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
         tasks = [

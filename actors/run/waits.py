@@ -30,10 +30,16 @@ class StepWaits:
         self._ran = {}
 
     def of(
-        self, step: int, cascades: Sequence[Cascade], tasks: Sequence[tuple[int, CascadeTask]], update_s: float = 0.0
+        self,
+        step: int,
+        cascades: Sequence[Cascade],
+        tasks: Sequence[tuple[int, CascadeTask]],
+        update_s: float = 0.0,
+        asides: bool = False,
     ) -> Patience:
         """For every wait of this dispatch; `tasks` are (rank, task), `update_s` is what the plan expects of the step's
-        end: until a step has ended, nothing else says that."""
+        end: until a step has ended, nothing else says that. With `asides` workers may come to it later by a piece of
+        one, which may have to be compiled like anything else."""
         config = self.config
         planned_s = max((c.end_s for c in cascades), default=0.0) - min((c.start_s for c in cascades), default=0.0)
         wanted = planned_s + max(self._end_s, update_s) if self.measured else 0.0
@@ -42,9 +48,9 @@ class StepWaits:
         if factor * wanted > least:
             limit_s = factor * wanted
             why = f"workers.patience_factor {factor:g} x {wanted:.1f} s that step {step} should take"
-        if self._has_new(tasks):
+        if self._has_new(tasks) or asides:
             limit_s += config.first_step_s
-            why += f", and workers.first_step_s {config.first_step_s:g} for shapes that run for the first time"
+            why += f", and workers.first_step_s {config.first_step_s:g} for what may run for the first time"
         return Patience(limit_s=round(limit_s, 3), why=why)
 
     def finished(self, reports: Sequence[StepReport]) -> None:

@@ -31,12 +31,15 @@ from actors.messages import (
     Snapshot,
     StaleGeneration,
     StepReport,
+    TurnReport,
+    TurnTask,
     WorkerInfo,
     WorkerSettings,
 )
 from actors.process import birth
 from actors.ray_calls import bar, get, node_address, object_store_gib, put, wait
 from actors.refs import Ref
+from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, nobody
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
@@ -82,6 +85,7 @@ class Worker:
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
         self.executor.meter.settled()
+        self._asides = Asides(modules, self.device, self.executor.meter)
         self._peak_tflops = peak_tflops(self.device, settings.train)
         self.heartbeat.idle()
 
@@ -114,6 +118,8 @@ class Worker:
 
         Returns a snapshot of it when nobody else holds that state in memory (a new run, or one from a checkpoint).
         """
+        if self.device.type == "cpu" and self.settings.workers.memory_gib:
+            self._asides.drop()  # its weights would count with the worker's states
         patience = self.settings.workers.state_timeout_s
         name, fetching = f"form g{task.generation}", Patience(limit_s=patience, why="workers.state_timeout_s")
         self.heartbeat.activity(name, "form", -1, patience, fetching)
@@ -230,6 +236,17 @@ class Worker:
         with bar(task.name), freed():
             self.executor.dit(task, fetched, fetch_s)
         self.heartbeat.idle()
+
+    def turn(self, task: TurnTask) -> TurnReport:
+        """Some work on an aside, as much as the turn allows. None of a generation that has ended."""
+        executor = self.executor
+        if task.generation != executor.generation or executor.broken is not None:
+            return TurnReport(aside=task.aside.name)
+        self.heartbeat.activity(f"aside s{task.step}", "aside", task.step, 0.0, task.patience)
+        with bar(f"aside s{task.step}"):
+            report = self._asides.turn(task)
+        self.heartbeat.idle()
+        return report
 
     def finish_step(self, task: FinishTask) -> tuple[StepReport, Snapshot | None]:
         """Gradient sum, update, snapshot."""

@@ -85,10 +85,11 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     controller: Controller | None = None
     try:
         guard()
-        with Recorder(folder, LiveSamples(config, folder), guard, config) as recorder:
+        samples = LiveSamples(config, folder)
+        with Recorder(folder, samples, guard, config) as recorder:
             if changes := settings["changes"]:
                 recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
-            controller = start_controller(runtime_config(config, folder), recorder)
+            controller = start_controller(runtime_config(config, folder), recorder, asides=samples)
             outcome = controller.train()
             left = controller.left
     except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason

@@ -1,19 +1,36 @@
-"""Samples while a run trains: made from a checkpoint by a Ray task of its own, so that no worker waits for pictures."""
+"""Samples while a run trains: its prompts, from its checkpoints, made by the workers that train (`actors.run.asides`).
+
+Every prompt is an aside with a name; its file appears when it is made, the contact sheet with the last one. What the
+workers have no room for, and a model of two experts, of which they hold one, is made by a Ray task of its own instead.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import time
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from actors.messages import TurnReport
+from actors.records.events import RunEvent, SamplesFailed, SamplesMade
 from app.settings.config import RunConfig
+from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
     from ray import ObjectRef
+
+    from app.sampling.live_clip import LiveClip
+    from app.sampling.spread import MadeClip
 
 log = logging.getLogger(__name__)
 
-FINISH_S = 600.0  # the last samples of a run may take this long after its last step
+FINISH_S = 600.0  # the task's last samples may take this long after the run's last step
 
 
 def make(run_dir: str, device: str) -> list[str]:
@@ -23,38 +40,142 @@ def make(run_dir: str, device: str) -> list[str]:
     return [str(path) for path in sample_run(Path(run_dir), device=device)]
 
 
-class LiveSamples:
-    """Starts a task at every checkpoint whose step count is a multiple of `sample.every`; one at a time.
+@dataclass(kw_only=True)
+class _Round:
+    """The samples of one checkpoint on their way."""
 
-    Where the workers use GPUs the task asks for one, too: it waits for one that no worker holds.
-    """
+    step: int
+    began: float
+    clips: list[LiveClip]
+    shown: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class LiveSamples:
+    """Wants clips at every checkpoint whose step count is a multiple of `sample.every`; one round at a time."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._given, self._run_dir = config, run_dir
         self._every = config.sample.every if config.sample.prompts else 0
-        self._workers = config.workers
-        self._run_dir = run_dir
+        self._round: _Round | None = None
+        self._wanted: list[LiveClip] = []
+        self._dropped: set[str] = set()
         self._running: ObjectRef[list[str]] | None = None
+
+    # -- as the controller's source of asides --------------------------------------------------------------------------
+
+    @property
+    def share(self) -> float:
+        return self._given.sample.share
+
+    def wanted(self) -> list[LiveClip]:
+        found, self._wanted = self._wanted, []
+        return found
+
+    def ended(self, report: TurnReport) -> RunEvent | None:
+        """A clip is made: its file is written. The last one of a round, or the first that fails, is told."""
+        clip = next((one for one in self._round.clips if one.name == report.aside), None) if self._round else None
+        if self._round is None or clip is None:
+            return None
+        if not report.failed:
+            try:
+                return self._made(self._round, clip, cast("MadeClip", report.made))
+            except OSError as error:  # a full disk
+                report = replace(report, failed=f"{error.strerror or error}: {self._run_dir / 'samples'}")
+        step, self._dropped, self._round = self._round.step, {one.name for one in self._round.clips}, None
+        self._wanted = []
+        if not report.no_room:
+            return SamplesFailed(step=step, why=report.failed)
+        self._start_task()
+        return SamplesFailed(step=step, why=f"by the run's workers: {report.failed} A task of its own makes them")
+
+    def dropped(self) -> Container[str]:
+        """The others of a round of which one has failed."""
+        return self._dropped
+
+    def _made(self, now: _Round, clip: LiveClip, made: MadeClip) -> RunEvent | None:
+        from app.drawing.video import contact_sheet
+        from app.sampling.clips import clip_files
+
+        prompts = self._config.sample.prompts
+        files, sheet = clip_files(self._run_dir / "samples" / f"step-{now.step}.mp4", len(prompts))
+        sheet.parent.mkdir(exist_ok=True)
+        _replaced(files[clip.number], made.mp4)
+        now.shown[clip.number] = made.shown
+        if len(now.shown) < len(prompts):
+            return None
+        self._round = None
+        _replaced(sheet.with_suffix(".json"), json.dumps(list(prompts)).encode())
+        shown = [now.shown[index] for index in range(len(prompts))]
+        contact_sheet(sheet, shown, prompts, columns=1 if len(prompts) <= 4 else 2)
+        names = tuple(str(path.relative_to(self._run_dir)) for path in (*files, sheet))
+        return SamplesMade(step=now.step, samples=names, seconds=round(time.monotonic() - now.began, 3))
+
+    # -- as the recorder's -------------------------------------------------------------------------------------------
 
     def on_checkpoint(self, step: int) -> None:
         """Called after the checkpoint of `step` is complete."""
         if not self._every or (step + 1) % self._every:
             return
+        from actors.state.checkpoint_files import step_folder
+        from actors.state.checkpoint_writer import root_of
+        from app.sampling.live_clip import LiveClip
+
+        if self._round is not None or (self._running is not None and not self._collect(self._running, 0.0)):
+            log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)
+            return
+        if self._config.model.dit.two_experts:
+            self._start_task()
+            return
+        folder = str(step_folder(root_of(self._run_dir), step).resolve())
+        try:
+            first = self._first
+        except (ConfigError, OSError) as error:
+            log.warning("no samples after %d steps: %s", step + 1, error)
+            return
+        self._wanted = [
+            LiveClip(
+                folder=folder, step=step, number=number, config=self._config, first=tuple(first[number : number + 1])
+            )
+            for number in range(len(self._config.sample.prompts))
+        ]
+        self._round = _Round(step=step, began=time.monotonic(), clips=list(self._wanted))
+
+    def close(self) -> None:
+        """The run is over: wait for the samples that the task makes."""
+        if self._round is not None:
+            left = len(self._round.clips) - len(self._round.shown)
+            log.warning(
+                "%d samples after %d steps are not made; make them with `heddle sample`", left, self._round.step + 1
+            )
+        if self._running is not None and not self._collect(self._running, FINISH_S):
+            log.warning("samples are not ready after %.0f s; make them with `heddle sample`", FINISH_S)
+
+    @cached_property
+    def _config(self) -> RunConfig:
+        """The run's, its model resolved."""
+        from ops.models.folders import resolve
+
+        return replace(self._given, model=resolve(self._given.model)[0])
+
+    @cached_property
+    def _first(self) -> list[np.ndarray]:
+        from app.sampling.clips import ClipSettings, first_frames
+
+        sample = self._config.sample
+        return first_frames(self._config, sample.prompts, ClipSettings.of(self._config))
+
+    # -- the task ----------------------------------------------------------------------------------------------------
+
+    def _start_task(self) -> None:
+        """Where the workers use GPUs it asks for one, too: it waits for one that no worker holds."""
         import ray
 
         from actors.pool.workers import uses_gpu
 
-        if self._running is not None and not self._collect(self._running, 0.0):
-            log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)
-            return
-        gpu = uses_gpu(self._workers)
+        gpu = uses_gpu(self._config.workers)
         task = ray.remote(make).options(num_cpus=0.1, num_gpus=1 if gpu else 0, max_retries=0)
         # without a GPU of its own it would still see those of the node
         self._running = task.remote(str(self._run_dir), "cuda" if gpu else "cpu")
-
-    def close(self) -> None:
-        """Wait for the samples that are being made."""
-        if self._running is not None and not self._collect(self._running, FINISH_S):
-            log.warning("samples are not ready after %.0f s; make them with `heddle sample`", FINISH_S)
 
     def _collect(self, running: ObjectRef[list[str]], timeout_s: float) -> bool:
         """Whether the running task has ended; its failure is logged, it never ends the run."""
@@ -70,3 +191,9 @@ class LiveSamples:
             log.warning("sampling failed: %s", error)
         self._running = None
         return True
+
+
+def _replaced(path: Path, content: bytes) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)

@@ -187,7 +187,7 @@ class ClipWorker:
         sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
         settings = replace(told, seed=told.seed + work.number, sampler=sampler)
         videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
-        return [MadeClip(mp4=_mp4(video, settings.fps), shown=sheet_frames(video)) for video in videos]
+        return [MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video)) for video in videos]
 
 
 def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
@@ -209,7 +209,8 @@ def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> None
         raise ConfigError(f"--workers {workers} --together: {error}") from None
 
 
-def _mp4(video: np.ndarray, fps: float) -> bytes:
+def mp4_of(video: np.ndarray, fps: float) -> bytes:
+    """The bytes of its file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "clip.mp4"
         write_mp4(path, video, fps)

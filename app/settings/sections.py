@@ -31,6 +31,8 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()  # or a text file with one on each line
     images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
+    # Of the run's time that samples may take during training, beside the gaps that plans leave idle.
+    share: float = 0.05
     steps: int = 20  # Euler steps of the sampler
     guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
     frames: int = 17
@@ -56,6 +58,7 @@ class SampleConfig:
             "sample",
             self,
             every=between(0),
+            share=between(0, 1e6),
             steps=between(1, 100_000),
             guidance_scale=between(0, 1e6),
             frames=between(1, 100_000),

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from actors.config import WorkersConfig
+from actors.outcome import silent
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cascade, Cluster, Item, Part, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut
+from actors.run.asides import AsideTurns, NoAsides
 from actors.run.dispatch import Holdings, calls_of, end_of
 from actors.run.steps import StepRunner, early_encodes
 from actors.run.waits import StepWaits
@@ -138,6 +140,7 @@ def test_what_is_encoded_steps_ahead_is_encoded_once_and_found(lookahead: int) -
         last_step=100,
         forming=[],
         waits=StepWaits(config=WorkersConfig()),
+        asides=AsideTurns(NoAsides(), silent),
     )
     for _ in range(12):
         running = runner.dispatch()
@@ -198,6 +201,7 @@ def test_the_end_of_a_step_stands_before_that_of_an_encode_that_outlasts_it() ->
         last_step=100,
         forming=[],
         waits=StepWaits(config=WorkersConfig()),
+        asides=AsideTurns(NoAsides(), silent),
     )
     first, second = runner.dispatch(), runner.dispatch()
     late = "s1.0/vae/0"

@@ -1,79 +1,160 @@
-"""Samples during training come from checkpoints, one batch at a time, and their failure never ends the run."""
+"""Samples during training come from checkpoints, one round at a time, and their failure never ends the run."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from app.sampling import live as live_samples
+from actors.messages import TurnReport, TurnTask
+from actors.records.events import SamplesFailed, SamplesMade
+from actors.worker.aside import Asides
+from actors.worker.loading import Modules
+from app.sampling.clips import ClipSettings, make_clips
 from app.sampling.live import LiveSamples
+from app.sampling.live_clip import LiveClip
+from app.sampling.model import load_model
+from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
-from tests.rays import local_ray
+from ops.models.folders import resolve
+from ops.models.load import build_dit, build_text, build_vae
+from tests.app.test_sample import tiny_run, write_checkpoint
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with local_ray(num_cpus=1, log_to_driver=False):
-        yield
+def samples(folder: Path, every: int = 40, *changes: str) -> LiveSamples:
+    prompts = 'sample.prompts=["a disc", "a square"]'
+    settings = [f"sample.every={every}", f"checkpoint.every={every}", prompts, *changes]
+    return LiveSamples(RunConfig.load(DEMO, settings), folder)
 
 
-def samples(folder: Path, every: int) -> LiveSamples:
-    return LiveSamples(RunConfig.load(DEMO, [f"sample.every={every}", f"checkpoint.every={every}"]), folder)
+def report(clip: Any, **told: Any) -> TurnReport:
+    made = MadeClip(mp4=clip.name.encode(), shown=np.zeros((4, 8, 8, 3), np.uint8))
+    return TurnReport(aside=clip.name, ended=True, **{"made": made, **told})
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("cluster")
-def test_samples_are_made_at_multiples_of_every_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def touch(run_dir: str, device: str) -> list[str]:
-        """Stands for the sampler: leaves a file for each call."""
-        path = Path(run_dir) / f"{len(list(Path(run_dir).iterdir()))}.txt"
-        path.touch()
-        return [str(path)]
-
-    monkeypatch.setattr(live_samples, "make", touch)
-    live = samples(tmp_path, every=40)
-    for step in (19, 39, 59):
-        live.on_checkpoint(step)
-    live.close()
-    assert len(list(tmp_path.iterdir())) == 1
+def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = samples(tmp_path)
+    live.on_checkpoint(19)
+    assert live.wanted() == []
+    live.on_checkpoint(39)
+    assert [(clip.step, clip.number, Path(clip.folder).name) for clip in live.wanted()] == [
+        (39, 0, "step-39"),
+        (39, 1, "step-39"),
+    ]
+    live.on_checkpoint(79)
+    assert live.wanted() == [] and "samples after 80 steps are left out" in caplog.text
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("cluster")
-def test_a_failure_is_logged_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    live = samples(tmp_path, every=40)
-    with caplog.at_level(logging.WARNING):
-        live.on_checkpoint(39)  # there is no checkpoint in this folder
-        live.close()
-    assert "sampling failed" in caplog.text and "no complete checkpoint" in caplog.text
+def test_files_appear_as_they_are_made_and_the_last_one_is_told(tmp_path: Path) -> None:
+    live, folder = samples(tmp_path), tmp_path / "samples"
+    live.on_checkpoint(39)
+    first, second = live.wanted()
+    assert live.ended(report(second)) is None
+    assert [path.name for path in folder.iterdir()] == ["step-39-01.mp4"]
+    event = live.ended(report(first))
+    assert isinstance(event, SamplesMade) and event.step == 39
+    files = ["samples/step-39-00.mp4", "samples/step-39-01.mp4", "samples/step-39.png"]
+    assert list(event.samples) == files and all((tmp_path / file).is_file() for file in files)
+    assert json.loads((folder / "step-39.json").read_text()) == ["a disc", "a square"]
+    assert live.ended(report(first)) is None, "it has been told"
+    live.on_checkpoint(79)
+    assert len(live.wanted()) == 2
+
+
+def test_a_failure_is_told_once_and_the_next_round_is_made(tmp_path: Path) -> None:
+    live = samples(tmp_path)
+    live.on_checkpoint(39)
+    first, second = live.wanted()
+    assert live.ended(report(first, failed="step-39 is damaged")) == SamplesFailed(step=39, why="step-39 is damaged")
+    assert live.dropped() == {first.name, second.name}
+    assert live.ended(report(second)) is None and not (tmp_path / "samples").exists()
+    live.on_checkpoint(79)
+    assert len(live.wanted()) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    live = samples(tmp_path)
+    live.on_checkpoint(39)
+    (tmp_path / "samples").write_text("a file")
+    event = live.ended(report(live.wanted()[0]))
+    assert isinstance(event, SamplesFailed) and str(tmp_path / "samples") in event.why
+
+
+def test_pictures_that_cannot_be_read_leave_samples_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live = samples(tmp_path, 40, "sample.images=[nowhere.png]", "train.flow.first_frame=0.5")
+    live.on_checkpoint(39)
+    assert live.wanted() == [] and "no samples after 40 steps" in caplog.text and "nowhere.png" in caplog.text
+
+
+class Task:
+    """Stands for a remote function: keeps what is asked for."""
+
+    def options(self, **options: Any) -> Task:
+        self.gpus = options["num_gpus"]
+        return self
+
+    def remote(self, run_dir: str, device: str) -> str:
+        self.device = device
+        return "running"
 
 
 @pytest.mark.parametrize(("device", "gpus", "used"), [("auto", 1, "cuda"), ("cuda", 1, "cuda"), ("cpu", 0, "cpu")])
-def test_the_task_asks_for_the_gpu_that_it_uses(
-    device: str, gpus: int, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
+    device: str, gpus: int, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import ray
 
     import actors.pool.workers  # noqa: F401  before ray.remote is another
 
-    class Task:
-        """Stands for a remote function: keeps what is asked for."""
-
-        def options(self, **options: object) -> Task:
-            self.gpus = options["num_gpus"]
-            return self
-
-        def remote(self, run_dir: str, device: str) -> None:
-            self.device = device
-
     task = Task()
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     monkeypatch.setattr(ray, "remote", lambda function: task)
-    config = RunConfig.load(DEMO, ["sample.every=40", "checkpoint.every=40", f"workers.device={device}"])
-    LiveSamples(config, tmp_path).on_checkpoint(39)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+
+    def failed(reference: object) -> None:
+        raise ray.exceptions.RayError("the node is gone")
+
+    monkeypatch.setattr(ray, "get", failed)
+    live = samples(tmp_path, 40, f"workers.device={device}")
+    live.on_checkpoint(39)
+    event = live.ended(report(live.wanted()[0], failed="2.00 GiB are missing.", no_room=True))
+    assert isinstance(event, SamplesFailed) and event.why.endswith("2.00 GiB are missing. A task of its own makes them")
     assert (task.gpus, task.device) == (gpus, used)
+    with caplog.at_level(logging.WARNING):
+        live.close()
+    assert "sampling failed: the node is gone" in caplog.text
+
+
+def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
+    """With the checkpoint's EMA, by its own modules, whose weights are another step's."""
+    run = tiny_run()
+    config = replace(run, sample=replace(run.sample, prompts=("a disc", "a square")))
+    folder = write_checkpoint(tmp_path, config)
+    model, geometry = resolve(config.model)
+    modules = Modules(
+        config=model,
+        geometry=geometry,
+        dit=build_dit(model.dit, 5).train(),
+        vae=build_vae(model.vae),
+        text=build_text(model.text),
+    )
+    before = [p.detach().clone() for p in modules.dit.parameters()]
+    asides = Asides(modules, torch.device("cpu"))
+    wanted = make_clips(load_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
+    for number, video in enumerate(wanted):
+        clip = LiveClip(folder=str(folder), step=3, number=number, config=config, first=())
+        done = asides.turn(TurnTask(generation=1, step=9, aside=clip, gap_s=0.0, share=0.0, whole=True))
+        assert not done.failed and isinstance(done.made, MadeClip)
+        assert done.made.mp4 == mp4_of(video, config.sample.fps)
+    assert modules.dit.training
+    assert all(torch.equal(one, p) for one, p in zip(before, modules.dit.parameters(), strict=True))

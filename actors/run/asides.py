@@ -1,0 +1,242 @@
+"""Who makes the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks workers.
+
+The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it. A worker
+that has one gives it a turn in every step, behind its own cascades and before the end of the step, which waits for the
+slowest worker anyway; none in a step that an encode outlasts there. How long a turn is says `actors.worker.aside`. An
+aside whose worker has died or left begins again on another one. When all steps are done the rest is made at once. What
+goes wrong with an aside is told and never ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import ray
+
+from actors.messages import AsideWork, TurnReport, TurnTask
+from actors.outcome import Tell
+from actors.plan.types import Cascade
+from actors.ray_calls import GONE, get, wait
+from actors.records.events import RunEvent
+from actors.refs import Ref
+from actors.run.dispatch import end_of
+from actors.step import Seat
+from ops.waiting import Patience
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 3  # of workers while they had one aside
+FINISH_S = 600.0  # the last asides of a run may take this long after its last step
+_LOOK_S = 1.0
+
+
+class AsideSource(Protocol):
+    """Who wants asides, and what for (`app.sampling.live`)."""
+
+    @property
+    def share(self) -> float:
+        """Of the run's time that they may take."""
+        ...
+
+    def wanted(self) -> Sequence[AsideWork]:
+        """Those that are wanted since it was asked last."""
+        ...
+
+    def ended(self, report: TurnReport) -> RunEvent | None:
+        """One is made, or has failed. What is to be told of it."""
+        ...
+
+    def dropped(self) -> Container[str]:
+        """Names of asides that are not wanted any more."""
+        ...
+
+
+class NoAsides:
+    """Nobody wants any."""
+
+    share = 0.0
+
+    def wanted(self) -> list[AsideWork]:
+        return []
+
+    def ended(self, report: TurnReport) -> RunEvent | None:
+        return None
+
+    def dropped(self) -> Container[str]:
+        return ()
+
+
+@dataclass(kw_only=True)
+class AsideQueue:
+    """Which asides wait, and which worker has which. Pure.
+
+    queue.add(works); queue.deal(["w0", "w1"]); queue.of("w0"); queue.end(report)
+    """
+
+    waiting: deque[AsideWork] = field(default_factory=deque)
+    held: dict[str, AsideWork] = field(default_factory=dict)  # by worker
+    hopeless: list[AsideWork] = field(default_factory=list)  # have lost too many workers to be tried again
+    _losses: Counter[str] = field(default_factory=Counter)  # by name
+
+    @property
+    def left(self) -> int:
+        return len(self.waiting) + len(self.held)
+
+    def add(self, works: Sequence[AsideWork]) -> None:
+        self.waiting.extend(works)
+
+    def deal(self, workers: Sequence[str]) -> None:
+        """These are the workers now, in order of ranks: others give back what they had, who is free takes the next."""
+        for gone in [name for name in self.held if name not in workers]:
+            self.give_back(gone)
+        for name in workers:
+            if name not in self.held and self.waiting:
+                self.held[name] = self.waiting.popleft()
+
+    def give_back(self, worker: str) -> None:
+        """It is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended them."""
+        if (work := self.held.pop(worker, None)) is None:
+            return
+        self._losses[work.name] += 1
+        if self._losses[work.name] < MAX_LOSSES:
+            self.waiting.appendleft(work)
+        else:
+            self.hopeless.append(work)
+
+    def end(self, aside: str) -> bool:
+        """It is made, or has failed, on whichever worker. False when it had ended before."""
+        for name, work in self.held.items():
+            if work.name == aside:
+                del self.held[name]
+                return True
+        for work in self.waiting:
+            if work.name == aside:
+                self.waiting.remove(work)
+                return True
+        return False
+
+    def drop(self, names: Container[str]) -> None:
+        """Nobody wants these any more."""
+        self.waiting = deque(work for work in self.waiting if work.name not in names)
+        self.held = {worker: work for worker, work in self.held.items() if work.name not in names}
+
+
+def gaps_of(cascades: Sequence[Cascade], step: int, ranks: int) -> list[float]:
+    """Seconds that the plan leaves idle on each rank behind its last cascade of the step, until the step's last one."""
+    end_s = end_of(cascades, step)
+    own = [max((c.end_s for c in cascades if rank in c.workers), default=0.0) for rank in range(ranks)]
+    return [max(0.0, end_s - last) for last in own]
+
+
+class AsideTurns:
+    """The asides of one run: asks workers, hears what they say, tells who wanted them."""
+
+    def __init__(self, source: AsideSource, tell: Tell) -> None:
+        self._source, self._tell = source, tell
+        self._queue = AsideQueue()
+        self._asked: dict[Ref[TurnReport], str] = {}  # -> worker
+
+    def give(
+        self,
+        generation: int,
+        step: int,
+        world: Sequence[Seat],
+        cascades: Sequence[Cascade],
+        outlasted: Container[int],
+        patience: Patience,
+    ) -> None:
+        """Ask the workers for turns in this step, whose cascades are dispatched and whose end is not. `outlasted` are
+        ranks with an encode that outlasts it."""
+        self._hear(0.0)
+        self._queue.deal([seat.name for seat in world])
+        if not self._queue.held:
+            return
+        gaps = gaps_of(cascades, step, len(world))
+        for rank, seat in enumerate(world):
+            if rank not in outlasted:
+                self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience)
+
+    def are_under_way(self) -> bool:
+        """Whether a step that is dispatched now may have turns."""
+        self._queue.add(self._source.wanted())
+        return self._queue.left > 0
+
+    def finish(self, generation: int, world: Sequence[Seat]) -> None:
+        """All steps are done: make what is left, on all workers at once. Never raises."""
+        until, alive = time.monotonic() + FINISH_S, list(world)
+        try:
+            while self.are_under_way() and alive and time.monotonic() < until:
+                self._queue.deal([seat.name for seat in alive])
+                asked = set(self._asked.values())
+                for seat in alive:
+                    if seat.name not in asked:
+                        self._ask(seat, generation, -1, whole=True)
+                gone = self._hear(_LOOK_S)
+                alive = [seat for seat in alive if seat.name not in gone]
+        except Exception:
+            log.exception("the last samples were not made")
+        if self._queue.left:
+            log.warning("%d samples are not made; make them with `heddle sample`", self._queue.left)
+
+    def _ask(
+        self,
+        seat: Seat,
+        generation: int,
+        step: int,
+        *,
+        gap_s: float = 0.0,
+        patience: Patience | None = None,
+        whole: bool = False,
+    ) -> None:
+        if (work := self._queue.held.get(seat.name)) is None:
+            return
+        task = TurnTask(
+            generation=generation,
+            step=step,
+            aside=work,
+            gap_s=gap_s,
+            share=self._source.share,
+            whole=whole,
+            patience=patience,
+        )
+        self._asked[seat.handle.turn.options(name="aside").remote(task)] = seat.name
+
+    def _hear(self, timeout_s: float) -> set[str]:
+        """Take in what workers have answered; returns those that are gone."""
+        gone: set[str] = set()
+        if not self._asked:
+            return gone
+        done, _ = wait(list(self._asked), num_returns=1 if timeout_s else len(self._asked), timeout=timeout_s)
+        for reference in done:
+            worker = self._asked.pop(reference)
+            try:
+                report = get(reference)
+            except GONE:
+                gone.add(worker)
+                self._queue.give_back(worker)
+                continue
+            except ray.exceptions.RayError as error:
+                work = self._queue.held.get(worker)
+                why = " ".join(str(error).split())[-300:]
+                report = TurnReport(aside=work.name if work else "", ended=True, failed=why)
+            if report.ended and self._queue.end(report.aside):
+                self._ended(report)
+        while self._queue.hopeless:
+            why = f"{MAX_LOSSES} workers have died or left while they made it"
+            self._ended(TurnReport(aside=self._queue.hopeless.pop().name, ended=True, failed=why))
+        return gone
+
+    def _ended(self, report: TurnReport) -> None:
+        try:
+            event = self._source.ended(report)
+        except Exception:  # whatever it is, the run goes on
+            log.exception("%s was not kept", report.aside)
+            event = None
+        self._queue.drop(self._source.dropped())
+        if event is not None:
+            self._tell(event)

@@ -1,0 +1,234 @@
+"""Work of low priority beside the steps of a worker, in turns: clips that show what the model makes by now.
+
+    asides = Asides(modules, device, meter)
+    report = asides.turn(task)          # on the task thread, in the gap at the end of the worker's step
+
+An aside runs in a thread of its own, so that its autograd mode and autocast are never those of training; it draws no
+random number from PyTorch. It stands still but for its turns, in which the task thread waits: the two never compute at
+the same time. Only its weights are read meanwhile.
+
+**Which weights.** Those of the checkpoint that asks for it, its EMA where the run keeps one: a worker holds the trained
+parameters of the step it has reached, which may be some steps later, and of the EMA its own shard alone. In a turn the
+transformer's trained parameters point at them; behind it they point at their own storage again, which nobody has
+touched. On a GPU they are copied there for the turn and dropped, so that cascades have the room that they were planned
+with.
+
+**How much.** An aside runs piece by piece: the prompt with the first denoising step, each further step, the decode. A
+piece begins while it fits, by what its kind took last, into the planned gap and what the worker has saved up: `share`
+of the time that has passed, less what earlier turns took beyond their gaps (`Allowance`). So a run pays that share of
+its time and a piece more, at most.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from actors.messages import AsideWork, TurnReport, TurnTask
+from actors.worker.loading import Modules
+from actors.worker.meter import GIB, Meter, Unmetered, ran_out, release
+from ops.sync import trainable
+
+_LATEST = 0.05  # seconds between looks whether a thread that reads its weights is ready
+
+
+class NoRoom(RuntimeError):
+    """The worker has too little memory for an aside beside what training needs."""
+
+
+class Allowance:
+    """Seconds that a worker may take from its steps.
+
+    allowance.passed(0.4)                       # since the last turn: a share of it is saved
+    allowance.allows(0.1, gap_s=0.2, took_s=0)  # whether a piece of 0.1 s may begin when the turn has taken so much
+    allowance.took(0.3, gap_s=0.2)              # a turn has ended: what its gap did not hold is paid
+    """
+
+    def __init__(self) -> None:
+        self.saved_s = 0.0  # below 0: a piece took longer than it was expected to
+
+    def passed(self, seconds: float, share: float) -> None:
+        self.saved_s += share * seconds
+
+    def allows(self, piece_s: float, gap_s: float, took_s: float) -> bool:
+        """A piece of a kind that has not run is expected to take no time: it begins unless there are debts."""
+        gap_left_s = max(0.0, gap_s - took_s)
+        saved_s = self.saved_s - max(0.0, took_s - gap_s)
+        if saved_s < 0 and not gap_left_s:
+            return False
+        return piece_s <= gap_left_s + max(saved_s, 0.0)
+
+    def took(self, seconds: float, gap_s: float) -> None:
+        self.saved_s -= max(0.0, seconds - gap_s)
+
+
+class Asides:
+    """The asides of one worker, one at a time. All methods are the task thread's."""
+
+    def __init__(
+        self,
+        modules: Modules,
+        device: torch.device,
+        meter: Meter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
+        self._now: AsideThread | None = None
+        self._last = TurnReport(aside="")  # of the aside that has ended here last: turns for it may still come
+        self._allowance = Allowance()
+        self._seen_at = 0.0
+        self._expected: dict[str, float] = {}  # kind of piece -> seconds of the last one
+
+    def turn(self, task: TurnTask) -> TurnReport:
+        """Let the task's aside go on for as long as the turn allows, and say what has become of it."""
+        if task.aside.name == self._last.aside:
+            return self._last
+        now = self._clock()
+        if self._now is None or self._now.work.name != task.aside.name:
+            self.drop()
+            self._now, self._seen_at = AsideThread(task.aside, self._modules, self._device), now
+        one = self._now
+        self._allowance.passed(now - self._seen_at, task.share)
+        self._seen_at = now
+        took_s = 0.0
+        if one.is_ready(wait=task.whole):
+            try:
+                with self._lent(one.weights):
+                    took_s = self._pieces(one, task)
+            except NoRoom as error:
+                one.end()
+                one.failure = error
+        if not task.whole:
+            self._allowance.took(took_s, task.gap_s)
+        return self._report(one, took_s)
+
+    def drop(self) -> None:
+        """Forget the aside that is being made."""
+        if self._now is not None:
+            self._now.end()
+            self._now = None
+
+    def _pieces(self, one: AsideThread, task: TurnTask) -> float:
+        """Seconds of the pieces that ran."""
+        took_s = 0.0
+        while (kind := one.next_piece) is not None:
+            expected_s = self._expected.get(kind, 0.0)
+            if not (task.whole or self._allowance.allows(expected_s, task.gap_s, took_s)):
+                break
+            began = self._clock()
+            one.run_piece()
+            self._expected[kind] = self._clock() - began
+            took_s += self._expected[kind]
+        return took_s
+
+    def _report(self, one: AsideThread, took_s: float) -> TurnReport:
+        if not one.has_ended:
+            return TurnReport(aside=one.work.name, took_s=took_s)
+        why, short = "", False
+        if (error := one.failure) is not None:
+            why = " ".join(str(error).split())[:300] or type(error).__name__
+            short = isinstance(error, NoRoom) or ran_out(error)
+            release(error)
+        self._now = None
+        self._last = TurnReport(
+            aside=one.work.name, took_s=took_s, ended=True, made=one.made, failed=why, no_room=short
+        )
+        return self._last
+
+    @contextmanager
+    def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The transformer's trained parameters are `weights`, on the device. Raises NoRoom."""
+        parameters = dict(trainable(self._modules.dit))
+        need_gib = sum(p.numel() * p.element_size() for p in parameters.values()) / GIB
+        room_gib = self._meter.room_gib()
+        if room_gib is not None and need_gib > room_gib:
+            raise NoRoom(
+                f"the weights of a clip take {need_gib:.2f} GiB in its turn, and the worker has {room_gib:.2f} GiB "
+                f"left beside training; more workers, or train.memory.state: host, leave more."
+            )
+        homes = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = weights[name].to(self._device, parameter.dtype)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = homes[name]
+
+
+class AsideThread:
+    """One aside under way. It stands still before each of its pieces until `run_piece`."""
+
+    def __init__(self, work: AsideWork, modules: Modules, device: torch.device) -> None:
+        self.work = work
+        self.weights: Mapping[str, Tensor] = {}
+        self.next_piece: str | None = None  # the kind of the piece that it stands before
+        self.has_ended = False
+        self.made: object = None
+        self.failure: BaseException | None = None
+        self._modules, self._device = modules, device
+        self._change = threading.Condition()
+        self._go = self._abandoned = False
+        self._thread = threading.Thread(target=self._run, name=f"heddle-aside-{work.name}", daemon=True)
+        self._thread.start()
+
+    def is_ready(self, wait: bool) -> bool:
+        """Whether it stands before a piece; otherwise it reads its weights, which may take minutes, or has failed."""
+        with self._change:
+            while wait and self.next_piece is None and not self.has_ended:
+                self._change.wait(_LATEST)
+            return self.next_piece is not None
+
+    def run_piece(self) -> None:
+        """Returns when the piece is over."""
+        with self._change:
+            self.next_piece, self._go = None, True
+            self._change.notify_all()
+            while self.next_piece is None and not self.has_ended:
+                self._change.wait()
+
+    def end(self) -> None:
+        """It is not wanted any more: it ends where it stands, or once its weights are read."""
+        with self._change:
+            self._abandoned = self.has_ended = True
+            self.next_piece = None
+            self._change.notify_all()
+
+    def _before(self, kind: str) -> None:
+        """Called by the work before each piece, in its own thread."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what the piece before has queued belongs to it
+        with self._change:
+            if self._abandoned:
+                raise _Abandoned
+            self.next_piece = kind
+            self._change.notify_all()
+            while not self._go and not self._abandoned:
+                self._change.wait()
+            self._go = False
+            if self._abandoned:
+                raise _Abandoned
+
+    def _run(self) -> None:
+        made: object = None
+        failure: BaseException | None = None
+        try:
+            self.weights = self.work.weights(self._modules)
+            made = self.work.make(self._modules, self._device, self._before)
+        except _Abandoned:
+            return
+        except Exception as error:  # a thread's boundary: told by the turn, it never ends the run
+            failure = error
+        with self._change:
+            if not self._abandoned:
+                self.made, self.failure, self.has_ended, self.next_piece = made, failure, True, None
+            self._change.notify_all()
+
+
+class _Abandoned(BaseException):
+    """Ends the thread of an aside that nobody wants any more."""

@@ -1,0 +1,67 @@
+"""One prompt of a checkpoint, made by a worker of the run (`actors.worker.aside`) with its own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.state.checkpoint_files import model_state
+from actors.worker.loading import Modules
+from app.drawing.video import sheet_frames
+from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.model import Model
+from app.sampling.spread import MadeClip, mp4_of
+from app.settings.config import RunConfig
+from ops.models.weights import check_state
+from ops.sync import trainable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveClip:
+    """One prompt of a checkpoint, as an aside."""
+
+    folder: str  # of the checkpoint
+    step: int
+    number: int
+    config: RunConfig
+    first: tuple[np.ndarray, ...]  # the picture that it starts from, if any
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step} prompt {self.number}"
+
+    def weights(self, modules: Modules) -> Mapping[str, Tensor]:
+        """The EMA of the checkpoint where it has one. Raises what `model_state` raises."""
+        parameters = dict(trainable(modules.dit))
+        state = model_state(Path(self.folder))
+        check_state(parameters, state, self.folder)
+        return {name: state[name].to(parameters[name].dtype) for name in parameters}
+
+    def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
+        """Text, noise and decode are those of `heddle sample`, by the worker's own modules."""
+        model = Model(
+            dit=modules.dit,
+            low=None,
+            vae=modules.vae,
+            text=modules.text,
+            image=modules.image,
+            geometry=modules.geometry,
+            config=replace(self.config, model=modules.config),
+            step=self.step,
+            device=device,
+        )
+        told = ClipSettings.of(model.config)
+        settings = replace(told, seed=told.seed + self.number)
+        last = settings.sampler.steps
+        before("prompt")
+        prompts = (self.config.sample.prompts[self.number],)
+        # The decode is one piece: its tiles are too large to stay on a GPU while cascades run.
+        (video,) = make_clips(
+            model, prompts, settings, self.first, progress=lambda done: before("denoise" if done < last else "decode")
+        )
+        return MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video))

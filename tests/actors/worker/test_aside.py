@@ -1,0 +1,160 @@
+"""Asides have their turns, take no more than their share, and leave nothing of themselves in training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from actors.messages import TurnReport, TurnTask
+from actors.worker.aside import Allowance, Asides
+
+CPU = torch.device("cpu")
+
+
+@given(
+    share=st.floats(0, 0.5),
+    turns=st.lists(st.tuples(st.floats(0.01, 2), st.floats(0, 1), st.floats(0.01, 3)), max_size=40),
+)
+def test_a_run_pays_its_share_and_a_piece_more_at_most(share: float, turns: list[tuple[float, float, float]]) -> None:
+    """`turns` are (seconds since the last one, its gap, seconds of each of its pieces)."""
+    allowance, paid, longest, passed = Allowance(), 0.0, 0.0, 0.0
+    for passed_s, gap_s, piece_s in turns:
+        allowance.passed(passed_s, share)
+        passed += passed_s
+        took, pieces = 0.0, 0
+        while pieces < 5 and allowance.allows(piece_s, gap_s, took):
+            took, pieces = took + piece_s, pieces + 1
+        allowance.took(took, gap_s)
+        paid += max(0.0, took - gap_s)
+        longest = max(longest, piece_s)
+    assert paid <= share * passed + 1e-9, "a piece begins only when it fits"
+    assert longest == 0 or allowance.saved_s >= -1e-9
+
+
+def test_a_piece_that_was_longer_than_expected_is_a_debt() -> None:
+    allowance = Allowance()
+    assert allowance.allows(0.0, 0.0, 0.0)
+    allowance.took(1.0, gap_s=0.2)
+    assert not allowance.allows(0.0, 0.0, 0.0) and allowance.allows(0.3, gap_s=0.3, took_s=0.0)
+    allowance.passed(10.0, 0.05)
+    assert not allowance.allows(0.0, 0.0, 0.0)
+    allowance.passed(20.0, 0.05)
+    assert allowance.allows(0.6, 0.0, 0.0) and not allowance.allows(0.8, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """An aside of `pieces` pieces, each of which adds up the weights that it sees, under another autograd mode."""
+
+    name: str = "a"
+    pieces: int = 3
+    fault: Exception | None = None
+    tick: Callable[[], None] = lambda: None
+
+    def weights(self, modules: Any) -> Mapping[str, Tensor]:
+        return {name: torch.full_like(p, 2.0) for name, p in modules.dit.named_parameters()}
+
+    def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> list[float]:
+        found = []
+        with torch.no_grad():
+            for _ in range(self.pieces):
+                before("piece")
+                self.tick()
+                found.append(float(modules.dit.weight.detach().sum()))
+                if self.fault is not None:
+                    raise self.fault
+        return found
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def second(self) -> None:
+        self.now += 1.0
+
+
+def asides(clock: Callable[[], float] = time.monotonic, meter: Any = None) -> tuple[Asides, nn.Linear]:
+    dit = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(dit.weight, 0.5)
+    return Asides(SimpleNamespace(dit=dit), CPU, meter, clock=clock), dit  # type: ignore[arg-type]
+
+
+def task(work: Any, **told: Any) -> TurnTask:
+    return TurnTask(**{"generation": 1, "step": 3, "aside": work, "gap_s": 0.0, "share": 0.0, **told})
+
+
+def begun(of: Asides, work: Any) -> None:
+    """Returns when its weights are read."""
+    of.turn(task(work, share=-1e6))
+    assert of._now is not None and of._now.is_ready(wait=True)
+
+
+def test_what_is_made_sees_its_own_weights_and_training_sees_none_of_it() -> None:
+    of, dit = asides()
+    weight, home, state = dit.weight, dit.weight.data_ptr(), torch.random.get_rng_state()
+    report = of.turn(task(Steps(), whole=True))
+    assert report == TurnReport(aside="a", took_s=report.took_s, ended=True, made=[8.0] * 3)
+    assert dit.weight is weight and weight.data_ptr() == home and weight.tolist() == [[0.5, 0.5]] * 2
+    assert torch.is_grad_enabled() and torch.equal(torch.random.get_rng_state(), state)
+    assert of.turn(task(Steps())) is report, "a turn that was asked for earlier changes nothing"
+
+
+def test_a_turn_ends_where_the_next_piece_does_not_fit() -> None:
+    clock = Clock()
+    of, dit = asides(clock)
+    work = Steps(pieces=6, tick=clock.second)
+    begun(of, work)
+    of._allowance.saved_s = 0.0
+    first = of.turn(task(work, gap_s=2.5))  # of unknown length, then of 1 s: two fit
+    assert (first.took_s, first.ended) == (2.0, False) and float(dit.weight.detach().sum()) == 2.0
+    assert of.turn(task(work)).took_s == 0.0, "no gap, nothing saved"
+    clock.now += 20.0
+    assert of.turn(task(work, share=0.05, gap_s=1.0)).took_s == 2.0, "the gap, and the share of 20 s"
+    clock.now += 20.0
+    assert of.turn(task(work, share=0.05)).took_s == 1.0
+    last = of.turn(task(work, gap_s=9.0))
+    assert (last.took_s, last.made) == (1.0, [8.0] * 6)
+
+
+def test_a_failure_is_told_and_the_next_aside_is_made() -> None:
+    of, dit = asides()
+    failed = of.turn(task(Steps(fault=OSError("no such file")), whole=True))
+    assert (failed.ended, failed.failed, failed.no_room) == (True, "no such file", False)
+    short = of.turn(task(Steps(name="b", fault=RuntimeError("CUDA out of memory")), whole=True))
+    assert short.no_room and float(dit.weight.detach().sum()) == 2.0
+    assert of.turn(task(Steps(name="c", pieces=1), whole=True)).made == [8.0]
+
+
+def test_an_aside_that_is_dropped_ends_where_it_stands() -> None:
+    of, _ = asides()
+    begun(of, Steps())
+    thread = of._now._thread if of._now else None
+    assert of.turn(task(Steps(name="b"), whole=True)).made == [8.0] * 3
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class Short:
+    """A meter of a device with too little room."""
+
+    def room_gib(self) -> float:
+        return 0.0
+
+
+def test_without_room_for_the_weights_nothing_is_tried() -> None:
+    of, dit = asides(meter=Short())
+    report = of.turn(task(Steps(), whole=True))
+    assert report.no_room and report.ended and "the worker has 0.00 GiB left beside training" in report.failed
+    assert float(dit.weight.detach().sum()) == 2.0
