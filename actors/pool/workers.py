@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import process
 from actors.config import WorkersConfig
-from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
+from actors.messages import IO, SNAPSHOTS, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.room import Need, node_with_room, where
@@ -145,8 +145,8 @@ class RayPool(Pool):
     ) -> None:
         super().__init__()
         self._run, self._settings, self._monitor = run, settings, monitor
-        # With a concurrency group Ray runs the other calls, still one at a time and in order, off the main thread.
-        self._actor = remote_of(worker_class, {IO: 1} if uses_gpu(settings.workers) else None)
+        # With concurrency groups Ray runs the other calls, still one at a time and in order, off the main thread.
+        self._actor = remote_of(worker_class, {IO: 1, SNAPSHOTS: 1} if uses_gpu(settings.workers) else None)
 
     def _request(self, name: str) -> PoolMember:
         workers = self._settings.workers
