@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actors.messages import Span
-from app.bench.truth import Learned, learn_live
+from actors.plan.costs.profile import Profile
+from app.bench.truth import Learned, learn_live, predicted_by_profile
 
 STEPS, UNSEEN, BUDGET_S = 200, 10, 0.02
 
@@ -32,3 +33,16 @@ def test_with_waiting_counted_as_work_they_are_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     true = learn_live("static", STEPS, UNSEEN, BUDGET_S, late=0.5)
     assert true.median <= 0.05 and true.median < 0.7 * counted.median
+
+
+def test_a_profile_predicts_shapes_and_degrees_that_it_has_not_measured() -> None:
+    found = predicted_by_profile()
+    assert found.median <= 0.05 and found.worst <= 0.15
+    over = predicted_by_profile(spanning=True)
+    assert found.median < over.median <= 0.12, "one factor for all bags over nodes, as Arachne has it"
+
+
+def test_a_profile_that_does_not_know_its_captions_prices_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Profile.measure
+    monkeypatch.setattr(Profile, "measure", lambda self, key, seconds, text_tokens: plain(self, key, seconds))
+    assert predicted_by_profile().worst > 10, "captions of 128 tokens, by a fit to captions of none"
