@@ -175,7 +175,8 @@ def by_information(points: Sequence[ProfilePoint], figures: Sequence[SideFigure]
     nodes comes behind the same inside a node, one degree after the other: such a bag takes its workers for itself."""
     ends, middles = _by_halves([point for point in points if point.nodes == 1])
     found: list[Measurable] = [*ends, *(one for one in figures if one.nodes == 1)]
-    for degree in sorted({one.degree for one in (*points, *figures) if one.nodes > 1}):
+    both: list[ProfilePoint | SideFigure] = [*points, *figures]
+    for degree in sorted({one.degree for one in both if one.nodes > 1}):
         first, later = _by_halves([point for point in points if point.nodes > 1 and point.degree == degree])
         found += [*first, *(one for one in figures if one.nodes > 1 and one.degree == degree)]
         middles += later
