@@ -679,14 +679,15 @@ class Profile:
         exchange_s = self.exchange_s if module == "dit" else 0.0
         prior = prior or PRIORS[module]
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
-        for note in notes:
-            self._note(note)
+        self._note(module, notes)
         return found
 
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-            log.info(note)
+    def _note(self, module: Module, notes: Sequence[str]) -> None:
+        """Notes on the fit of now, in place of those on earlier ones."""
+        for note in notes:
+            if note not in self.notes:
+                log.info(note)
+        self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
 
 
 def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:
