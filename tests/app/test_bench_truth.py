@@ -42,7 +42,7 @@ def test_a_profile_predicts_shapes_and_degrees_that_it_has_not_measured() -> Non
     assert found.median < over.median <= 0.12, "one factor for all bags over nodes, as Arachne has it"
 
 
-def test_a_profile_that_does_not_know_its_captions_prices_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_their_text_tokens_measured_captions_price_others_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Profile.measure
     monkeypatch.setattr(Profile, "measure", lambda self, key, seconds, text_tokens: plain(self, key, seconds))
     assert predicted_by_profile().worst > 10, "captions of 128 tokens, by a fit to captions of none"
