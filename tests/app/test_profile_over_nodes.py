@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from actors.plan.costs.handoff import HandoffPoint
 from actors.plan.costs.profile_json import read_profile
+from app.device import over_nodes
 from app.device.bag import degrees_here
 from app.device.bench import Bench
-from app.device.over_nodes import LentRay, MeasuredCluster, shares
+from app.device.over_nodes import HANDOFFS, BagOverNodes, LentRay, MeasuredCluster, shares, timed_handoffs
 from app.device.points import PointTimes, ProfiledShape
 from app.device.profile import by_information, figures_of, points_of, run_profile
 from app.settings.config import RunConfig
@@ -148,6 +152,54 @@ def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
     )
     run_profile(DEMO, TINY, tmp_path / "alone.json", repeats=3, device="cpu", degrees=[1])
     assert "all on one: what bags and handoffs cost across nodes is not measured" in capsys.readouterr().out
+
+
+class InThreads:
+    """Stands for Ray: an actor is a thread here, a reference its future."""
+
+    def __init__(self, plain: type, node: str, cpus: float, device: str, *arguments: object) -> None:
+        self._actor = plain(*arguments)
+        self._pool = ThreadPoolExecutor(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *of: self._pool.submit(self._call, name, *of))
+
+    def _call(self, name: str, *of: Any) -> object:
+        return getattr(self._actor, name)(*(one.result() if isinstance(one, Future) else one for one in of))
+
+
+def waited(references: list[Future[object]], timeout: float) -> tuple[list[Future[object]], list[Future[object]]]:
+    done, waiting = wait(references, timeout, return_when="FIRST_COMPLETED")
+    return list(done), list(waiting)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_nodes, "_actor_on", InThreads)
+    monkeypatch.setattr(over_nodes, "get", lambda reference: reference.result())
+    monkeypatch.setattr(over_nodes, "wait", waited)
+    monkeypatch.setattr(over_nodes, "kill", lambda actor: None)
+    monkeypatch.setattr(over_nodes, "node_address", lambda: "127.0.0.1")
+
+
+def test_members_on_two_nodes_run_what_they_are_told_together(threads: None) -> None:
+    config = RunConfig.load(DEMO, TINY)
+    shape = ProfiledShape(batch=2, bucket=Bucket(5, 32, 48), text_tokens=8)
+    with BagOverNodes(config, ("a", "b"), "cpu") as bag:
+        assert (bag.degree, bag.nodes) == (2, 2)
+        assert all(actor._actor._group.nodes == (0, 1) for actor in bag._actors)
+        times = bag.measure("dit", shape, repeats=1)
+        assert len(times.seconds) == 1 and times.median > 0 and times.gathered_bytes > 0
+        assert bag.exchange(2**16, 2) > 0
+        with pytest.raises(ConfigError, match=r"member [01] of a bag of 2 failed: .*nonsense"):
+            bag.measure("nonsense", shape, repeats=1)  # type: ignore[arg-type]
+
+
+def test_handoffs_of_three_sizes_are_timed_both_ways(threads: None) -> None:
+    found = timed_handoffs(("a", "b"), "cpu", repeats=3)
+    assert {(point.num_bytes, point.nodes) for point in found} == {(size, 2) for size in HANDOFFS}
+    assert len(found) == 9 and all(point.seconds > 0 for point in found)
+    assert {point.nodes for point in timed_handoffs(("a", "a"), "cpu", repeats=1)} == {1}
 
 
 @pytest.mark.long
