@@ -14,8 +14,9 @@ from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
-from actors.plan.costs.handoff import HandoffEstimate
+from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
+from actors.plan.costs.spanning import OVERLAP, SpanningPoint, cross_of_points
 from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
@@ -146,6 +147,7 @@ class Profile:
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
     peak_gib: dict[PointKey, float] = field(default_factory=dict)
+    text_tokens: dict[PointKey, int] = field(default_factory=dict)  # of a sample of measured points, where known
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
@@ -154,6 +156,8 @@ class Profile:
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured
+    handoffs: tuple[HandoffPoint, ...] = ()  # as measured
+    over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
     num_heads: int | None = None
@@ -264,6 +268,8 @@ class Profile:
         seconds = self.measured.get(key)
         if seconds is None and module == "text":
             seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
+        if seconds is None and self.over_nodes:
+            seconds = self._measured_over_nodes(key)
         if seconds is not None:
             return seconds * self._file_drift(module).factor(load)
         if not self.extrapolate:
@@ -393,12 +399,35 @@ class Profile:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def measure(self, key: PointKey, seconds: float, peak_gib: float | None = None) -> None:
-        """Add a point as a file has it: measured apart from any run."""
+    def measure(
+        self, key: PointKey, seconds: float, peak_gib: float | None = None, text_tokens: int | None = None
+    ) -> None:
+        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample."""
         self.measured[key] = seconds
+        if text_tokens is not None:
+            self.text_tokens[key] = text_tokens
         if peak_gib is not None:
             self.peak_gib[key] = peak_gib
         self._forget(cast(Module, key[0]))
+        if key[0] == "dit":  # what these are beside
+            self.count_over_nodes()
+            self.count_handoffs()
+
+    def count_over_nodes(self, found: Iterable[SpanningPoint] = ()) -> None:
+        """Add cascades measured over nodes; all of them say what a bag over nodes costs."""
+        self.over_nodes = (*self.over_nodes, *found)
+        if self.over_nodes:
+            self.cross_node = cross_of_points(
+                self.over_nodes, lambda point: self.measured.get(point.key), self._modelled, self.cross_node
+            )
+            self._cache.clear()
+
+    def count_handoffs(self, found: Iterable[HandoffPoint] = ()) -> None:
+        """Add handoffs that were timed apart from any run; all of them say what one costs."""
+        self.handoffs = (*self.handoffs, *found)
+        if self.handoffs:
+            self._handoffs = estimate_of(self.handoffs)
+            self._price_handoffs()
 
     def count_exchange(self, exchange_s: float) -> None:
         """The all-to-alls of the DiT have been measured."""
@@ -500,7 +529,9 @@ class Profile:
 
     def held(self, key: PointKey) -> float:
         """Seconds of a measured point, as far as what ran since lets it stand."""
-        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(self._load(key, 0))
+        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(
+            self._load(key, self.text_tokens.get(key, 0))
+        )
 
     def observe_need(self, found: Footprint, peak_gib: float) -> None:
         """Learn what a cascade needed beside the states."""
@@ -515,6 +546,10 @@ class Profile:
     def observe_handoff(self, num_bytes: int, seconds: float) -> None:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
         self._handoffs.add(num_bytes, seconds)
+        self._price_handoffs()
+
+    def _price_handoffs(self) -> None:
+        """Where they matter beside the cascades that are known."""
         cascades = sorted(
             [point.seconds for key, point in self.live.items() if key[0] == "dit"]
             or [s for key, s in self.measured.items() if key[0] == "dit"]
@@ -548,7 +583,7 @@ class Profile:
         known = {key for key, _, _ in rows}
         for key in self.measured:
             if key[0] == module and key not in known:
-                rows.append((key, self.held(key), 0))
+                rows.append((key, self.held(key), self.text_tokens.get(key, 0)))
         loads, seconds_list = [], []
         for (_, batch, frames, height, width, degree), seconds, text in rows:
             if module == "text" or frames > 0:
@@ -588,6 +623,16 @@ class Profile:
             return None
         overlap, point = max(found, key=lambda one: one[1].count)
         return point.over(self.cross_node.factor(overlap))
+
+    def _measured_over_nodes(self, key: PointKey) -> float | None:
+        """What a point of the file that was measured over nodes only would take on one."""
+        found = [point.seconds for point in self.over_nodes if point.key == key]
+        return statistics.median(found) / self.cross_node.factor(OVERLAP) if found else None
+
+    def _modelled(self, point: SpanningPoint) -> float | None:
+        """Its seconds on one node, by the cost model."""
+        model = self.model_of(point.module)
+        return None if model is None else model.predict(self._load(point.key, point.text_tokens))
 
     def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
         keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
@@ -634,14 +679,15 @@ class Profile:
         exchange_s = self.exchange_s if module == "dit" else 0.0
         prior = prior or PRIORS[module]
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
-        for note in notes:
-            self._note(note)
+        self._note(module, notes)
         return found
 
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-            log.info(note)
+    def _note(self, module: Module, notes: Sequence[str]) -> None:
+        """Notes on the fit of now, in place of those on earlier ones."""
+        for note in notes:
+            if note not in self.notes:
+                log.info(note)
+        self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
 
 
 def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:

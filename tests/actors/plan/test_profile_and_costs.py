@@ -76,6 +76,10 @@ def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
     found = profile.model_of("dit")
     assert found is not None and found.source.startswith("FLOP model")
     assert any("poor" in note for note in profile.notes)
+    profile.measure(("dit", 1, 25, 480, 832, 1), 9.0)
+    profile.model_of("dit")
+    (note,) = profile.notes
+    assert "fit to 7 points" in note, "of the fit that counts alone"
 
 
 def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
