@@ -164,6 +164,7 @@ class ClipWorker:
         at once."""
         import torch.distributed as dist
 
+        from actors.planning.options import flop_profile
         from ops.groups import Groups
         from ops.waiting import CancelToken
 
@@ -174,6 +175,10 @@ class ClipWorker:
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
         assert self._job is not None, "load comes first"
+        model = self._model.config.model
+        if model.dit.spatial_temporal:  # nothing is measured; equal on all ranks, whatever GPUs they have
+            device = "H100" if self._model.device.type == "cuda" else "cpu"
+            self._model.dit.rates = flop_profile(model, self._model.geometry, device).slice_rates()
         if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
             middle = size // 2
             self._half = groups.get(members[:middle] if rank < middle else members[middle:])
@@ -195,14 +200,14 @@ def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
     """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
     one bag, and exchanges have half the ends."""
     guided = sampler.guidance_scale != 1 and not dit.takes_guidance
-    return guided and workers % 2 == 0 and dit.num_heads % (workers // 2) == 0
+    return guided and workers % 2 == 0 and workers // 2 in dit.degrees(workers)
 
 
 def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> None:
     """Raises ConfigError for a number of workers that can be neither one bag nor two halves."""
     from ops.sequence_parallel import check_degree
 
-    if in_halves(workers, dit, sampler):
+    if in_halves(workers, dit, sampler) or dit.spatial_temporal:
         return
     try:
         check_degree(workers, dit.num_heads)

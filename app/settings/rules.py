@@ -26,11 +26,11 @@ def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
 def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
     """Sequence parallelism deals out attention heads, and the static strategy needs a worker for each part."""
     dit = model.dit
-    legal = [degree for degree in range(1, dit.num_heads + 1) if dit.num_heads % degree == 0]
+    legal = dit.degrees(dit.num_heads)
     wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
     for key, degrees in wanted.items():
         for degree in degrees:
-            if degree < 1 or (dit.path is None and degree not in legal):
+            if degree < 1 or (dit.path is None and not dit.spatial_temporal and degree not in legal):
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
                     f"model.dit; legal degrees are {', '.join(map(str, legal))}."

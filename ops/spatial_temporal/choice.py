@@ -19,6 +19,7 @@ from ops.spatial_temporal.schedule import Schedule
 from ops.spatial_temporal.simulate import SLICES, LayerCosts, leads_tried
 
 Auto = Literal["auto"]
+MOST = 64  # slices that may be asked for
 _WORTH = 0.01  # share of the time that a finer schedule must save: the model is not truer than that
 
 
@@ -35,8 +36,8 @@ class Slicing:
         for axis in ("temporal", "spatial"):
             slices, lead = getattr(self, f"{axis}_slices"), getattr(self, f"{axis}_lead")
             most = max(SLICES) if slices == "auto" else slices
-            if slices != "auto" and slices < 1:
-                raise ValueError(f"{axis}_slices is {slices}; there is at least one slice. Give a number, or auto.")
+            if slices != "auto" and not 1 <= slices <= MOST:
+                raise ValueError(f"{axis}_slices is {slices}; give a number from 1 to {MOST}, or auto.")
             if lead != "auto" and not 0 <= lead <= most:
                 raise ValueError(
                     f"{axis}_lead {lead} of {axis}_slices {slices}: a lead lies in 0..{axis}_slices, of at most "
@@ -64,7 +65,7 @@ AUTO = Slicing()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ChosenSchedule:
     """A schedule, and seconds of a pair of layers by the cost model: forward and, in training, backward."""
 
     schedule: Schedule
@@ -116,6 +117,10 @@ class SliceRates:
         )
 
 
+WHOLE = SliceRates(row_s=1.0, key_s=0.0, moved_s=0.0, slice_s=1.0, part_s=1.0, backward=2.0)
+"""By these `auto` slices nothing, which takes the most memory."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOf:
     """How each stack of a pack is sliced. Without rates, where nobody knows what anything costs, `auto` is the paper's
@@ -136,7 +141,7 @@ class ScheduleOf:
 @lru_cache(maxsize=4096)
 def choose(
     frames: int, positions: int, degree: int, costs: LayerCosts, training: bool, slicing: Slicing = AUTO
-) -> Choice:
+) -> ChosenSchedule:
     """For T frames and S positions on `degree` ranks: a pure function, so that all ranks of a bag take the same one.
     Among schedules within a hundredth of the shortest the one with the fewest parts."""
     slices_T, slices_S, lead_T, lead_S = _candidates(slicing, frames, positions)
@@ -161,7 +166,7 @@ def choose(
         temporal_lead=int(lead_T[best]),
         spatial_lead=int(lead_S[best]),
     )
-    return Choice(schedule=schedule, total_s=float(total[best]), compute_s=float(compute[best]), link_s=link)
+    return ChosenSchedule(schedule=schedule, total_s=float(total[best]), compute_s=float(compute[best]), link_s=link)
 
 
 def _layer_s(
@@ -183,7 +188,8 @@ def _layer_s(
         np.where(lead < slices, led + before * part + (slices - lead) * slice_s, 0.0),
         np.where(lead < slices, led + (slices - lead) * before * part + np.maximum(slice_s, row_s), 0.0),
     ]
-    return np.maximum.reduce(ends)
+    latest: np.ndarray = np.maximum.reduce(ends)
+    return latest
 
 
 @lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ from app.sampling.spread import (
     spread,
 )
 from ops.models.flux.config import FluxConfig
+from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
@@ -269,6 +270,8 @@ def test_workers_together_are_two_halves_where_guidance_has_two_branches() -> No
     assert not in_halves(2, dit, alone)
     assert not in_halves(2, FluxConfig(guidance_embeds=True), guided)
     check_together(4, dit, guided)  # two bags of 2, where one of 4 heads could not be
+    check_together(5, LatteConfig(num_heads=2, head_dim=64), alone)  # no heads are dealt out
+    assert in_halves(6, LatteConfig(num_heads=2, head_dim=64), guided)
     with pytest.raises(ConfigError, match="degree 4 does not divide 6"):
         check_together(4, dit, alone)
 

@@ -126,7 +126,7 @@ def test_rates_that_differ_little_choose_alike() -> None:
 def test_leads_beyond_their_slices_and_costs_below_zero_are_refused() -> None:
     with pytest.raises(ValueError, match=r"temporal_lead 3 of temporal_slices 2: a lead lies in 0..temporal_slices"):
         Slicing(temporal_slices=2, temporal_lead=3)
-    with pytest.raises(ValueError, match="spatial_slices is 0; there is at least one slice"):
+    with pytest.raises(ValueError, match="spatial_slices is 0; give a number from 1 to 64"):
         Slicing(spatial_slices=0)
     with pytest.raises(ValueError, match="moved_s is -1"):
         replace(RATES, moved_s=-1)

@@ -23,7 +23,7 @@ def flop_coefficients(
 
     `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE.
     MLP width and cross-attention enter through their real sizes; Ulysses moves 4 activations of width d per layer and
-    pass, spatial-temporal parallelism one (ScaleFusion, section 4.1).
+    pass, spatial-temporal parallelism one forward and one backward (ScaleFusion, section 4.1).
     """
     rate = tflops * 1e12
     layers = sum(dit.block_counts)
@@ -31,8 +31,8 @@ def flop_coefficients(
     passes = 4.0 if dit.gradient_checkpointing else 3.0
     linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate
     quadratic = passes * layers * 4.0 * d / rate
-    form, moved = ("spatial_temporal", 1.0) if dit.spatial_temporal else ("arachne", 4.0)
-    exchange = passes * layers * 4.0 * d * moved / (exchange_gbps * 1e9)
+    form, moved = ("spatial_temporal", 2.0) if dit.spatial_temporal else ("arachne", 4.0 * passes)
+    exchange = layers * 4.0 * d * moved / (exchange_gbps * 1e9)
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),
         "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, image_flops / rate)),

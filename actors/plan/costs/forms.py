@@ -22,6 +22,8 @@ class Load:
     tokens: int  # video tokens of one sample
     degree: int
     token_frames: int = 1  # frames of its token grid
+    slices: float = 1.0  # that a bag makes of a spatial-temporal layer, mean of the two kinds
+    exposed: float = 1.0  # share of its exchanges that no computation hides
 
     @property
     def length(self) -> int:
@@ -48,10 +50,15 @@ def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
     """The same for blocks that attend in turn within a frame, to the text there, and along a position. Text is in no
-    block's rows; an exchange moves the activations of a block once."""
-    work = load.batch * load.tokens
-    keys = mean_keys(load.tokens, load.text_tokens, load.token_frames)
-    return 1.0, work / load.degree, work * keys / load.degree, work * (load.degree - 1) / load.degree**2
+    block's rows; an exchange moves the activations of a block once, and counts as far as it is exposed. The member with
+    most frames and most positions decides; every slice has its own launches."""
+    frames, degree = load.token_frames, load.degree
+    positions = load.tokens / frames
+    spatial = load.batch * -(-frames // degree) * positions
+    temporal = load.batch * frames * -(-positions // degree)
+    keys = spatial * (positions + load.text_tokens) + temporal * frames
+    moved = load.batch * load.tokens * (degree - 1) / degree**2
+    return load.slices, (spatial + temporal) / 2, keys / 2, moved * load.exposed
 
 
 def mean_keys(tokens: int, text_tokens: int, frames: int) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 from ops.config import Diffusion
 from ops.models.base.config import DiTConfig
 from ops.ranges import between, check_numbers
-from ops.spatial_temporal.schedule import Schedule
+from ops.spatial_temporal.choice import Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +23,11 @@ class LatteConfig(DiTConfig):
     architecture: Literal["latte"] = "latte"
     sample_size: int = 64  # latents in height and width to whose positions other sizes are scaled
     video_length: int = 16  # frames of a clip that Diffusers' class takes, no more and no less, beside pictures
-    temporal_slices: int = 2  # of the frames, in which a bag runs spatial blocks
-    spatial_slices: int = 2  # of the positions of a frame, in which it runs temporal blocks
-    temporal_lead: int = 1  # slices of the next spatial block that are sent while the block before computes
-    spatial_lead: int = 1  # the same of the next temporal block
+    # How a bag runs the blocks, in numbers, or auto: by what computation and exchanges cost, for each grid and degree
+    temporal_slices: int | Literal["auto"] = "auto"  # of the frames, in which it runs spatial blocks
+    spatial_slices: int | Literal["auto"] = "auto"  # of the positions of a frame, in which it runs temporal blocks
+    temporal_lead: int | Literal["auto"] = "auto"  # slices of the next spatial block that are sent under the one before
+    spatial_lead: int | Literal["auto"] = "auto"  # the same of the next temporal block
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
@@ -35,8 +36,6 @@ class LatteConfig(DiTConfig):
             self,
             sample_size=between(2, 1 << 16),
             video_length=between(1, 1 << 16),
-            temporal_slices=between(1, 64),
-            spatial_slices=between(1, 64),
         )
         if self.patch[0] != 1 or self.patch[1] != self.patch[2]:
             raise ValueError(f"model.dit.patch {self.patch}: Latte's tokens are squares of one frame, as [1, 2, 2].")
@@ -45,14 +44,13 @@ class LatteConfig(DiTConfig):
         if self.ffn_dim != 4 * self.dim:
             raise ValueError(f"model.dit.ffn_dim {self.ffn_dim} is not 4 times the width {self.dim}, as Latte has it.")
         try:
-            self.schedule  # noqa: B018  (checks the leads)
+            self.slicing  # noqa: B018  (checks the numbers)
         except ValueError as error:
             raise ValueError(f"model.dit: {error}") from None
 
     @property
-    def schedule(self) -> Schedule:
-        """When a bag sends and computes which slice."""
-        return Schedule(
+    def slicing(self) -> Slicing:
+        return Slicing(
             temporal_slices=self.temporal_slices,
             spatial_slices=self.spatial_slices,
             temporal_lead=self.temporal_lead,
@@ -62,10 +60,6 @@ class LatteConfig(DiTConfig):
     @property
     def diffusion(self) -> Diffusion:
         return Diffusion(predicts="noise")
-
-    @property
-    def spatial_temporal(self) -> bool:
-        return True
 
     @property
     def block_counts(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class LatteDiT(PackedTransformer):
     def velocity(self, given: ForwardInputs) -> Tensor:
         """The predicted noise."""
         layout, group = given.layout, given.group
-        rest = Rest.of(layout, self.config.schedule)
+        rest = Rest.of(layout, self.how_sliced())
         time, modulation = self.adaln_single(given.timesteps)
         texts = self.caption_projection(given.text).split(layout.text_lengths)
         tables = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)  # shift and scale [S, D]
