@@ -54,9 +54,17 @@ def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
     return 1.0, work / load.degree, work * keys / load.degree, work * (load.degree - 1) / load.degree**2
 
 
-def mean_keys(tokens: int, text_tokens: int, frames: int) -> float:
-    """Keys that a token of a spatial-temporal transformer meets in a block, mean of its two kinds."""
-    return (tokens / frames + text_tokens + frames) / 2
+def _spatial_temporal_text(load: Load, exponent: float) -> tuple[float, ...]:
+    """The same where blocks of both kinds attend to the text."""
+    work = load.batch * load.tokens
+    keys = mean_keys(load.tokens, load.text_tokens, load.token_frames, 1.0)
+    return 1.0, work / load.degree, work * keys / load.degree, work * (load.degree - 1) / load.degree**2
+
+
+def mean_keys(tokens: int, text_tokens: int, frames: int, text_share: float = 0.5) -> float:
+    """Keys that a token of a spatial-temporal transformer meets in a block, mean of its two kinds, of which a share
+    attends to the text."""
+    return (tokens / frames + frames) / 2 + text_share * text_tokens
 
 
 def _knapformer(load: Load, exponent: float) -> tuple[float, ...]:
@@ -88,6 +96,7 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
 FORMS = {
     "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne),
     "spatial_temporal": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal),
+    "spatial_temporal_text": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal_text),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
     "adaptiveload": CostForm(("a", "b"), _adaptiveload),
     "tiles": CostForm(("constant", "volume"), _tiles),

@@ -124,7 +124,7 @@ class DiTConfig:
 
     @property
     def clip_rate(self) -> float | None:
-        """Frames per second that all clips must have, where positions are counted in seconds."""
+        """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
         return None
 
     @property
@@ -170,6 +170,11 @@ class DiTConfig:
     def spatial_temporal(self) -> bool:
         """Whether blocks attend in turn within a frame and along a position, so that a bag needs no Ulysses."""
         return False
+
+    @property
+    def text_share(self) -> float:
+        """The share of its blocks that attend to the text, where they attend in turn as `spatial_temporal` says."""
+        return 0.5
 
     @property
     def block_counts(self) -> tuple[int, ...]:
