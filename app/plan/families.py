@@ -55,7 +55,8 @@ class PresetSize:
 def print_families(presets: Sequence[Path]) -> None:
     """Body of the command."""
     for name, family in FAMILIES.items():
-        print(f"{name:10} {family.diffusers_class}, {family.vae.name}")
+        whose = f" of {family.own_code.name}" if family.own_code else ""
+        print(f"{name:10} {family.diffusers_class}{whose}, {family.vae.name}")
     files = list(presets) or sorted(PRESETS.glob("*.yaml"))
     rows = [HEAD, *(size_of(file).cells() for file in files)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]

@@ -14,12 +14,12 @@ from ops.typed import ConfigError
 
 
 def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
-    """A transformer that counts its positions in seconds is trained at its own frame rate."""
+    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate."""
     rate, fps = model.dit.clip_rate, data.fps
     if rate is not None and fps != rate:
         raise ConfigError(
-            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
-            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+            f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "
+            f"second. Set data.fps and model.dit.frame_rate to the same rate."
         )
 
 

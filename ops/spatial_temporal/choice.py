@@ -94,6 +94,7 @@ class SliceRates:
     slice_s: float  # fixed, per slice that a rank computes
     part_s: float  # fixed, per exchange
     backward: float  # of a block, relative to its forward
+    temporal_text: float = 0.0  # share of the text that temporal blocks attend to, as spatial ones do to all of it
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -109,7 +110,7 @@ class SliceRates:
         rows = samples * frames * positions
         return LayerCosts(
             spatial_s=rows * (self.row_s + self.key_s * (positions + text_rows)),
-            temporal_s=rows * (self.row_s + self.key_s * frames),
+            temporal_s=rows * (self.row_s + self.key_s * (frames + self.temporal_text * text_rows)),
             exchange_s=self.moved_s * rows * (degree - 1) / degree**2,
             slice_s=self.slice_s,
             part_s=self.part_s,

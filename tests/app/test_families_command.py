@@ -10,7 +10,7 @@ from app.plan.families import PRESETS, print_families, size_of
 from ops.models.families import FAMILIES
 from ops.typed import ConfigError
 
-# billions of weights, counted with Diffusers' own classes on the meta device
+# billions of weights, counted with Diffusers' own classes on the meta device; STDiT3's by the shapes of its layers
 PUBLISHED = {
     "wan2.1-1.3b": 1.42,
     "wan2.1-14b": 14.29,
@@ -28,6 +28,7 @@ PUBLISHED = {
     "cogvideox1.5-5b": 5.57,
     "latte-1": 1.06,
     "mochi-1": 10.03,
+    "stdit-xl2": 1.21,
 }
 
 

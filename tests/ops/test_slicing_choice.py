@@ -115,6 +115,8 @@ def test_a_stack_costs_what_its_rows_cost() -> None:
     assert two.spatial_s == pytest.approx(2 * one.spatial_s) and two.exchange_s == pytest.approx(2 * one.exchange_s)
     assert told.temporal_s == one.temporal_s
     assert told.spatial_s - one.spatial_s == pytest.approx(40 * 5 * RATES.key_s)
+    both = replace(RATES, temporal_text=1.0).layer_costs(4, 10, 1, 5, 2)
+    assert both.temporal_s - one.temporal_s == pytest.approx(40 * 5 * RATES.key_s)
     assert RATES.layer_costs(4, 10, 1, 0, 4).exchange_s == pytest.approx(40 / 4 * 3 / 4 * RATES.moved_s)
     assert RATES.layer_costs(4, 10, 1, 0, 1).exchange_s == 0
 

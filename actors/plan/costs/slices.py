@@ -23,6 +23,7 @@ class SlicedBlocks:
     blocks: int  # of both kinds
     passes: float  # a training pass in forwards: 3, with recomputation 4
     slicing: Slicing
+    text_share: float  # of the blocks, that attend to the text: all spatial ones
     prior: Fit  # the FLOP model
 
     @classmethod
@@ -32,7 +33,7 @@ class SlicedBlocks:
         if slicing is None:
             return None
         passes = 4.0 if dit.gradient_checkpointing else 3.0
-        return cls(blocks=sum(dit.block_counts), passes=passes, slicing=slicing, prior=prior)
+        return cls(blocks=sum(dit.block_counts), passes=passes, slicing=slicing, text_share=dit.text_share, prior=prior)
 
     def rates(
         self,
@@ -55,6 +56,7 @@ class SlicedBlocks:
             slice_s=constant / forwards,
             part_s=self.prior.coefficients[0] / self.blocks if line is None else line[0],
             backward=self.passes - 1,
+            temporal_text=2 * self.text_share - 1,
         ).rounded()
 
     def sliced(self, load: Load, rates: SliceRates) -> Load:

@@ -125,7 +125,7 @@ class DiTConfig:
 
     @property
     def clip_rate(self) -> float | None:
-        """Frames per second that all clips must have, where positions are counted in seconds."""
+        """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
         return None
 
     @property
@@ -183,6 +183,11 @@ class DiTConfig:
         if self.spatial_temporal:
             return tuple(range(1, most + 1))
         return tuple(k for k in range(1, min(most, self.num_heads) + 1) if self.num_heads % k == 0)
+
+    @property
+    def text_share(self) -> float:
+        """The share of its blocks that attend to the text, where they attend in turn as `spatial_temporal` says."""
+        return 0.5
 
     @property
     def block_counts(self) -> tuple[int, ...]:
