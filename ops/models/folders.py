@@ -128,7 +128,7 @@ def dit_json(config: DiTConfig) -> dict[str, object]:
     """The config.json of the published class with the same parameters; `dit_config` reads it back."""
     family = FAMILIES[config.architecture]
     name = family.diffusers_class
-    fields = {"architectures": [name]} if family.own_code else {"_class_name": name}
+    fields: dict[str, object] = {"architectures": [name]} if family.own_code else {"_class_name": name}
     fields |= family.fixed_fields
     fields |= {key: getattr(config, field) for field, key in family.key_map.items()}
     return fields | family.write_rest(config)

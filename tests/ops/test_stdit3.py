@@ -393,7 +393,7 @@ def test_published_variants_that_are_not_computed_are_refused(change: dict[str, 
 def test_settings_that_the_transformer_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="ffn_dim 100 is not 4 times the width 32"):
         replace(DIT, ffn_dim=100)
-    with pytest.raises(ValueError, match="caption_rows 0"):
+    with pytest.raises(ValueError, match=r"model\.dit\.caption_rows is 0; it must be at least 1"):
         replace(DIT, caption_rows=0)
     with pytest.raises(ValueError, match="one time for all of a clip"):
         layout = Layout([Sequence((2, 1, 1), 1, clean_frames=1)])

@@ -101,4 +101,5 @@ def frame_positions(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
 def first_channels(rows: Tensor, patch: int, channels: int) -> Tensor:
     """Of [n, patch (C, more)], channel last as in published heads, the first `channels`: [n, channels patch], channel
     first. The rest are learned variances, which are not trained."""
-    return rows.unflatten(-1, (patch, -1))[..., :channels].transpose(-1, -2).flatten(-2)
+    first: Tensor = rows.unflatten(-1, (patch, -1))[..., :channels].transpose(-1, -2).flatten(-2)
+    return first

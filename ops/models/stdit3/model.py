@@ -16,6 +16,7 @@ import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
@@ -113,7 +114,7 @@ class STDiT3(SpatialTemporalTransformer):
                 nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
         for embedder in (self.t_embedder, self.fps_embedder):
-            for linear in (embedder.mlp[0], embedder.mlp[2]):
+            for linear in embedder.linears:
                 nn.init.normal_(linear.weight, std=0.02)
         nn.init.normal_(self.final_layer.linear.weight, std=0.02)
 
@@ -142,13 +143,19 @@ class ScalarEmbedder(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(_SINUSOIDS, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.mlp = nn.ModuleList([nn.Linear(_SINUSOIDS, dim), nn.SiLU(), nn.Linear(dim, dim)])
 
     def forward(self, numbers: Tensor) -> Tensor:
         """[S] -> [S, D]"""
-        dtype = self.mlp[0].weight.dtype
-        embedded: Tensor = self.mlp(sinusoidal_embedding(numbers, _SINUSOIDS, dtype).to(dtype))
-        return embedded
+        first, second = self.linears
+        dtype = first.weight.dtype
+        return second(F.silu(first(sinusoidal_embedding(numbers, _SINUSOIDS, dtype).to(dtype))))
+
+    @property
+    def linears(self) -> tuple[nn.Linear, nn.Linear]:
+        first, _, second = self.mlp
+        assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+        return first, second
 
 
 class TwoLinear(nn.Module):
