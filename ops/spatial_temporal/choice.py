@@ -145,8 +145,8 @@ def choose(
 ) -> ChosenSchedule:
     """For T frames and S positions on `degree` ranks: a pure function, so that all ranks of a bag take the same one.
     Among schedules within a hundredth of the shortest the one with the fewest parts."""
-    slices_T, slices_S, lead_T, lead_S = _candidates(slicing, frames, positions)
     own_T, own_S = -(-frames // degree), -(-positions // degree)  # of the rank with most
+    slices_T, slices_S, lead_T, lead_S = _candidates(slicing, _most(frames, own_T), _most(positions, own_S))
     total, compute, link = np.zeros(len(slices_T)), np.zeros(len(slices_T)), 0.0
     exchange_s, part_s = (costs.exchange_s, costs.part_s) if degree > 1 else (0.0, 0.0)
     for factor in (1.0, costs.backward) if training else (1.0,):
@@ -191,6 +191,12 @@ def _layer_s(
     ]
     latest: np.ndarray = np.maximum.reduce(ends)
     return latest
+
+
+def _most(rows: int, own: int) -> int:
+    """Slices of so many rows: no more than a rank has of them, as some would wait for others in every one. With a row
+    each, ranks may begin one after the other."""
+    return own if own > 1 else rows
 
 
 @lru_cache(maxsize=256)
