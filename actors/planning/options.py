@@ -43,6 +43,9 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, de
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device), config.profile)
+        if model.dit.spatial_temporal:  # its form of costs, and bags of any size
+            assumed = flop_profile(model, geometry, device)
+            profile.sliced, profile.num_heads = assumed.sliced, None
         return profile
     return flop_profile(model, geometry, device)
 

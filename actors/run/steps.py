@@ -103,7 +103,8 @@ class StepRunner:
         )
         tasks_of = [(call.rank, call.task) for call in calls]
         patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s)
-        calls = [replace(call, task=replace(call.task, patience=patience)) for call in calls]
+        rates = assignment.rates
+        calls = [replace(call, task=replace(call.task, patience=patience, rates=rates)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         export = self.exports(step)

@@ -255,6 +255,7 @@ class Executor:
                 group.rank,
                 self.device,
             )
+            modules.dit.rates = task.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
             done = train_pass(
                 modules.dit,
                 self._noisy_clips(task.samples, inputs),

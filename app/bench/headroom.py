@@ -224,7 +224,7 @@ def rows(
     """All rows of one model in one mode. Takes about ten seconds of one core for each size of clip and degree."""
     with tempfile.TemporaryDirectory() as folder:
         model, geometry, train = published(name, Path(folder), lora, text)
-        degrees = [degree for degree in range(1, _MOST + 1) if model.dit.num_heads % degree == 0]
+        degrees = model.dit.degrees(_MOST)
         found = forecast(model, geometry, train, [CLIPS[clip] for clip in clips], degrees, cuda=True)
         text_tokens = max(model.text.max_length, model.text.pad_to)
         measured, made = Measured(model, geometry, train), []

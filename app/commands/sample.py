@@ -105,7 +105,8 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
         from app.sampling.spread import ClipJob, check_together, spread
 
         if together:
-            check_together(workers, order.config.model.dit, order.settings.sampler)
+            size = order.settings.frames, order.settings.height, order.settings.width
+            check_together(workers, order.config.model.dit, order.settings.sampler, order.geometry.token_grid(*size))
         batch = batch_limit(order.settings, order.geometry)
         job = ClipJob.of(order, device)
         with borrowed_ray(cluster, workers):

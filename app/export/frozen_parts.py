@@ -34,11 +34,14 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
     index = family.index(config.train.flow, config.model.text.empty)
-    parts = FrozenParts({"_class_name": family.pipeline_class(config.model.dit), **index})
+    if family.own_code is None:
+        index["_class_name"] = family.pipeline_class(config.model.dit)
+    parts = FrozenParts(index)
     _vae(work, config, parts)
     _text(work, config, parts)
     _image(work, config, parts)
-    _scheduler(work, config, parts)
+    if family.own_code is None:
+        _scheduler(work, config, parts)
     for name in family.missing_parts:
         parts.index.setdefault(name, [None, None])
     if family.missing_note and config.model.text.kind == "t5":

@@ -15,7 +15,9 @@ from ops.conditions import Conditions
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
+from ops.models.folders import dit_config, read_json
 from ops.models.load import build_dit
+from ops.models.weights import read_state
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 # fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
@@ -37,6 +39,18 @@ def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) 
     for name, tensor in model.state_dict().items():
         if name in state and not torch.equal(tensor.to(state[name].dtype), state[name]):
             raise CheckpointError(f"{folder.name}: {name} differs after loading it back; the export is not valid.")
+
+
+def compare_read_back(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless our own transformer, read from `folder`, has exactly the bits of `state`: for a
+    class that Diffusers has not."""
+    found = read_state(folder)
+    read = dit_config(read_json(folder / "config.json"), config, str(folder))
+    if read != config:
+        raise CheckpointError(f"{folder.name}: config.json describes another transformer; the export is not valid.")
+    for name, tensor in state.items():
+        if name not in found or not torch.equal(found[name], tensor):
+            raise CheckpointError(f"{folder.name}: {name} differs after reading it back; the export is not valid.")
 
 
 def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> float:

@@ -62,8 +62,13 @@ def run(
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     settings = ClipSettings.of(config).changed(changes)
+    try:
+        geometry.token_grid(settings.frames, settings.height, settings.width)
+    except ValueError as error:
+        size = f"{settings.frames} x {settings.height} x {settings.width}"
+        raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
     first = first_frames(config, prompts, settings, images, "--image")
-    for note in cut_prompts([*prompts, settings.negative_prompt], config.model.text):
+    for note in empty_prompts(prompts) + cut_prompts([*prompts, settings.negative_prompt], config.model.text):
         print(f"note: {note}")
     if crew is not None:
         order = ClipOrder(
@@ -85,6 +90,15 @@ def run(
     for file in files:
         print(file)
     return files
+
+
+def empty_prompts(prompts: Sequence[str]) -> list[str]:
+    """A sentence where prompts have no text, numbered from 0 as the files of their clips."""
+    empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
+    if not empty:
+        return []
+    what = f"prompts {', '.join(empty)} are" if len(empty) > 1 else f"prompt {empty[0]} is"
+    return [f"{what} empty: their clips are what the model makes without any text."]
 
 
 def cut_prompts(prompts: Sequence[str], text: TextConfig) -> list[str]:

@@ -14,23 +14,23 @@ from ops.typed import ConfigError
 
 
 def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
-    """A transformer that counts its positions in seconds is trained at its own frame rate."""
+    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate."""
     rate, fps = model.dit.clip_rate, data.fps
     if rate is not None and fps != rate:
         raise ConfigError(
-            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
-            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+            f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "
+            f"second. Set data.fps and model.dit.frame_rate to the same rate."
         )
 
 
 def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
     """Sequence parallelism deals out attention heads, and the static strategy needs a worker for each part."""
     dit = model.dit
-    legal = [degree for degree in range(1, dit.num_heads + 1) if dit.num_heads % degree == 0]
+    legal = dit.degrees(dit.num_heads)
     wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
     for key, degrees in wanted.items():
         for degree in degrees:
-            if degree < 1 or (dit.path is None and degree not in legal):
+            if degree < 1 or (dit.path is None and not dit.spatial_temporal and degree not in legal):
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
                     f"model.dit; legal degrees are {', '.join(map(str, legal))}."

@@ -102,7 +102,7 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
     Raises ValueError for a class that no family has, and for a variant that we do not compute.
     """
     classes = {family.diffusers_class: family for family in FAMILIES.values()}
-    name = fields.get("_class_name")
+    name = class_of(fields)
     if name not in classes:
         raise ValueError(f"{where} is a {name}; known are {' and '.join(classes)}.")
     family = classes[name]
@@ -118,10 +118,18 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
     return cast(AnyDiT, family.config(**values))
 
 
+def class_of(fields: Json) -> str | None:
+    """The class that a transformer's config.json names: Diffusers' way, or that of Transformers for one of neither."""
+    found: str | None = fields.get("_class_name") or next(iter(fields.get("architectures") or []), None)
+    return found
+
+
 def dit_json(config: DiTConfig) -> dict[str, object]:
-    """The config.json of the Diffusers class with the same parameters; `dit_config` reads it back."""
+    """The config.json of the published class with the same parameters; `dit_config` reads it back."""
     family = FAMILIES[config.architecture]
-    fields = {"_class_name": family.diffusers_class, **family.fixed_fields}
+    name = family.diffusers_class
+    fields: dict[str, object] = {"architectures": [name]} if family.own_code else {"_class_name": name}
+    fields |= family.fixed_fields
     fields |= {key: getattr(config, field) for field, key in family.key_map.items()}
     return fields | family.write_rest(config)
 

@@ -39,6 +39,7 @@ from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.peer_sum import PeerSum
 from ops.shards import Slot
+from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
 from ops.train_pass import NoisyClip, train_pass
@@ -128,6 +129,7 @@ def pass_bytes(
     width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
+        dit.rates = WHOLE  # type: ignore[assignment]  # torch knows of tensors and modules alone
         sync = FlatSync(dit, OptimizerConfig(), 1)
         sync.begin_step()
         dtype = torch.float64 if precision.parameters == torch.float64 else torch.float32

@@ -36,6 +36,7 @@ from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
 from ops.models.mochi.config import MochiConfig
+from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.sync import FlatSync
@@ -83,6 +84,11 @@ MODELS["mochi"] = replace(  # one caption is no text at all
     MODEL,
     dit=MochiConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, freq_dim=16, context_dim=20),
     text=replace(MODEL.text, cleaned=False, empty="none"),
+)
+MODELS["stdit3"] = replace(  # one caption is the fixed rows that stand for none
+    MODEL,
+    dit=STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
+    text=replace(MODEL.text, empty="none"),
 )
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 HANGS_S = 120.0  # who waits for longer waits for ever, also on a busy machine

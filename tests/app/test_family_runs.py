@@ -32,6 +32,10 @@ MODELS = {
   dit: {architecture: mochi, num_layers: 2, num_heads: 4, head_dim: 16, ffn_dim: 256, context_dim: 32}
   text: {max_length: 40, cleaned: false, empty: none, d_model: 16, num_layers: 1, num_heads: 2}
 """,
+    "stdit3": """
+  dit: {architecture: stdit3, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, frame_rate: 8.0, caption_rows: 6}
+  text: {max_length: 40, empty: none, d_model: 16, num_layers: 1, num_heads: 2}
+""",
     "latte": """
   dit: {architecture: latte, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, sample_size: 12}
   text: {max_length: 40, d_model: 16, num_layers: 1, num_heads: 2}
@@ -59,6 +63,7 @@ data:
   batch: {{memory_tokens: 400, text_tokens: 40, max_batch: 3}}
   items_per_step: 4
   caption_dropout: 0.3
+  fps: {8.0 if family == "stdit3" else 0.0}
   engine: {{decode_workers: 1, decode_cpus: 0.2}}
   cache: {{path: {folder}/cache-{family}}}
 train: {{steps: 4, optimizer: {{learning_rate: 1.0e-3}}}}

@@ -16,6 +16,7 @@ from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
+from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, SpanningPoint, cross_of_points
 from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
@@ -24,6 +25,7 @@ from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
+from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +162,8 @@ class Profile:
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
-    num_heads: int | None = None
+    num_heads: int | None = None  # that a degree must divide; None: unknown, or nothing is dealt out by heads
+    sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
@@ -170,6 +173,7 @@ class Profile:
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
+    _rates: SliceRates | None = None
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
@@ -197,7 +201,7 @@ class Profile:
     ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
-        The defaults fit a CPU core with small models. Legal DiT degrees are the divisors of the heads.
+        The defaults fit a CPU core with small models. Legal DiT degrees are those that the transformer allows.
         """
         vae, text = vae or VAEConfig(), text or TextConfig()
         if vae_flops_per_pixel is None:
@@ -206,8 +210,8 @@ class Profile:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
         if dit.in_channels > dit.out_channels:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
-        allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
-        refuse_degrees(degrees, dit.num_heads)
+        heads = None if dit.spatial_temporal else dit.num_heads
+        refuse_degrees(degrees, heads)
         fits = flop_coefficients(
             dit,
             tflops,
@@ -222,8 +226,9 @@ class Profile:
             device=device,
             source="FLOP model",
             models=fits,
-            num_heads=dit.num_heads,
-            degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or allowed},
+            num_heads=heads,
+            sliced=SlicedBlocks.of(dit, fits["dit"]),
+            degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
             gpu_memory_gib=gpu_memory_gib,
         )
@@ -244,6 +249,24 @@ class Profile:
     def load_of(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
+        load = self._plain_load(batch, frames, height, width, degree, text_tokens)
+        if self.sliced is not None and module == "dit" and degree > 1:
+            return self.sliced.sliced(load, self.slice_rates())
+        return load
+
+    def slice_rates(self) -> SliceRates:
+        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by all of them:
+        what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
+        assert self.sliced is not None, "only bags of spatial-temporal transformers are sliced"
+        if self._rates is None:
+            known = self._known("dit")
+            alone = [one for one in known if one[0][5] == 1] or known
+            loads = [self._plain_load(*key[1:], text) for key, _, text in alone]
+            seconds = [seconds for _, seconds, _ in alone]
+            self._rates = self.sliced.rates(loads, seconds, self.device, self.exchanges, self.exchange_s)
+        return self._rates
+
+    def _plain_load(self, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int) -> Load:
         tokens = self.tokens(frames, height, width)
         return Load(
             batch=batch,
@@ -301,18 +324,27 @@ class Profile:
         text_tokens: int = 0,
         room_gib: float = math.inf,
     ) -> tuple[tuple[int, float], ...]:
-        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending."""
+        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending. A bag
+        of spatial-temporal layers has no more members than there are frames, or positions in one."""
         cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
         found = self._cache.get(cache_key)
         if found is None:
+            most = self._most_members(frames, height, width) if module == "dit" else math.inf
             found = tuple(
                 (k, s)
                 for k in self.candidate_degrees(module)
-                if (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
+                if k <= most
+                and (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
                 and self.fits(module, batch, frames, height, width, k, text_tokens, room_gib)
             )
             self._cache[cache_key] = found
         return found
+
+    def _most_members(self, frames: int, height: int, width: int) -> float:
+        if self.sliced is None:
+            return math.inf
+        token_frames = self.tokens(frames, 1, 1)
+        return max(token_frames, self.tokens(frames, height, width) // token_frames)
 
     def legal_degrees(
         self,
@@ -529,9 +561,8 @@ class Profile:
 
     def held(self, key: PointKey) -> float:
         """Seconds of a measured point, as far as what ran since lets it stand."""
-        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(
-            self._load(key, self.text_tokens.get(key, 0))
-        )
+        load = self._plain_load(*key[1:], self.text_tokens.get(key, 0))
+        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(load)
 
     def observe_need(self, found: Footprint, peak_gib: float) -> None:
         """Learn what a cascade needed beside the states."""
@@ -579,17 +610,17 @@ class Profile:
     def points(self, module: Module) -> tuple[list[Load], list[float]]:
         """Measured and observed points of a module, as cost models take them: those of a file as far as they still
         hold."""
+        rows = self._known(module)
+        return [self._load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
+
+    def _known(self, module: Module) -> list[tuple[PointKey, float, int]]:
+        """(point, seconds, text tokens) of what was measured and observed."""
         rows = [(key, point.seconds, point.text_tokens) for key, point in self.ran().items() if key[0] == module]
         known = {key for key, _, _ in rows}
         for key in self.measured:
             if key[0] == module and key not in known:
                 rows.append((key, self.held(key), self.text_tokens.get(key, 0)))
-        loads, seconds_list = [], []
-        for (_, batch, frames, height, width, degree), seconds, text in rows:
-            if module == "text" or frames > 0:
-                loads.append(self.load_of(module, batch, frames, height, width, degree, text))
-                seconds_list.append(seconds)
-        return loads, seconds_list
+        return [row for row in rows if module == "text" or row[0][2] > 0]
 
     def _load(self, key: PointKey, text_tokens: int) -> Load:
         module, batch, frames, height, width, degree = key
@@ -613,6 +644,7 @@ class Profile:
     def _forget(self, module: Module) -> None:
         """Drop what was derived from the module's points."""
         self._fits.pop(module, None)
+        self._rates = None
         self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
         self._cache.clear()
 
@@ -642,7 +674,7 @@ class Profile:
         """Of the file's points, by those of them that ran."""
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
-            loads = [self._load(key, self.live[key].text_tokens) for key in both]
+            loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
             ratios = [self.live[key].seconds / self.measured[key] for key in both]
             self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
         return self._drifts[module, "file"]
@@ -677,7 +709,8 @@ class Profile:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
         exchange_s = self.exchange_s if module == "dit" else 0.0
-        prior = prior or PRIORS[module]
+        if prior is None:
+            prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
         self._note(module, notes)
         return found

@@ -12,6 +12,7 @@ from typing import Any, Self
 from ops.attention.names import AttentionName
 from ops.config import Diffusion
 from ops.ranges import above, between, check_numbers
+from ops.spatial_temporal.choice import Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +125,7 @@ class DiTConfig:
 
     @property
     def clip_rate(self) -> float | None:
-        """Frames per second that all clips must have, where positions are counted in seconds."""
+        """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
         return None
 
     @property
@@ -169,7 +170,24 @@ class DiTConfig:
     @property
     def spatial_temporal(self) -> bool:
         """Whether blocks attend in turn within a frame and along a position, so that a bag needs no Ulysses."""
-        return False
+        return self.slicing is not None
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """How a bag slices blocks that attend in turn within a frame and along a position; None: it runs Ulysses."""
+        return None
+
+    def degrees(self, most: int) -> tuple[int, ...]:
+        """Sizes, up to `most`, of bags that can run it: Ulysses deals out whole heads; slices of frames and positions
+        may have any lengths."""
+        if self.spatial_temporal:
+            return tuple(range(1, most + 1))
+        return tuple(k for k in range(1, min(most, self.num_heads) + 1) if self.num_heads % k == 0)
+
+    @property
+    def text_share(self) -> float:
+        """The share of its blocks that attend to the text, where they attend in turn as `spatial_temporal` says."""
+        return 0.5
 
     @property
     def block_counts(self) -> tuple[int, ...]:
