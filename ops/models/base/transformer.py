@@ -20,7 +20,6 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
-from ops.sequence_parallel import check_degree
 
 R = TypeVar("R")
 
@@ -72,10 +71,9 @@ class PackedTransformer(nn.Module):
         `timesteps` are sigma * num_train_timesteps, one per sequence. Features are channel first on both sides, as
         `patchify` makes them. Collective over the group: every rank of the bag calls it (and its backward) for the same
         layouts in the same order, also with n = 0.
-        Raises ValueError for shapes that do not fit the layout and for degrees that do not divide the heads.
+        Raises ValueError for shapes that do not fit the layout.
         """
         self._check(tokens, timesteps, text, layout)
-        check_degree(layout.degree, self.config.num_heads)
         return self.velocity(ForwardInputs(tokens, timesteps, text, layout, group, conditions))
 
     def velocity(self, given: ForwardInputs) -> Tensor:
