@@ -6,6 +6,7 @@ H heads, k ranks of a bag (its degree). Any degree is exact; those that divide t
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 SequenceSetting = Literal["auto", "ulysses"]  # any degree, as priced / those that divide the heads
@@ -36,3 +37,8 @@ def default_degrees(heads: int, setting: SequenceSetting = "auto", most: int = 6
     return tuple(
         k for k in range(1, min(heads, most) + 1) if heads % k == 0 or (setting == "auto" and k & (k - 1) == 0)
     )
+
+
+def bag_sizes(topology: str) -> list[int]:
+    """Sizes of the bags of a topology such as g1n4+g8n1."""
+    return [int(size) for size in re.findall(r"g(\d+)n", topology)]

@@ -33,7 +33,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldShare:
     """A share as its rank computes it; indices are int64 units of what an all-to-all has delivered."""
 
     heads: int
@@ -71,7 +71,7 @@ class HeadShares:
     q: Tensor  # int64 [n * H]: place of each own query in what is sent with keys and values
     q_alone: Tensor  # int64 [n * H]: in what is sent alone
     copies: list[Copies]
-    pieces: list[Piece]
+    pieces: list[HeldShare]
     together: Splits
     alone: Splits
 
@@ -179,7 +179,7 @@ class _Dealing:
             found.append(Copies(self._tensor(np.array(heads)), self._tensor(k), self._tensor(v)))
         return found
 
-    def _receives(self) -> tuple[list[Piece], list[int], list[int]]:
+    def _receives(self) -> tuple[list[HeldShare], list[int], list[int]]:
         shares, num_rows = self.dealt[self.rank], len(self.position)
         first, last = shares[0].first, shares[-1].last
         chosen = [self._queries(share) for share in shares]
@@ -206,7 +206,7 @@ class _Dealing:
             heads, inside = np.arange(share.heads), chosen[number]
             lengths = self._cut(share.high) - self._cut(share.low)
             pieces.append(
-                Piece(
+                HeldShare(
                     heads=share.heads,
                     lengths=Lengths.of(lengths.tolist(), self.device),
                     q=self._tensor(q[number, inside][:, None] + heads),

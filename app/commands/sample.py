@@ -102,10 +102,8 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
     def make(order: ClipOrder) -> list[Path]:
         from app.run.borrowed_ray import borrowed_ray
         from app.sampling.clips import batch_limit
-        from app.sampling.spread import ClipJob, check_together, spread
+        from app.sampling.spread import ClipJob, spread
 
-        if together:
-            check_together(workers, order.config.model.dit, order.settings.sampler)
         batch = batch_limit(order.settings, order.geometry)
         job = ClipJob.of(order, device)
         with borrowed_ray(cluster, workers):

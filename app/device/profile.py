@@ -34,6 +34,7 @@ from app.inputs.batches import with_limits
 from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
+from ops.degrees import SequenceSetting, default_degrees
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -76,7 +77,7 @@ def run_profile(
         geometry,
         model.image,
         gpu_memory_gib=memory_gib(target),
-        degrees=config.planner.degrees,
+        degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(target),
     )
     profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
@@ -102,6 +103,12 @@ def run_profile(
     print(f"profile   {out}")
     _limits(config, path, model, geometry, profile, write)
     return profile
+
+
+def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The degrees of a config that names none; `auto` also takes those that the command asks for."""
+    asked = wanted if setting == "auto" else ()
+    return tuple(sorted({*default_degrees(model.dit.num_heads, setting), *asked}))
 
 
 def points_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[ProfilePoint]:

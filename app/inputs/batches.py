@@ -19,6 +19,7 @@ from actors.planning.memory import MemoryForecast, Shape, clips_of, communicator
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig
+from ops.degrees import default_degrees
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -60,8 +61,7 @@ def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device:
     memory, _ = device_gib(config)
     if device != "cuda" or memory is None:
         return config.train.places(num_trained(model.dit), device)[0]
-    heads = model.dit.num_heads
-    degrees = config.planner.degrees or tuple(k for k in range(1, heads + 1) if heads % k == 0)
+    degrees = config.planner.degrees or default_degrees(model.dit.num_heads, config.planner.sequence)
     clips = clips_of(config.data, geometry)
     found = forecast(model, geometry, config.train, clips, degrees, True)
     return placed(found, config, model, geometry, clips, degrees, memory, found.per_node).places

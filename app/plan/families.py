@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.settings.files import read
+from ops.degrees import default_degrees
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
@@ -33,8 +34,8 @@ class PresetSize:
 
     @property
     def degrees(self) -> list[int]:
-        """Sequence-parallel degrees that divide the heads."""
-        return [degree for degree in range(1, self.dit.num_heads + 1) if self.dit.num_heads % degree == 0]
+        """Sequence-parallel degrees that are planned where a config names none."""
+        return list(default_degrees(self.dit.num_heads))
 
     def cells(self) -> tuple[str, ...]:
         """One line of the table, in the order of `HEAD`."""

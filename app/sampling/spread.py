@@ -195,19 +195,7 @@ def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
     """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
     one bag, and exchanges have half the ends."""
     guided = sampler.guidance_scale != 1 and not dit.takes_guidance
-    return guided and workers % 2 == 0 and dit.num_heads % (workers // 2) == 0
-
-
-def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> None:
-    """Raises ConfigError for a number of workers that can be neither one bag nor two halves."""
-    from ops.sequence_parallel import check_degree
-
-    if in_halves(workers, dit, sampler):
-        return
-    try:
-        check_degree(workers, dit.num_heads)
-    except ValueError as error:
-        raise ConfigError(f"--workers {workers} --together: {error}") from None
+    return guided and workers % 2 == 0
 
 
 def _mp4(video: np.ndarray, fps: float) -> bytes:

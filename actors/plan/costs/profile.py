@@ -19,6 +19,7 @@ from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
+from ops.degrees import default_degrees, exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
-# Attention heads of published models: a degree that does not divide them cannot run (Ulysses splits heads).
+# Attention heads of published models: a bag whose degree does not divide them shares heads, and sends more.
 MODEL_HEADS = {
     "wan2.1-1.3b": 12,
     "wan2.1-14b": 40,
@@ -193,7 +194,7 @@ class Profile:
     ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
-        The defaults fit a CPU core with small models. Legal DiT degrees are the divisors of the heads.
+        The defaults fit a CPU core with small models. DiT degrees are the usual ones (`default_degrees`).
         """
         vae, text = vae or VAEConfig(), text or TextConfig()
         if vae_flops_per_pixel is None:
@@ -202,8 +203,8 @@ class Profile:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
         if dit.in_channels > dit.out_channels:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
-        allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
-        refuse_degrees(degrees, dit.num_heads)
+        allowed = default_degrees(dit.num_heads, most=max_degree)
+        refuse_degrees(degrees)
         fits = flop_coefficients(
             dit,
             tflops,
@@ -250,6 +251,7 @@ class Profile:
             tokens=tokens,
             degree=degree,
             token_frames=self.tokens(frames, 1, 1),
+            exchanged=exchanged(self.num_heads, degree) if self.num_heads else 1.0,
         )
 
     def price(
@@ -322,7 +324,7 @@ class Profile:
 
     def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
         """The size of a cascade of these samples, as `needs` knows it."""
-        return footprint(module, samples, degree, self.tokens, self.needs.text_rows)
+        return footprint(module, samples, degree, self.tokens, self.needs)
 
     def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
         """Whether one sample may run at this degree although one ran out of memory there."""
@@ -644,14 +646,11 @@ class Profile:
             log.info(note)
 
 
-def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:
-    """Raises PlanError for the first that cannot run: Ulysses splits the heads evenly."""
+def refuse_degrees(degrees: Iterable[int]) -> None:
+    """Raises PlanError for the first that no bag can have."""
     for degree in degrees:
         if degree < 1:
             raise PlanError(f"degree {degree} must be at least 1.")
-        if num_heads is not None and num_heads % degree:
-            legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use some of {legal}.")
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"
