@@ -39,8 +39,8 @@ def shared_heads_attention(
     shares = exchange.shared(q.shape[1])
     parts = _RowsToShares.apply(shares, group, q, k.to(q.dtype), v.to(q.dtype))
     outputs = [
-        attention(*parts[3 * index : 3 * index + 3], piece.lengths, exchange.lengths, backend)
-        for index, piece in enumerate(shares.pieces)
+        attention(*triple, piece.lengths, exchange.lengths, backend)
+        for triple, piece in zip(zip(parts[::3], parts[1::3], parts[2::3]), shares.pieces, strict=True)
     ]
     rows: tuple[Tensor] = _SharesToRows.apply(shares, group, *outputs)
     return rows[0]

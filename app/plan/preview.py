@@ -235,14 +235,15 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
 
 def degree_lines(plans: Sequence[Plan], profile: Profile) -> list[str]:
     """How many DiT cascades of each plan have which degree, and what bags send whose ranks share heads."""
-    lines, seen = [], set()
+    lines: list[str] = []
+    seen: set[int] = set()
     for plan in plans:
         counts = Counter(c.degree for step in plan.steps for c in step.cascades if c.module == "dit")
         seen |= counts.keys()
         degrees = ", ".join(f"{counts[degree]} at {degree}" for degree in sorted(counts))
         lines.append(f"degrees   {plan.strategy}: {degrees or 'no DiT cascade'}")
-    heads = profile.num_heads
-    for degree in sorted(seen) if heads else []:
+    heads = profile.num_heads or 0  # of a file that does not say, no degree is known to share any
+    for degree in sorted(seen):
         if heads % degree:
             lines.append(
                 f"          {degree} does not divide {heads} heads: ranks share some, and send "

@@ -78,7 +78,7 @@ MODELS["cogvideox 5b"] = replace(
     dit=CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
 )
 MODELS["latte"] = replace(  # clips have fewer frames than some bags have workers
-    MODEL, dit=LatteConfig(num_layers=1, num_heads=5, head_dim=4, ffn_dim=192, temporal_slices=3, sample_size=4)
+    MODEL, dit=LatteConfig(num_layers=1, num_heads=3, head_dim=16, ffn_dim=192, temporal_slices=3, sample_size=4)
 )
 MODELS["mochi"] = replace(  # one caption is no text at all
     MODEL,
