@@ -8,7 +8,7 @@ sequences or tokens on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops.attention.lengths import Lengths
 from ops.chunks import chunk_bounds
+from ops.head_shares import HeadShares, shares_of
 from ops.kernels.base.segments import Segments
 
 
@@ -55,10 +56,19 @@ class Exchange:
     scatter: Tensor  # int64 [N]
     lengths: Lengths  # of the whole sequences, in the order of `gather`
     in_order: bool  # the received buffer already is the packed sequences
+    places: np.ndarray  # int64 [N]: `scatter` on the host
+    _shared: dict[int, HeadShares] = field(default_factory=dict)
 
     @property
     def degree(self) -> int:
         return len(self.rows)
+
+    def shared(self, heads: int) -> HeadShares:
+        """How so many heads are dealt where the degree does not divide them; made for the first layer that asks."""
+        if heads not in self._shared:
+            device = self.gather.device
+            self._shared[heads] = shares_of(self.rows, self.rank, self.places, self.lengths, heads, device)
+        return self._shared[heads]
 
 
 class Layout:
@@ -208,12 +218,13 @@ class Layout:
 
     @cached_property
     def video_exchange(self) -> Exchange:
-        """Ulysses over the video rows: self-attention."""
+        """Sequence parallelism over the video rows: self-attention."""
         return exchange_of(self._chunks[:, None], self.rank, self.device)
 
     @cached_property
     def joint_exchange(self) -> Exchange:
-        """Ulysses over video and text rows: joint attention. Each whole sequence is its video, then its text."""
+        """Sequence parallelism over video and text rows: joint attention. Each whole sequence is its video,
+        then its text."""
         return exchange_of(np.stack([self._chunks, self._text_chunks], axis=1), self.rank, self.device)
 
     @cached_property
@@ -252,6 +263,7 @@ def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu")
         rank=rank,
         gather=_tensor(gather, device),
         scatter=_tensor(scatter, device),
+        places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
         lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device)),
     )

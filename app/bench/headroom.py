@@ -211,8 +211,7 @@ def _planned(
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
     at: tuple[tuple[Module, int], ...] = (("dit", degree), ("vae", 1), ("text", 1))
     dit, vae, text = (
-        found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs.text_rows)) or 0.0
-        for module, bag in at
+        found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs)) or 0.0 for module, bag in at
     )
     states = tuple(replace(found, places=way, per_node=PER_NODE).states(workers).total for way in WAYS)
     return Figures(states=states, dit=dit, vae=vae, text=text, communicators=other)

@@ -318,6 +318,7 @@ def wrong_profile() -> Profile:
         vae_flops_per_pixel=5e5,
         text_flops_per_token=3e8,
         launch_s=1e-5,
+        degrees=(1, 2, 3, 4, 6, 12),
         device="another",
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.fit import fit_form, knapformer_constants
 from actors.plan.costs.handoff import estimate_of
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.profile import MOST_DEGREE, Handoff, Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.spanning import OVERLAP
 from actors.plan.types import MODULES, PlanError
@@ -38,6 +38,7 @@ from app.inputs.batches import with_limits
 from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
+from ops.degrees import SequenceSetting
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -82,7 +83,7 @@ def run_profile(
         geometry,
         model.image,
         gpu_memory_gib=memory_gib(target),
-        degrees=config.planner.degrees,
+        degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(target),
     )
     profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
@@ -116,6 +117,12 @@ def run_profile(
     print(f"profile   {out}")
     _limits(config, path, model, geometry, profile, write)
     return profile
+
+
+def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The degrees of a config that names none; `auto` also takes those that the command asks for."""
+    asked = wanted if setting == "auto" else ()
+    return tuple(sorted({*model.dit.degrees(MOST_DEGREE, setting), *asked}))
 
 
 def points_of(

@@ -60,7 +60,8 @@ def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device:
     memory, _ = device_gib(config)
     if device != "cuda" or memory is None:
         return config.train.places(num_trained(model.dit), device)[0]
-    degrees = config.planner.degrees or model.dit.degrees(max(model.dit.num_heads, config.workers.min))
+    most = max(model.dit.num_heads, config.workers.min)
+    degrees = config.planner.degrees or model.dit.degrees(most, config.planner.sequence)
     clips = clips_of(config.data, geometry)
     found = forecast(model, geometry, config.train, clips, degrees, True)
     return placed(found, config, model, geometry, clips, degrees, memory, found.per_node).places

@@ -33,7 +33,7 @@ class PresetSize:
 
     @property
     def degrees(self) -> str:
-        """Sizes of bags that can run it."""
+        """Sizes of bags that are planned where a config names none."""
         return "any" if self.dit.spatial_temporal else " ".join(map(str, self.dit.degrees(self.dit.num_heads)))
 
     def cells(self) -> tuple[str, ...]:

@@ -209,30 +209,21 @@ def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
     """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
     one bag, and exchanges have half the ends."""
     guided = sampler.guidance_scale != 1 and not dit.takes_guidance
-    return guided and workers % 2 == 0 and workers // 2 in dit.degrees(workers)
+    return guided and workers % 2 == 0
 
 
 def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
     """Raises ConfigError for a number of workers that can be neither one bag nor two halves, for clips of this token
     grid."""
-    from ops.sequence_parallel import check_degree
-
-    halves = in_halves(workers, dit, sampler)
-    if dit.spatial_temporal:
-        frames, positions = grid[0], grid[1] * grid[2]
-        most = max(frames, positions) * (2 if halves else 1)
-        if workers > most:
-            raise ConfigError(
-                f"--workers {workers} --together: a clip has {frames} frames of {positions} positions, which are dealt "
-                f"to at most {most} workers here. Use {most} or fewer, or larger clips."
-            )
+    if not dit.spatial_temporal:
         return
-    if halves:
-        return
-    try:
-        check_degree(workers, dit.num_heads)
-    except ValueError as error:
-        raise ConfigError(f"--workers {workers} --together: {error}") from None
+    frames, positions = grid[0], grid[1] * grid[2]
+    most = max(frames, positions) * (2 if in_halves(workers, dit, sampler) else 1)
+    if workers > most:
+        raise ConfigError(
+            f"--workers {workers} --together: a clip has {frames} frames of {positions} positions, which are dealt "
+            f"to at most {most} workers here. Use {most} or fewer, or larger clips."
+        )
 
 
 def _mp4(video: np.ndarray, fps: float) -> bytes:

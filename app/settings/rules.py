@@ -9,6 +9,7 @@ from app.settings.sections import SampleConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.config import FlowConfig
+from ops.degrees import bag_sizes
 from ops.models.config import ModelConfig, geometry
 from ops.typed import ConfigError
 
@@ -24,16 +25,18 @@ def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
 
 
 def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
-    """Sequence parallelism deals out attention heads, and the static strategy needs a worker for each part."""
+    """Ulysses deals out whole attention heads, and the static strategy needs a worker for each part."""
     dit = model.dit
-    legal = dit.degrees(dit.num_heads)
+    legal = dit.degrees(dit.num_heads, "ulysses")
     wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
+    wanted["planner.topology"] = tuple(bag_sizes(planner.topology))
     for key, degrees in wanted.items():
         for degree in degrees:
-            if degree < 1 or (dit.path is None and not dit.spatial_temporal and degree not in legal):
+            if planner.sequence == "ulysses" and dit.path is None and not dit.spatial_temporal and degree not in legal:
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
-                    f"model.dit; legal degrees are {', '.join(map(str, legal))}."
+                    f"model.dit; legal degrees of planner.sequence ulysses are {', '.join(map(str, legal))}. Use one "
+                    f"of them, or planner.sequence: auto."
                 )
     if planner.strategy == "static" and planner.static_degree > workers.max:
         raise ConfigError(

@@ -24,6 +24,7 @@ class Load:
     token_frames: int = 1  # frames of its token grid
     slices: float = 1.0  # that a bag makes of a spatial-temporal layer, mean of the two kinds
     exposed: float = 1.0  # share of its exchanges that no computation hides
+    exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
 
     @property
     def length(self) -> int:
@@ -45,7 +46,8 @@ def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
     V_comm per GPU of Ulysses is B S (k - 1) / k^2.
     """
     work = load.batch * load.length
-    return 1.0, work / load.degree, work * load.length / load.degree, work * (load.degree - 1) / load.degree**2
+    sent = work * (load.degree - 1) / load.degree**2 * load.exchanged
+    return 1.0, work / load.degree, work * load.length / load.degree, sent
 
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ from actors.plan.costs.spanning import OVERLAP, SpanningPoint, cross_of_points
 from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
+from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
-# Attention heads of published models: a degree that does not divide them cannot run (Ulysses splits heads).
+# Attention heads of published models: a bag whose degree does not divide them shares heads, and sends more.
 MODEL_HEADS = {
     "wan2.1-1.3b": 12,
     "wan2.1-14b": 40,
@@ -47,6 +48,7 @@ _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance 
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
+MOST_DEGREE = 64  # that is planned where nobody names degrees
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 # A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
@@ -196,12 +198,12 @@ class Profile:
         launch_s: float = 2e-4,
         exchange_gbps: float = 1.0,
         degrees: Sequence[int] = (),
-        max_degree: int = 64,
+        max_degree: int = MOST_DEGREE,
         device: str = "cpu",
     ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
-        The defaults fit a CPU core with small models. Legal DiT degrees are those that the transformer allows.
+        The defaults fit a CPU core with small models. DiT degrees are the usual ones (`DiTConfig.degrees`).
         """
         vae, text = vae or VAEConfig(), text or TextConfig()
         if vae_flops_per_pixel is None:
@@ -211,7 +213,7 @@ class Profile:
         if dit.in_channels > dit.out_channels:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         heads = None if dit.spatial_temporal else dit.num_heads
-        refuse_degrees(degrees, heads)
+        refuse_degrees(degrees)
         fits = flop_coefficients(
             dit,
             tflops,
@@ -277,6 +279,7 @@ class Profile:
             tokens=tokens,
             degree=degree,
             token_frames=self.tokens(frames, 1, 1),
+            exchanged=exchanged(self.num_heads, degree) if self.num_heads else 1.0,
         )
 
     def price(
@@ -360,7 +363,7 @@ class Profile:
 
     def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
         """The size of a cascade of these samples, as `needs` knows it."""
-        return footprint(module, samples, degree, self.tokens, self.needs.text_rows)
+        return footprint(module, samples, degree, self.tokens, self.needs)
 
     def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
         """Whether one sample may run at this degree although one ran out of memory there."""
@@ -723,14 +726,11 @@ class Profile:
         self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
 
 
-def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:
-    """Raises PlanError for the first that cannot run: Ulysses splits the heads evenly."""
+def refuse_degrees(degrees: Iterable[int]) -> None:
+    """Raises PlanError for the first that no bag can have."""
     for degree in degrees:
         if degree < 1:
             raise PlanError(f"degree {degree} must be at least 1.")
-        if num_heads is not None and num_heads % degree:
-            legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use some of {legal}.")
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.handoff import HandoffPoint
-from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting, refuse_degrees
+from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.topology import CrossNode
 from actors.plan.costs.update import UpdateCosts
@@ -94,7 +94,6 @@ class ProfileFile:
                 raise ValueError(f"degrees names the unknown module {module!r}. Use one of {', '.join(MODULES)}.")
             if not degrees or min(degrees) < 1:
                 raise ValueError(f"degrees.{module} is {list(degrees)}; it must be a list such as [1, 2, 4].")
-        refuse_degrees(self.degrees.get("dit", ()), self.heads)
         if self.residual == "xgboost" and importlib.util.find_spec("xgboost") is None:
             raise ValueError(  # an extra of the installation: only profiles that name it need it
                 "residual is 'xgboost', and that package is not installed. Install Heddle with its extra "

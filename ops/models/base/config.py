@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from ops.attention.names import AttentionName
 from ops.config import Diffusion
+from ops.degrees import SequenceSetting, default_degrees
 from ops.ranges import above, between, check_numbers
 from ops.spatial_temporal.choice import Slicing
 
@@ -177,12 +178,12 @@ class DiTConfig:
         """How a bag slices blocks that attend in turn within a frame and along a position; None: it runs Ulysses."""
         return None
 
-    def degrees(self, most: int) -> tuple[int, ...]:
-        """Sizes, up to `most`, of bags that can run it: Ulysses deals out whole heads; slices of frames and positions
-        may have any lengths."""
+    def degrees(self, most: int, setting: SequenceSetting = "auto") -> tuple[int, ...]:
+        """Sizes, up to `most`, of bags that are planned where nobody names any: those that deal out heads well, and of
+        slices of frames and positions, which may have any lengths, all."""
         if self.spatial_temporal:
             return tuple(range(1, most + 1))
-        return tuple(k for k in range(1, min(most, self.num_heads) + 1) if self.num_heads % k == 0)
+        return default_degrees(self.num_heads, setting, most)
 
     @property
     def text_share(self) -> float:

@@ -20,7 +20,6 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
-from ops.sequence_parallel import check_degree
 from ops.spatial_temporal.choice import ScheduleOf, SliceRates
 
 R = TypeVar("R")
@@ -74,12 +73,9 @@ class PackedTransformer(nn.Module):
         `timesteps` are sigma * num_train_timesteps, one per sequence. Features are channel first on both sides, as
         `patchify` makes them. Collective over the group: every rank of the bag calls it (and its backward) for the same
         layouts in the same order, also with n = 0.
-        Raises ValueError for shapes that do not fit the layout and, where attention is dealt out by heads, for degrees
-        that do not divide them.
+        Raises ValueError for shapes that do not fit the layout.
         """
         self._check(tokens, timesteps, text, layout)
-        if not self.config.spatial_temporal:
-            check_degree(layout.degree, self.config.num_heads)
         return self.velocity(ForwardInputs(tokens, timesteps, text, layout, group, conditions))
 
     def velocity(self, given: ForwardInputs) -> Tensor:
