@@ -115,6 +115,7 @@ def pass_bytes(
     layout = Layout(sequences, degree)
     for part in (
         "segments",
+        "sequence_segments",
         "seq_index",
         "positions",
         "text_segments",

@@ -48,6 +48,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its v
     "latte of a size beyond 64": ("latte", {"video_length": 3, "sample_size": 128, "patch": (1, 4, 4)}),
     "mochi": ("mochi", {"num_layers": 2, "context_dim": 20}),
     "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
+    "hunyuan i2v latent_concat": (
+        "hunyuan",
+        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "latent_concat", "in_channels": 9},
+    ),
+    "hunyuan i2v token_replace": (
+        "hunyuan",
+        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "token_replace", "guidance_embeds": True},
+    ),
 }
 
 

@@ -153,6 +153,7 @@ class Family:
     # (latent [C, t, h, w] of a clip's first frame followed by grey, the VAE's stride over time) -> the channels of
     # `config.fitted` behind the noisy ones, [Q, t, h, w]
     first_frame: Callable[[Tensor, int], Tensor] | None = None
+    first_frame_alone: bool = False  # encoded without grey behind it; what is told has zeros behind its latent
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
     fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong

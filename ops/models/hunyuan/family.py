@@ -1,4 +1,4 @@
-"""HunyuanVideo text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""HunyuanVideo, text to video and image to video: Diffusers' names and numbers, and how they differ from others."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     return read_joint(fields, known, "rope_axes_dim") | {
         "patch": (fields.get("patch_size_t", 1), spatial, spatial),
         "ffn_dim": int(fields.get("mlp_ratio", 4.0) * known["num_heads"] * known["head_dim"]),
+        "first_frame": fields.get("image_condition_type") or "none",
     }
 
 
@@ -60,7 +61,18 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
         "mlp_ratio": config.ffn_dim / config.dim,
         "pooled_projection_dim": config.pooled_dim or config.text_dim,
         "rope_axes_dim": list(config.rope_split),
+        "image_condition_type": None if config.first_frame == "none" else config.first_frame,
     }
+
+
+def _first_frame(latent: Tensor, stride_t: int) -> Tensor:
+    """[C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a latent frame is given, behind
+    it."""
+    del stride_t
+    joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
+    joined[:-1] = latent
+    joined[-1, 0] = 1
+    return joined
 
 
 def _scheduler(config: HunyuanConfig, flow: FlowConfig) -> Scheduler:
@@ -89,7 +101,11 @@ FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
     diffusers_class="HunyuanVideoTransformer3DModel",
-    pipeline_class=lambda config: "HunyuanVideoPipeline",
+    pipeline_class=lambda config: (
+        "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
+    ),
+    first_frame=_first_frame,
+    first_frame_alone=True,
     vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
     text=_TEXT,
     missing_parts=("text_encoder_2", "tokenizer_2"),
@@ -113,7 +129,7 @@ FAMILY = Family(
         "num_refiner_layers": "num_refiner_layers",
         "guidance_embeds": "guidance_embeds",
     },
-    fixed_fields={"qk_norm": "rms_norm", "image_condition_type": None},
+    fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,
     write_rest=_write_rest,
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=JOINT_PROJECTIONS),
