@@ -27,6 +27,8 @@ from ops.objective import ddim_steps
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
 
+_HINT = 0.001  # share of the picture in the first noise (HunyuanVideoImageToVideoPipeline.prepare_latents)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerConfig:
@@ -52,7 +54,8 @@ class SampleRequest:
 
     Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
     [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
-    first latent frame, which the transformer gets as they are.
+    first latent frame, which the transformer gets as they are. `hint` [tokens of a frame, P] is mixed into the noise of
+    every latent frame, as HunyuanVideo's pipeline does with the picture that it starts from.
     """
 
     text: Tensor
@@ -63,6 +66,7 @@ class SampleRequest:
     condition: Tensor | None = None
     image: Tensor | None = None
     first: Tensor | None = None
+    hint: Tensor | None = None
     pooled: Tensor | None = None  # [pooled_dim]: the second text encoder's vector of the prompt
 
 
@@ -246,6 +250,9 @@ class _Prompts:
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
     shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
     tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
+    if request.hint is not None:
+        times = len(tokens) // len(request.hint)
+        tokens = (1 - _HINT) * tokens + _HINT * request.hint.to(tokens).repeat(times, 1)
     if request.first is not None:
         tokens[: len(request.first)] = request.first.to(tokens)
     return tokens

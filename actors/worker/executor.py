@@ -155,10 +155,13 @@ class Executor:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
-        """Encode the captions of the task's samples."""
+    def text(
+        self, task: CascadeTask, captions: Sequence[str], pictures: Sequence[np.ndarray] = ()
+    ) -> list[EncodeResult]:
+        """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
+        encoder that sees them."""
         with CascadeMeasure(self, task) as measure:
-            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device)
+            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device, pictures)
             return self._deliver(task, [EncodeResult(id=s.id, rows=rows[i]) for i, s in enumerate(task.samples)])
 
     def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
@@ -318,7 +321,7 @@ class Executor:
 
     def _clean_frames(self, sample: StepSample) -> int:
         """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
-        given = is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
+        given = self.frame.given or is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
         return int(given and sample.grid[0] > 1)
 
     def _conditions(self, tails: list[Tensor], pooled: Tensor | None) -> Conditions:

@@ -81,6 +81,17 @@ def test_a_dynamic_shift_is_a_line_over_tokens() -> None:
     assert flow_of(fields).token_shift == TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
 
 
+def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
+    """By the defaults of its own pipeline."""
+    defaults = inspect.signature(diffusers.HunyuanVideoImageToVideoPipeline.__call__).parameters
+    found = FAMILIES["hunyuan"].published({}, {"image_condition_type": "latent_concat"}, {})
+    assert (found.text["kind"], found.dit) == ("hunyuan_i2v", {"first_frame": "latent_concat"})
+    assert found.text["max_length"] == defaults["max_sequence_length"].default
+    names = {"num_frames": "frames", "num_inference_steps": "steps"}
+    for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale"):
+        assert found.clips[names.get(name, name)] == defaults[name].default, name
+
+
 def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     def published(index: dict[str, Any], inside: int, outside: int) -> Published:
         return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside}, {})

@@ -200,7 +200,9 @@ class Profile:
             vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
         if text_flops_per_token is None:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
-        if dit.in_channels > dit.out_channels:
+        # a prompt around the caption, and of a first frame more rows than are text, are computed, too
+        text_flops_per_token *= text.encoded_tokens / text.most_tokens
+        if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
         refuse_degrees(degrees, dit.num_heads)

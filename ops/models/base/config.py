@@ -107,6 +107,11 @@ class DiTConfig:
         return False
 
     @property
+    def encodes_frame_alone(self) -> bool:
+        """Whether the VAE sees the first frame that a clip is made from without grey behind it."""
+        return False
+
+    @property
     def gives_first_frame(self) -> bool:
         """Whether the first latent frame of every clip is given as it is (`frame_times`)."""
         return False

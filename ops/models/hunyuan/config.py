@@ -28,6 +28,10 @@ class HunyuanConfig(JointDiTConfig):
         return self.first_frame != "none"
 
     @property
+    def encodes_frame_alone(self) -> bool:
+        return True
+
+    @property
     def frame_times(self) -> bool:
         return self.first_frame == "token_replace"
 

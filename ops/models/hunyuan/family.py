@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, TextRecipe, VAEClass
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    PictureRecipe,
+    Published,
+    Scheduler,
+    TextRecipe,
+    VAEClass,
+)
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
 
@@ -28,6 +38,24 @@ _TEXT = TextRecipe(
     ),
     crop=95,
     skipped_layers=2,
+)
+# Of HunyuanVideoImageToVideoPipeline: 103 tokens stand before the caption, one of them for the picture.
+_TEXT_OF_PICTURE = TextRecipe(
+    states="llava",
+    template=(
+        "<|start_header_id|>system<|end_header_id|>\n\n<image>\nDescribe the video by detailing the following aspects "
+        "according to the reference image: "
+        "1. The main content and theme of the video."
+        "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
+        "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
+        "4. background environment, light, style and atmosphere."
+        "5. camera angles, movements, and transitions used in the video:<|eot_id|>\n\n"
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    crop=103,
+    skipped_layers=2,
+    picture=PictureRecipe(mark="<|end_header_id|>", dropped=4),
 )
 
 
@@ -97,6 +125,23 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As HunyuanVideoPipeline or HunyuanVideoImageToVideoPipeline is called by default."""
+    condition = fields.get("image_condition_type")
+    return Published(
+        text={"kind": "hunyuan_i2v" if condition else "hunyuan", "max_length": 256},
+        clips={
+            "frames": 129,
+            "height": 720,
+            "width": 1280,
+            "fps": 15.0,
+            "steps": 50,
+            "guidance_scale": 1.0 if condition else 6.0,
+        },
+        dit={"first_frame": condition} if condition else {},
+    )
+
+
 FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
@@ -105,18 +150,14 @@ FAMILY = Family(
         "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
     ),
     first_frame=_first_frame,
-    first_frame_alone=True,
     vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
-    text=_TEXT,
+    texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
         "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
         "load by their own classes; train with model.text.kind hunyuan for a complete pipeline, or give --base."
     ),
-    published=lambda index, fields, scheduler: Published(  # as HunyuanVideoPipeline is called by default
-        text={"kind": "hunyuan", "max_length": 256},
-        clips={"frames": 129, "height": 720, "width": 1280, "fps": 15.0, "steps": 50, "guidance_scale": 6.0},
-    ),
+    published=_published,
     key_map={
         "num_layers": "num_layers",
         "num_single_layers": "num_single_layers",
