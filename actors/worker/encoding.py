@@ -44,7 +44,8 @@ def encode_texts(
     robin."""
 
     def encode(part: range) -> list[Tensor]:
-        return encoder.encode([captions[i] for i in part], [pictures[i] for i in part] if len(pictures) else ())
+        texts = [captions[i] for i in part]
+        return encoder.encode(texts, [pictures[i] for i in part]) if pictures else encoder.encode(texts)
 
     mine = range(group.rank, len(captions), group.size)
     measure.phase("encode")
