@@ -36,6 +36,7 @@ class SamplerConfig:
 
     steps: int = 20
     guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
+    guidance_scale_2: float | None = None  # below the boundary of two experts; None: the same
     flow_shift: float = 3.0  # as in training
     token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
@@ -46,6 +47,11 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         flow.sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a step needs a second forward, of weights that do not take guidance as an input."""
+        return self.guidance_scale != 1 or self.guidance_scale_2 not in (None, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +118,7 @@ def sample_latents(
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
     told = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
     guidance = 1000.0 * config.guidance_scale if told else None
-    guided = config.guidance_scale != 1 and not told
+    guided = config.is_guided and not told
     halves = _Halves.of(group, half) if guided and half is not None else None
     own = group if halves is None else halves.own
 
@@ -139,13 +145,15 @@ def sample_latents(
             if prompt.layout.has_clean_frames:
                 change = change * prompt.layout.noisy_rows[:, None]
             chosen = _expert(dit, low, timesteps, config)
+            second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
+            scale = config.guidance_scale if second is None else second
             velocity = _velocity(chosen, x, timesteps, prompt, own)
             if halves is not None:
                 velocity, base = halves.both(velocity)
-                velocity = base + config.guidance_scale * (velocity - base)
+                velocity = base + scale * (velocity - base)
             if plain is not None:
                 base = _velocity(chosen, x, timesteps, plain, own)
-                velocity = base + config.guidance_scale * (velocity - base)
+                velocity = base + scale * (velocity - base)
             x = keep * x + change * velocity
             if progress is not None:
                 progress(index + 1)

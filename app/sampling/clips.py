@@ -43,6 +43,7 @@ class ClipChanges:
     seed: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None  # unset: a given guidance_scale is that of both experts
     flow_shift: float | None = None
     negative_prompt: str | None = None
 
@@ -65,6 +66,7 @@ class ClipSettings:
         sampler = SamplerConfig(
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
+            guidance_scale_2=sample.guidance_scale_2,
             flow_shift=flow.flow_shift,
             token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
@@ -87,6 +89,9 @@ class ClipSettings:
             self.sampler,
             steps=_given(changes.steps, self.sampler.steps),
             guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
+            guidance_scale_2=changes.guidance_scale_2
+            if changes.guidance_scale is not None
+            else _given(changes.guidance_scale_2, self.sampler.guidance_scale_2),
             flow_shift=_given(changes.flow_shift, self.sampler.flow_shift),
             token_shift=self.sampler.token_shift if changes.flow_shift is None else None,
         )

@@ -194,7 +194,7 @@ class ClipWorker:
 def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
     """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
     one bag, and exchanges have half the ends."""
-    guided = sampler.guidance_scale != 1 and not dit.takes_guidance
+    guided = sampler.is_guided and not dit.takes_guidance
     return guided and workers % 2 == 0 and dit.num_heads % (workers // 2) == 0
 
 

@@ -101,6 +101,11 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     assert (plain.dit, image.dit, experts.dit) == ({}, {"first_frame": "channels"}, {"expert": "high"})
     assert not plain.first_frame and five.first_frame and five.clips["height"] == 704
     assert published({"transformer_2": [None, None]}, 16, 16).dit == {}
+    # by the defaults of A14B's authors, for high and for low noise
+    assert [experts.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 4.0, 3.0]
+    moving = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 36, 16)
+    assert [moving.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 3.5, 3.5]
+    assert moving.dit == {"first_frame": "channels", "expert": "high"} and "guidance_scale_2" not in plain.clips
     assert all(found.text == {"max_length": 512, "pad_to": 512} for found in (plain, image, five, experts))
     assert WanConfig(**image.dit).starts_from_image and TextConfig(**plain.text).pad_to == 512  # type: ignore[arg-type]
 
