@@ -156,13 +156,20 @@ class Executor:
     # -- cascades ------------------------------------------------------------------------------------------------------
 
     def text(
-        self, task: CascadeTask, captions: Sequence[str], pictures: Sequence[np.ndarray] = ()
+        self,
+        task: CascadeTask,
+        captions: Sequence[str],
+        pictures: Sequence[np.ndarray] = (),
+        ok: Sequence[bool] = (),
     ) -> list[EncodeResult]:
         """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
-        encoder that sees them."""
+        encoder that sees them, of which `ok` says whether they were decoded."""
         with CascadeMeasure(self, task) as measure:
             rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device, pictures)
-            return self._deliver(task, [EncodeResult(id=s.id, rows=rows[i]) for i, s in enumerate(task.samples)])
+            made = [
+                EncodeResult(id=s.id, rows=rows[i], ok=not len(ok) or bool(ok[i])) for i, s in enumerate(task.samples)
+            ]
+            return self._deliver(task, made)
 
     def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""

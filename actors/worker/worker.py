@@ -189,7 +189,8 @@ class Worker:
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
         seen = task.samples if self.executor.modules.config.text.sees_picture else ()
         pictures = [batch_of[s.item].video[s.index, 0] for s in seen]
-        return self._encoded(task, lambda: self.executor.text(task, captions, pictures))
+        ok = [batch_of[s.item].ok[s.index] for s in seen]
+        return self._encoded(task, lambda: self.executor.text(task, captions, pictures, ok))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)

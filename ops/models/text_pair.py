@@ -34,7 +34,14 @@ from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
 
 if TYPE_CHECKING:
-    from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, LlavaModel
+    from transformers import (
+        ByT5Tokenizer,
+        CLIPTextConfig,
+        CLIPTextModel,
+        LlamaConfig,
+        LlamaModel,
+        LlavaModel,
+    )
 
 PICTURE = "<image>"  # the token of a picture in a random LLaVA's prompt
 _BYTES = 384  # vocabulary of the tokenizer over bytes
@@ -210,6 +217,16 @@ def recipe_of(config: TextConfig) -> TextRecipe:
     )
 
 
+def byte_tokenizer(config: TextConfig) -> ByT5Tokenizer:
+    """Of a random encoder: bytes, and one token each for a picture and for the mark where it sees pictures."""
+    from transformers import ByT5Tokenizer
+
+    tokens = ByT5Tokenizer()
+    if picture := recipe_of(config).picture:
+        tokens.add_tokens([PICTURE, picture.mark], special_tokens=True)
+    return tokens
+
+
 def random_pair(config: TextConfig, device: torch.device | str) -> PooledText:
     """A small encoder and CLIP over bytes with weights drawn from `config.seed`: the same on every worker."""
     from transformers import ByT5Tokenizer
@@ -220,10 +237,8 @@ def random_pair(config: TextConfig, device: torch.device | str) -> PooledText:
         if recipe_of(config).states == "t5":
             look_at_neighbours(encoder)
     clip_tokens = ByT5Tokenizer(model_max_length=recipe_of(config).pooled_tokens)
-    tokens, eyes = ByT5Tokenizer(), None
-    if picture := recipe_of(config).picture:
-        tokens.add_tokens([PICTURE, picture.mark], special_tokens=True)
-        eyes = eyes_of(tokens, random_processor(config), picture)
+    tokens, picture = byte_tokenizer(config), recipe_of(config).picture
+    eyes = eyes_of(tokens, random_processor(config), picture) if picture else None
     return pooled_text(encoder, tokens, second, clip_tokens, config, device, eyes)
 
 

@@ -285,12 +285,13 @@ def execute(executor: Executor, call: Call, published: dict[str, list], bad: fro
             np.random.default_rng(list(s.key.encode())).integers(0, 256, (*buckets[s.item], 3), dtype=np.uint8)
             for s in task.samples
         ]
+        ok = [(s.item, s.index) not in bad for s in task.samples]
     if task.module == "text":
         seen = clips if executor.modules.config.text.sees_picture else []
         captions = [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples]
-        return executor.text(task, captions, [clip[0] for clip in seen])
+        return executor.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
     if task.module == "vae":
-        return executor.vae(task, np.stack(clips), [(s.item, s.index) not in bad for s in task.samples])
+        return executor.vae(task, np.stack(clips), ok)
     fetched = {("text" if "/text/" in needed else "vae", e.id): e for needed in call.needs for e in published[needed]}
     executor.dit(task, fetched)
     return None

@@ -225,6 +225,7 @@ def test_the_random_encoder_tells_captions_and_pictures_apart() -> None:
     assert vectors is not None and all(torch.equal(a, b) for a, b in zip(texts, again))
     # the caption, the byte and the end behind the last mark
     assert [len(text) for text in texts] == [8 + 12, 8 + 13, 8 + 12, 8 + 36] == [encoder.count(c) for c in captions]
+    assert [token_counter(config)(c) - 4 for c in captions] == [12, 13, 12, 102], "before any is cut"
     assert torch.equal(texts[0][:8], texts[1][:8]) and not torch.allclose(texts[0], texts[2], atol=1e-3)
     assert not torch.allclose(texts[0][8:18], texts[1][8:18], atol=1e-2)
     for caption, one, text in zip(captions, shown, texts, strict=True):
