@@ -35,6 +35,7 @@ class SumStart(StrEnum):
 
 
 IO = "io"  # the concurrency group in which a CUDA worker hands out results while its task thread goes on
+SNAPSHOTS = "snapshots"  # another one, in which it hands out its state
 LOADING = "loading"  # activity of a worker until its modules are there
 
 
@@ -246,7 +247,7 @@ class StepReport:
     rss_gib: float
     room_gib: float | None = None  # memory that a cascade of the next step may take; None: without a limit
     bad_weight: float = 0.0  # share of the step's samples that did not decode: with `weight` it is the whole step
-    snapshot_s: float = 0.0  # copying the shard and handing it to the keepers
+    snapshot_s: float = 0.0  # for snapshots: copying the shard, or waiting until the last copy had ended
     bad_samples: tuple[str, ...] = ()
     # (item, its share of the loss here, weight of its good samples)
     item_losses: tuple[tuple[str, float, float], ...] = ()

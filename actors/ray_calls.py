@@ -45,6 +45,11 @@ def put(value: T) -> Ref[T]:
     return reference
 
 
+def own_handle() -> Any:  # Ray gives it no type
+    """Of the actor that this process is, for calls that run in other threads of it."""
+    return _ray.get_runtime_context().current_actor
+
+
 def kill(handle: object, *, no_restart: bool = True) -> None:
     """End an actor's process without a word to it."""
     _ray.kill(handle, no_restart=no_restart)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
+from ops.shard_export import ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
 from ops.sync import Phase, StepResult, check_weight, slots, trainable
 
@@ -82,6 +83,7 @@ class DeepSpeedSync:
         self.state_on_host = False
         self.total = self.layout[-1].hi
         self.updates = 0
+        self.held_up_s = 0.0
         self.lo = self.hi = 0
         self._module = module
         self._parameters = [p for _, p in named]
@@ -172,6 +174,10 @@ class DeepSpeedSync:
         size = self.hi - self.lo
         copies = {name: array[:size].detach().to("cpu", copy=True).numpy() for name, array in arrays.items()}
         return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
+
+    def begin_export(self) -> ShardExport:
+        """DeepSpeed's state is copied at once."""
+        return ShardExport(shard=self.export_shard())
 
     # Engine -----------------------------------------------------------------------------------------------------
 

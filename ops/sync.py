@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -31,6 +31,7 @@ from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.shard_export import ShardExport, copies_of
 from ops.shards import ShardState, Slot, cut, padding, shard_bounds
 from ops.waiting import Pending
 
@@ -42,7 +43,6 @@ StatePlace = Literal["device", "host"]
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
 _BUCKET_CUDA = 1 << 26
-_COPY_ALONE = 1 << 20  # elements; threads are not worth it for fewer
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
 
 
@@ -95,6 +95,14 @@ class Sync(Protocol):
         self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
     ) -> StepResult: ...
     def export_shard(self) -> ShardState: ...
+    def begin_export(self) -> ShardExport:
+        """As `export_shard`, but the copy may still be made while the next step's cascades run."""
+        ...
+
+    @property
+    def held_up_s(self) -> float:
+        """Seconds that the last `finish_step` waited for a copy to end."""
+        ...
 
 
 def check_weight(step: int, weight: float, bad_weight: float, planned_weight: float) -> None:
@@ -117,22 +125,6 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
             f"trainable parameters are of {sorted(map(str, kinds))}; cast the module to one dtype on one device first."
         )
     return named
-
-
-def _on_host(arrays: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """Copies in host memory of their own. From a GPU they go to pinned memory, which PyTorch gives out again to the
-    next snapshot; in host memory every array has a thread."""
-    first = next(iter(arrays.values()))
-    if first.is_cuda:
-        pinned = {name: torch.empty_like(array, device="cpu", pin_memory=True) for name, array in arrays.items()}
-        for name, array in arrays.items():
-            pinned[name].copy_(array, non_blocking=True)
-        torch.cuda.current_stream(first.device).synchronize()
-        return {name: array.numpy() for name, array in pinned.items()}
-    if first.numel() < _COPY_ALONE:
-        return {name: array.to("cpu", copy=True).numpy() for name, array in arrays.items()}
-    with ThreadPoolExecutor(len(arrays), thread_name_prefix="snapshot") as threads:
-        return dict(zip(arrays, threads.map(lambda array: array.to("cpu", copy=True).numpy(), arrays.values())))
 
 
 def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
@@ -193,6 +185,7 @@ class FlatSync:
         self.layout = slots(named)
         self.total = self.layout[-1].hi
         self.updates = 0  # optimizer updates applied so far
+        self.held_up_s = 0.0
         self.lo = self.hi = 0
         self._parameters = [p for _, p in named]
         self._group = Group.solo()
@@ -203,6 +196,8 @@ class FlatSync:
         self._state_device = torch.device("cpu") if self._host else self._device
         # the own range of the parameters is the master copy
         self._is_master = first.dtype == self._state_dtype and not self._host
+        self.copy_arrays = copies_of(self._device, self._state_device)
+        self._export: ShardExport | None = None  # whose copy may still be reading the state
         self._allocate()
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
@@ -216,6 +211,7 @@ class FlatSync:
         With `shards` (any cut that covers at least the own range; replicas allowed) the state continues from them,
         without them training starts from rank 0's current parameters. Collective; all workers pass shards or none.
         """
+        self._settle()
         if self._group.abandoned:
             # A collective of the dead generation may still be writing into the old memory.
             self._allocate()
@@ -266,6 +262,7 @@ class FlatSync:
         norm = math.sqrt(squares) * share
         lr = lr_at(self.config, step, self.total_steps)
         applied = math.isfinite(norm)
+        self._settle()
         if applied:
             phase("update")
             pending = self._update(lr, share * clip_factor(norm, self.config.max_grad_norm))
@@ -285,10 +282,19 @@ class FlatSync:
 
     def export_shard(self) -> ShardState:
         """A copy of this worker's state, safe to send while training goes on."""
+        export = self.begin_export()
+        export.wait()
+        return export.shard
+
+    def begin_export(self) -> ShardExport:
+        """As `export_shard`; where there is a GPU the copy is made while the next cascades run."""
         arrays = {"master": self._master, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
         if self._ema is not None:
             arrays["ema"] = self._ema
-        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=_on_host(arrays))
+        copies = self.copy_arrays(arrays)
+        shard = ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies.arrays)
+        self._export = ShardExport(shard=shard, wait=copies.wait)
+        return self._export
 
     @property
     def state_on_host(self) -> bool:
@@ -364,6 +370,14 @@ class FlatSync:
         self._exp_avg, self._exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         # An EMA switched on later starts from the weights.
         self._ema = state.get("ema", self._master.clone()) if self.config.ema_decay > 0 else None
+
+    def _settle(self) -> None:
+        """Before the state changes: the copy that was begun has read all of it."""
+        started = time.perf_counter()
+        export, self._export = self._export, None
+        if export is not None:
+            export.wait()
+        self.held_up_s = time.perf_counter() - started
 
     # The step ---------------------------------------------------------------------------------------------------
 

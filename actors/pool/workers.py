@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import process
 from actors.config import WorkersConfig
-from actors.messages import IO, WorkerHandle, WorkerInfo, WorkerSettings
+from actors.messages import IO, SNAPSHOTS, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.room import Need, node_with_room, where
@@ -61,21 +62,32 @@ class PoolNews:
     lost: tuple[tuple[str, str], ...] = ()  # (worker, why), before it was ready
 
 
-class Pool:
-    """The worker actors of a run. Not thread-safe; used by the controller alone."""
+class Pool(ABC):
+    """The workers of a run: who is there, who is coming, and where. A subclass starts and ends them. Not thread-safe;
+    used by the controller alone."""
 
-    def __init__(
-        self, run: str, settings: WorkerSettings, monitor: MonitorHandle, worker_class: type[Worker] = Worker
-    ) -> None:
-        self._run, self._settings, self._monitor = run, settings, monitor
-        # With a concurrency group Ray runs the other calls, still one at a time and in order, off the main thread.
-        self._actor = remote_of(worker_class, {IO: 1} if uses_gpu(settings.workers) else None)
+    def __init__(self) -> None:
         self._members: dict[str, PoolMember] = {}
         self._serial = 0
 
+    @abstractmethod
+    def _request(self, name: str) -> PoolMember | None:
+        """Ask for one more worker; None where it makes no sense to ask yet."""
+
+    @abstractmethod
+    def _end(self, member: PoolMember, frozen: bool) -> None:
+        """End a worker; with `frozen`, one that may answer nobody."""
+
     def start(self, count: int) -> list[str]:
-        """Request this many more workers. Returns their names."""
-        return [self._start_one() for _ in range(count)]
+        """Request this many more workers. Returns the names of those that are on their way."""
+        names = []
+        for _ in range(count):
+            member = self._request(f"w{self._serial}")
+            if member is not None:
+                self._serial += 1
+                self._members[member.name] = member
+                names.append(member.name)
+        return names
 
     def poll(self) -> PoolNews:
         """Look once, without waiting, at workers that are coming up."""
@@ -116,21 +128,27 @@ class Pool:
 
     def remove(self, name: str, frozen: bool = False) -> None:
         """End a worker; with `frozen`, also by a signal, since a stopped process answers nobody."""
-        member = self._members.pop(name, None)
-        if member is None:
-            return
-        kill(member.handle)
-        if frozen and member.info is not None:
-            kill_process(member.info.node, member.info.pid, member.info.born)
+        if (member := self._members.pop(name, None)) is not None:
+            self._end(member, frozen)
 
     def close(self) -> None:
-        for name in list(self._members):
-            member = self._members.pop(name)
-            kill(member.handle)
+        """End all workers."""
+        for name in self.names:
+            self.remove(name)
 
-    def _start_one(self) -> str:
-        name = f"w{self._serial}"
-        self._serial += 1
+
+class RayPool(Pool):
+    """Workers that are Ray actors. One that finds no room stays pending, which is what Ray's autoscaler acts on."""
+
+    def __init__(
+        self, run: str, settings: WorkerSettings, monitor: MonitorHandle, worker_class: type[Worker] = Worker
+    ) -> None:
+        super().__init__()
+        self._run, self._settings, self._monitor = run, settings, monitor
+        # With concurrency groups Ray runs the other calls, still one at a time and in order, off the main thread.
+        self._actor = remote_of(worker_class, {IO: 1, SNAPSHOTS: 1} if uses_gpu(settings.workers) else None)
+
+    def _request(self, name: str) -> PoolMember:
         workers = self._settings.workers
         need = Need(workers.cpus_per_worker, 1.0 if uses_gpu(workers) else 0.0)
         node = node_with_room(nodes(), self._taken(), need) if workers.placement == "fill" else None
@@ -143,10 +161,14 @@ class Pool:
             runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
             **where(node),
         ).remote(name, self._settings, self._monitor)
-        self._members[name] = PoolMember(
+        return PoolMember(
             name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node
         )
-        return name
+
+    def _end(self, member: PoolMember, frozen: bool) -> None:
+        kill(member.handle)
+        if frozen and member.info is not None:
+            kill_process(member.info.node, member.info.pid, member.info.born)
 
     def _taken(self) -> list[str]:
         """The node of every worker that is there, or was asked for and is not there yet."""

@@ -44,7 +44,7 @@ class StepMetrics:
     predicted_s: float  # the plan's makespan, and the end of the step as far as it is known
     planning_s: float  # finding the plan took so long
     sync_s: float  # the longest gradient sum and update of a worker
-    snapshot_s: float  # the longest copying of a shard for the keepers
+    snapshot_s: float  # the longest that a worker was held up by snapshots
     handoff_bytes: int
     handoff_s: float
     peak_memory_gib: float  # of a GPU, the highest of all workers

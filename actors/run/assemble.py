@@ -29,11 +29,11 @@ from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, device_of, start_monitor, uses_gpu, weights_bytes
+from actors.pool.workers import Pool, RayPool, device_of, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, gpus_of_a_node, node_address
 from actors.records.events import ProfileRefused
 from actors.run.committer import Committer
-from actors.run.controller import Controller
+from actors.run.controller import Controller, LookPace
 from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
@@ -86,7 +86,7 @@ def start_controller(
         cache=config.data.cache,
         least_gib=least_gib,
     )
-    pool = Pool(run, settings, monitor, worker_class)
+    pool = RayPool(run, settings, monitor, worker_class)
     costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
@@ -150,6 +150,7 @@ def put_together(
     measured: bool = True,
     state_gib: float = 0.0,
     recalibration: Recalibration | None = None,
+    pace: LookPace | None = None,
 ) -> Controller:
     """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device."""
     committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
@@ -188,6 +189,7 @@ def put_together(
         skips=skips,
         ending=ending,
         recalibration=recalibration,
+        pace=pace or LookPace(),
     )
 
 

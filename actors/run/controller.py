@@ -37,11 +37,23 @@ from actors.step import CollectedStep, DataLost, GenerationLost
 log = logging.getLogger(__name__)
 
 _STEPS_AHEAD = 2  # dispatched at a time: the running one and the next; a worker that is asked to leave finishes both
-_LOOK_S = 0.2
-# On a thousand workers a look takes 0.02 s and more of this process; looks are then so far apart that they take this
-# share of the time, but no further than a death may go unnoticed.
-_LOOK_SHARE = 0.02
-_LONGEST_LOOK_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookPace:
+    """How often the controller looks at what may have changed outside the running step.
+
+    On a thousand workers a look takes 0.02 s and more of this process; looks are then so far apart that they take
+    `share` of the time, but no further than a death may go unnoticed.
+    """
+
+    least_s: float = 0.2
+    longest_s: float = 2.0
+    share: float = 0.02
+
+    def after(self, spent_s: float) -> float:
+        """Seconds from a look that took `spent_s` of the CPU to the next."""
+        return max(self.least_s, min(spent_s / self.share, self.longest_s))
 
 
 @dataclass(kw_only=True)
@@ -60,9 +72,10 @@ class Controller:
     ending: Ending
     speeds: Speeds = field(default_factory=Speeds)
     recalibration: Recalibration | None = None
+    pace: LookPace = field(default_factory=LookPace)
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
-    _pace_s: float = 0.0  # from one look to the next, where it is more than _LOOK_S
+    _look_s: float = 0.0  # from that look to the next
 
     def __post_init__(self) -> None:
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
@@ -111,16 +124,16 @@ class Controller:
     # -- one round: look, dispatch, collect, commit --------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Everything that may have changed outside the running step, at most every _LOOK_S seconds."""
+        """Everything that may have changed outside the running step, as often as the pace says."""
         now, began = time.monotonic(), time.thread_time()
-        if now - self._looked_at < max(_LOOK_S, self._pace_s):
+        if now - self._looked_at < self._look_s:
             return
         self._looked_at = now
         self.generations.look()
         self._look_for_the_end(now)
         self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self.generations.observe(Tick())
-        self._pace_s = pace_of(time.thread_time() - began)
+        self._look_s = self.pace.after(time.thread_time() - began)
 
     def _look_for_the_end(self, now: float) -> None:
         """Raises StopRun when somebody has asked the run to end, or no worker can start."""
@@ -141,11 +154,11 @@ class Controller:
         """Dispatch, collect, commit; at a step boundary let the membership change."""
         runner = self.generations.runner
         if runner is None:
-            time.sleep(_LOOK_S / 4)
+            time.sleep(self.pace.least_s / 4)
             return
         try:
             self._dispatch(runner)
-            if runner.running and (done := runner.collect(timeout_s=max(_LOOK_S, self._pace_s))) is not None:
+            if runner.running and (done := runner.collect(timeout_s=self._look_s)) is not None:
                 self._collected(runner, done)
             self.committer.settle(runner.world, quiet=not runner.running)
             if not runner.running:
@@ -166,7 +179,7 @@ class Controller:
             and self.committer.num_open < _STEPS_AHEAD
         ):
             waiting_since = time.perf_counter()
-            ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else _LOOK_S)
+            ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else self.pace.least_s)
             if not runner.running:
                 self.committer.account.waited_for_data(time.perf_counter() - waiting_since)
             if not ready:
@@ -190,7 +203,7 @@ class Controller:
             reason = f"no workers that can run step {runner.next_step} (workers.wait_s): {error}"
             raise StopRun(self.committer.outcome(Exit.RESUMABLE, reason)) from None
         if not runner.running:
-            time.sleep(_LOOK_S / 4)
+            time.sleep(self.pace.least_s / 4)
 
     def _collected(self, runner: StepRunner, done: CollectedStep) -> None:
         """All workers have finished a step."""
@@ -223,12 +236,6 @@ class Controller:
     def _at_boundary(self, runner: StepRunner) -> None:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change."""
         if runner.at_end or self._stop_by or not self.generations.view.change_pending:
-            self.committer.settle(runner.world, quiet=True, timeout_s=_LOOK_S)
+            self.committer.settle(runner.world, quiet=True, timeout_s=self.pace.least_s)
         else:
             self.generations.observe(Boundary(step=runner.next_step - 1))
-
-
-def pace_of(look_s: float) -> float:
-    """Seconds from one look to the next after one that took `look_s` of the CPU; 0: as often as on a small cluster."""
-    wanted = look_s / _LOOK_SHARE
-    return min(wanted, _LONGEST_LOOK_S) if wanted > 0.2 else 0.0

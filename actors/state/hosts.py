@@ -23,7 +23,7 @@ class HostNeed:
     gradient: float  # that the node's workers share in it
     keepers: float  # snapshots of workers, also of other nodes
     store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
-    copies: float  # of their part, while a snapshot is made
+    copies: float  # of their part: of the snapshot that is made and, on GPUs, of the one that is being handed out
 
     @property
     def total(self) -> float:
@@ -51,8 +51,10 @@ def host_need(
     nodes: int,
     state_on_host: bool,
     node_gradient: bool,
+    copies: int = 1,
 ) -> HostNeed:
-    """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight."""
+    """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `copies`: of
+    how many snapshots there are copies at a time."""
     part = state_gib * here / workers
     kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
     return HostNeed(
@@ -60,7 +62,7 @@ def host_need(
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
         keepers=kept,
         store=offered_gib(state_gib, here, workers),
-        copies=part,
+        copies=copies * part,
     )
 
 
@@ -87,6 +89,7 @@ def needs_of_hosts(
             nodes=len(nodes),
             state_on_host=here[0].state_on_host,
             node_gradient=_shares_host_memory(here[0]),
+            copies=2 if here[0].publishes_later else 1,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))
     return found

@@ -1,7 +1,8 @@
 """How many steps lie between two snapshots: as few as cost little of the steps' time. Pure.
 
-A snapshot holds a step up twice: workers copy their part between two steps, and no more than two steps may wait to be
-committed, so keepers that take long hold up the third. How often one is taken changes what is computed again after a
+A snapshot holds a step up twice: workers copy their part between two steps (or beside the next one's cascades, whose
+update then waits for the copy), and no more than two steps may wait to be committed, so keepers that take long hold up
+the third. How often one is taken changes what is computed again after a
 loss, never what is trained.
 """
 
@@ -48,12 +49,15 @@ class SnapshotInterval:
         return step % self.every == 0
 
     def finished(self, step: int, at: float, copy_s: float, taken: bool) -> None:
-        """A step has ended at `at` (unix seconds), `copy_s` of it for copies where a snapshot was `taken`."""
+        """A step has ended at `at` (unix seconds), after `copy_s` for copies: of its own snapshot where it was `taken`,
+        else of the last one, for which its update had to wait."""
         if self._last is not None and self._last[0] == step - 1:
             self._steps_s.append(max(at - self._last[1] - copy_s, 1e-6))
         self._last = step, at
         if taken:
             self._copies_s.append(copy_s)
+        elif self._copies_s:
+            self._copies_s[-1] += copy_s
 
     def held(self, seconds: float) -> None:
         """A step with a snapshot was committed so long after its end."""

@@ -22,6 +22,7 @@ import ray
 import torch
 
 from actors.messages import (
+    SNAPSHOTS,
     CascadeTask,
     FinishTask,
     FormTask,
@@ -35,7 +36,7 @@ from actors.messages import (
     WorkerSettings,
 )
 from actors.process import birth
-from actors.ray_calls import bar, get, node_address, object_store_gib, put, wait
+from actors.ray_calls import bar, get, node_address, object_store_gib, own_handle, put, wait
 from actors.refs import Ref
 from actors.worker.caching import ResultCache
 from actors.worker.executor import Executor, nobody
@@ -52,6 +53,7 @@ from ops.comm import free_ended
 from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
+from ops.shard_export import ShardExport
 from ops.shards import ShardState
 from ops.sync import trainable
 from ops.waiting import Patience
@@ -73,6 +75,9 @@ class Worker:
         self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
         self._snapshot_to: tuple[ShardKeeper, ...] = ()
         self._exports: list[Snapshot] = []
+        self._copying: dict[
+            tuple[int, int], ShardExport
+        ] = {}  # by generation and step, until their copies are handed out
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
@@ -246,9 +251,16 @@ class Worker:
             self._holds = task.step
             started = time.perf_counter()
             snapshot = self._send_snapshot(task.step) if task.export else None
-        report = self._report(task, done, snapshot_s=time.perf_counter() - started)
+        spent_s = time.perf_counter() - started + self.executor.sync.held_up_s
+        report = self._report(task, done, snapshot_s=spent_s)
         self.heartbeat.idle()
         return report, snapshot
+
+    def exported(self, generation: int, step: int) -> ShardState:
+        """My shard after a step, when its copy has ended. Runs beside the task thread, in thread group SNAPSHOTS."""
+        export = self._copying.pop((generation, step))
+        export.wait()
+        return export.shard
 
     def set_keepers(self, keepers: tuple[ShardKeeper, ...]) -> Snapshot | None:
         """Use these keepers from now on. They are given the shards of uncommitted steps at once, which lost keepers may
@@ -321,9 +333,8 @@ class Worker:
     def _send_snapshot(self, step: int) -> Snapshot:
         """Put my shard in the object store and have the keepers copy it; the last two stay offered by this worker."""
         self._phase("snapshot")
-        shard = self.executor.sync.export_shard()
-        reference = put(shard)
-        generation = self.executor.generation
+        export, generation = self.executor.sync.begin_export(), self.executor.generation
+        shard, reference = export.shard, self._offer(export, generation, step)
         snapshot = Snapshot(
             step=step,
             generation=generation,
@@ -335,6 +346,15 @@ class Worker:
         )
         self._exports = [*(e for e in self._exports if e.step < step), snapshot][-2:]
         return snapshot
+
+    def _offer(self, export: ShardExport, generation: int, step: int) -> Ref[ShardState]:
+        """The shard in the object store: at once, or on CUDA when its copy has ended, while this thread goes on."""
+        if self.executor.copies is None:
+            export.wait()
+            return put(export.shard)
+        self._copying[generation, step] = export
+        offered: Ref[ShardState] = own_handle().exported.options(concurrency_group=SNAPSHOTS).remote(generation, step)
+        return offered
 
     def _report(self, task: FinishTask, done: FinishedStep, snapshot_s: float) -> StepReport:
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else 0.0

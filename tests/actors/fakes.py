@@ -24,7 +24,7 @@ from actors.records.events import RunEvent
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from actors.run.assemble import put_together
-from actors.run.controller import Controller
+from actors.run.controller import Controller, LookPace
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
 from actors.state.commit_log import CommitLog
@@ -267,6 +267,7 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "new_store": lambda: SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
         "skips": Skips(10, listener.on_event),
+        "pace": LookPace(least_s=0.0, longest_s=0.0),
     }
     return put_together(**{"config": config_of(), "state": state, **defaults, **parts})
 

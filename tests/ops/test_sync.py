@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.optimizer import lr_at
+from ops.shard_export import HostArrays
 from ops.shards import ShardState, cut
 from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
@@ -479,6 +480,46 @@ def test_export_is_a_copy() -> None:
     sync.finish_step(0, 1.0, SAMPLES, SAMPLES, lambda phase: None)
     for name, array in exported.arrays.items():
         np.testing.assert_array_equal(array, before[name])
+
+
+def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
+    """The copy begins after one step and reads nothing before the next update asks for it."""
+    model = copy.deepcopy(START).float()
+    sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
+    late = LateCopy()
+    sync.copy_arrays = late
+    sync.form(Group.solo(), None)
+    for step in range(2):
+        sync.begin_step()
+        sample_loss(model, 0, step).backward()
+        sync.finish_step(step, 1.0, SAMPLES, SAMPLES, lambda phase: None)
+        if step == 0:
+            before = flat_weights(model)
+            export = sync.begin_export()
+            assert late.waited == 0 and np.isnan(export.shard.arrays["master"]).all()
+    assert late.waited == 1 and sync.updates == 2 and export.shard.updates == 1
+    assert not np.array_equal(before, flat_weights(model))
+    np.testing.assert_array_equal(export.shard.arrays["master"], before)
+    sync.begin_export()
+    sync.form(Group.solo(), [export.shard])
+    assert late.waited == 2, "a state that is replaced has been read, too"
+
+
+class LateCopy:
+    """Copies when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def __call__(self, arrays: Mapping[str, Tensor]) -> HostArrays:
+        copies = {name: np.full(array.shape, np.nan, array.numpy().dtype) for name, array in arrays.items()}
+
+        def wait() -> None:
+            self.waited += 1
+            for name, array in arrays.items():
+                copies[name][:] = array.numpy()
+
+        return HostArrays(arrays=copies, wait=wait)
 
 
 @pytest.mark.parametrize("gradients", ["own", "node"])

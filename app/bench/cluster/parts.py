@@ -102,44 +102,30 @@ class VirtualPool(Pool):
     """The real pool's book of members, whose workers live in hosts."""
 
     def __init__(self, machines: Machines, hosts: Sequence[Any]) -> None:
+        super().__init__()
         self._machines, self._hosts = machines, hosts
-        self._members: dict[str, PoolMember] = {}
-        self._serial = 0
 
     def host_of(self, node: str) -> Any:
         """The process that hosts the workers of a node."""
         return self._hosts[self._machines.number(node) % len(self._hosts)]
 
-    def remove(self, name: str, frozen: bool = False) -> None:
-        """End a worker."""
-        if self._members.pop(name, None) is not None:
-            node = self._machines.homes.pop(name)
-            self.host_of(node).end.remote([name])
-
-    def close(self) -> None:
-        for name in self.names:
-            self.remove(name)
-
-    def start(self, count: int) -> list[str]:
-        """Workers for which no node has room are not started: they are asked for again."""
-        return [name for _ in range(count) if (name := self._start_one())]
-
-    def _start_one(self) -> str:
+    def _request(self, name: str) -> PoolMember | None:
         node = self._machines.room()
-        if node is None:
-            return ""
-        name = f"w{self._serial}"
-        self._serial += 1
+        if node is None:  # asked for again
+            return None
         self._machines.homes[name] = node
         host = self.host_of(node)
-        self._members[name] = PoolMember(
+        return PoolMember(
             name=name,
             handle=cast(WorkerHandle, VirtualHandle(name, host)),
             info_ref=host.add.remote(name, node),
             requested_at=time.time(),
             wished=node,
         )
-        return name
+
+    def _end(self, member: PoolMember, frozen: bool) -> None:
+        node = self._machines.homes.pop(member.name)
+        self.host_of(node).end.remote([member.name])
 
 
 class VirtualLookout(Lookout):

@@ -24,7 +24,7 @@ from actors.records.events import (
     WorkerDied,
     WorkerDrained,
 )
-from actors.run.controller import Controller, pace_of
+from actors.run.controller import Controller, LookPace
 from actors.run.steps import StepRunner
 from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
@@ -47,7 +47,6 @@ def ray_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", lambda values, num_returns, timeout: (list(values), []))
     monkeypatch.setattr(ray, "kill", lambda handle, no_restart: None)
-    monkeypatch.setattr("actors.run.controller._LOOK_S", 0.0)
 
 
 class Source:
@@ -295,8 +294,9 @@ def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_for
 
 
 def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:
-    assert pace_of(0.0) == pace_of(0.004) == 0.0, "a small cluster is looked at as often as ever"
-    assert pace_of(0.02) == pytest.approx(1.0) and pace_of(0.5) == 2.0
+    pace = LookPace(least_s=0.2, longest_s=2.0, share=0.02)
+    assert pace.after(0.0) == pace.after(0.004) == 0.2, "a small cluster is looked at as often as ever"
+    assert pace.after(0.02) == pytest.approx(1.0) and pace.after(0.5) == 2.0
 
 
 def test_a_dit_call_that_has_ended_well_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

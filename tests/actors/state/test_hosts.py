@@ -40,6 +40,12 @@ def test_a_node_holds_its_part_of_the_state_its_snapshots_and_what_it_keeps_for_
     assert need.total == pytest.approx(need.state + need.gradient + need.keepers + need.store + need.copies)
 
 
+def test_a_gpu_copies_a_snapshot_while_the_last_one_is_handed_out() -> None:
+    infos = [replace(info("w0", "a", 2000.0), publishes_later=beside) for beside in (False, True)]
+    once, twice = (needs_of_hosts([one], STATE_GIB, 16, SnapshotConfig())[0][1] for one in infos)
+    assert (once.copies, twice.copies) == (STATE_GIB, 2 * STATE_GIB)
+
+
 def test_without_snapshots_and_with_state_on_the_gpu_little_is_left() -> None:
     off = SnapshotConfig(enabled=False)
     need = host_need(STATE_GIB, 16, off, here=8, workers=8, nodes=1, state_on_host=False, node_gradient=False)

@@ -43,6 +43,21 @@ def test_the_interval_follows_what_a_snapshot_and_a_step_take(
     assert every == 1 or (f"{step_s:.2f} s" in interval.why and "2%" in interval.why)
 
 
+def test_waiting_for_a_copy_that_outlasts_a_step_is_a_cost_of_the_snapshot() -> None:
+    """The copy begins at once and takes 5 s; the next update, 3 s later, waits for the rest."""
+    interval, now, before = SnapshotInterval(setting="auto", most=1000), 0.0, False
+    for step in range(1000):
+        due = interval.is_due(step)
+        waited_s = 2.0 * before
+        now += 3.0 + waited_s
+        interval.finished(step, now, waited_s, due)
+        if due:
+            interval.held(0.0)
+            interval.choose()
+        before = due
+    assert interval.every == 34  # 2 s in 34 steps of 3 s
+
+
 def test_no_more_steps_may_be_lost_than_between_two_checkpoints() -> None:
     interval = SnapshotInterval(setting="auto", most=40)
     run(interval, 400, 1.0, 10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 
 from actors.run.dispatch import Holdings, calls_of
 from actors.step import StepSamples
+from actors.worker.executor import Executor
 from actors.worker.handoff import CopyInFlight, EncodeResult, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
+from ops.shard_export import HostArrays
 from tests.actors.exactness import execute, items_of, make_hosts, one_worker, train_config
 
 
@@ -97,8 +99,29 @@ def _slow(rows: torch.Tensor) -> CopyInFlight:
     return CopyInFlight(host=host, wait=wait)
 
 
+def _slow_snapshot(arrays: Mapping[str, torch.Tensor]) -> HostArrays:
+    """A state whose copy lasts into the next step, and reads its source at the end."""
+    copies = {name: np.empty_like(array.numpy()) for name, array in arrays.items()}
+    ended, once = threading.Event(), threading.Lock()
+
+    def wait() -> None:
+        with once:
+            if not ended.is_set():
+                time.sleep(0.05)
+                for name, array in arrays.items():
+                    copies[name][:] = array.numpy()
+                ended.set()
+
+    return HostArrays(arrays=copies, wait=wait)
+
+
 class LaterWorker(Worker):
-    """A CPU worker that hands out its results as one with a GPU does."""
+    """A CPU worker that hands out its results and its state as one with a GPU does."""
+
+    def _load(self) -> Executor:
+        executor = super()._load()
+        executor.sync.copy_arrays = _slow_snapshot
+        return executor
 
     def _host_copies(self) -> HostCopies:
         return HostCopies(_slow)
