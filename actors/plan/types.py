@@ -134,12 +134,19 @@ class StepPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyEncode:
     """An encode that an earlier step runs: it needs no cascade, only a handoff from these workers. `end_s`: it outlasts
-    that step by so many seconds, and keeps its workers busy until then."""
+    that step by so many seconds, and keeps its workers busy until then. An item that was cut has one for every piece:
+    `count` samples from `first` on; 0: all."""
 
     item: str
     module: Module
     workers: tuple[int, ...]
     end_s: float = 0.0
+    first: int = 0
+    count: int = 0
+
+    def samples(self, item: Item) -> range:
+        """Which of the item's samples it has encoded."""
+        return range(self.first, self.first + (self.count or item.batch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -331,7 +331,14 @@ def early_encodes(cascade: Cascade, end_s: float) -> list[EarlyEncode]:
     """What later plans are told of an early encode in a step that ends at `end_s`."""
     over_s = max(0.0, cascade.end_s - end_s)
     return [
-        EarlyEncode(item=part.item, module=cascade.module, workers=cascade.workers, end_s=over_s)
+        EarlyEncode(
+            item=part.item,
+            module=cascade.module,
+            workers=cascade.workers,
+            end_s=over_s,
+            first=part.first,
+            count=part.count,
+        )
         for part in cascade.parts
     ]
 

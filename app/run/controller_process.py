@@ -104,10 +104,17 @@ def code_of(error: Exception, folder: Path) -> int:
     """The exit code of a run that ended with this error. A run folder that can no longer be written is a failure of
     storage; other paths that cannot be opened are mistakes of the person who gave them."""
     cause = unwrap(error)
-    named = cause.filename if isinstance(cause, OSError) else None  # a str or bytes, or a number of an open file
-    if isinstance(named, str | bytes) and Path(os.fsdecode(named)).is_relative_to(folder):
-        return Exit.FAILURE
+    if isinstance(cause, OSError) and cause.errno is not None:
+        path = _path_of(cause)
+        if path is None or path.is_relative_to(folder):
+            return Exit.FAILURE
     return exit_code(error) or Exit.FAILURE
+
+
+def _path_of(error: OSError) -> Path | None:
+    """What could not be opened; None where an open file could not be read or written, which has no name any more."""
+    named = error.filename  # a str or bytes, or a number of an open file
+    return Path(os.fsdecode(named)) if isinstance(named, str | bytes) else None
 
 
 def _reason_of(error: Exception, folder: Path) -> str:
@@ -118,6 +125,8 @@ def _reason_of(error: Exception, folder: Path) -> str:
             f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Make room for {folder}, "
             f"then continue with --resume"
         )
+    if isinstance(error, OSError) and error.errno is not None and _path_of(error) is None:
+        return f"an open file of {folder} can no longer be used: {error.strerror or error}"
     if is_ours(error):
         return str(error)
     try:

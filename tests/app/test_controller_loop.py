@@ -138,3 +138,16 @@ def test_a_folder_that_can_no_longer_be_written_is_a_failure_and_a_wrong_path_a_
     for name in (str(path), os.fsencode(path)):
         refused = PermissionError(errno.EPERM, "Operation not permitted", name)
         assert code_of(refused, tmp_path / "run") == (1 if inside else 2)
+
+
+@pytest.mark.parametrize("named", [(), (7,)])
+def test_a_file_that_can_no_longer_be_written_is_nobodys_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: tuple[int, ...]
+) -> None:
+    """`chattr +i` under a run: the error of an open file has no name."""
+    refused = PermissionError(errno.EPERM, "Operation not permitted", *named)
+    outcome = run(tmp_path / "run", monkeypatch, refused)
+    assert outcome["code"] == 1
+    assert f"an open file of {tmp_path / 'run'} can no longer be used: Operation not permitted" in str(
+        outcome["reason"]
+    )

@@ -164,7 +164,7 @@ def _check_predecessors(
 ) -> None:
     produced: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...], str]]] = {}
     for key, result in done_results(done, items):
-        for sample in range(items[key].batch):
+        for sample in result.samples(items[key]):
             produced.setdefault((key, sample), []).append((result.end_s, result.workers, "an earlier encode"))
     for cascade in cascades:
         if cascade.module != "dit":

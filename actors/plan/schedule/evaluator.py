@@ -47,9 +47,10 @@ def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
     items, profile, topology = problem.items, problem.profile, problem.topology
     free = list(problem.busy_s)
     encoded: dict[tuple[ItemKey, int], list[tuple[float, tuple[int, ...]]]] = {}
-    for (key, _), result in problem.finished.items():
-        for sample in range(items[key].batch):
-            encoded.setdefault((key, sample), []).append((result.end_s, result.workers))
+    for (key, _), results in problem.finished.items():
+        for result in results:
+            for sample in result.samples(items[key]):
+                encoded.setdefault((key, sample), []).append((result.end_s, result.workers))
     step_end: dict[int, float] = {}
     timed = []
     for cascade in order:

@@ -146,10 +146,13 @@ class ListSchedule:
         for pred in job.preds:
             if bag.isdisjoint(self.where.get(pred, ())):
                 ready = max(ready, self.end[pred] + delay)
+        item = self.problem.items[job.item]
         for module in ("text", "vae"):
-            result = self.problem.finished.get((job.item, module))
-            if result is not None and bag.isdisjoint(result.workers):
-                ready = max(ready, result.end_s + delay)
+            for result in self.problem.finished.get((job.item, module), ()):
+                encoded = result.samples(item)
+                used = encoded.start < job.first + job.count and job.first < encoded.stop
+                if used and bag.isdisjoint(result.workers):
+                    ready = max(ready, result.end_s + delay)
         return ready
 
     def _bags(self, degree: int, ready: float, producers: set[int]) -> list[tuple[int, ...]]:

@@ -148,7 +148,9 @@ class Problem:
         self.topology = Topology(cluster, profile.cross_node)
         self.room_gib = cluster.least_room_gib
         self.items = index_items(steps, first_step)
-        self.finished = {(key, result.module): result for key, result in done_results(done, self.items)}
+        self.finished: dict[tuple[ItemKey, Module], list[EarlyEncode]] = {}
+        for key, result in done_results(done, self.items):
+            self.finished.setdefault((key, result.module), []).append(result)
         self.numbers = range(first_step, first_step + len(steps))
         self.busy_s = busy_until(done, cluster.num_workers)
         self._modules = {module for module in MODULES if profile.has(module)}
@@ -210,8 +212,10 @@ class Problem:
     def start(self) -> StepContext:
         """What the first step inherits: workers that are still at an early encode, and when it ends."""
         ran = {
-            (key, module, 0, self.items[key].batch): (result.end_s, result.workers)
-            for (key, module), result in self.finished.items()
+            (key, module, pieces.start, len(pieces)): (result.end_s, result.workers)
+            for (key, module), results in self.finished.items()
+            for result in results
+            for pieces in [result.samples(self.items[key])]
             if result.end_s > 0
         }
         return StepContext(self.busy_s, 0.0, ran)

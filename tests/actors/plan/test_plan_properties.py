@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import Handoff, Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
 from actors.plan.schedule.problem import PlanOptions, Problem
@@ -142,6 +142,22 @@ def test_a_plan_counts_on_workers_that_are_still_at_an_early_encode(strategy: st
     free = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=idle)
     with pytest.raises(PlanError, match="before"):
         check(free, workload, FLOPS, cluster, done=done)
+
+
+@pytest.mark.parametrize("strategy", QUICK)
+@pytest.mark.parametrize("over_s", [0.0, 2.0])
+def test_every_piece_of_a_cut_item_that_ran_early_is_waited_for(strategy: str, over_s: float) -> None:
+    """Each on another worker, from which its rows take a while; the last of them may end before the others."""
+    workload, cluster = named([[(2, 17, 64, 64, 20), (1, 5, 64, 64, 20)]]), Cluster(nodes=(3,))
+    slow = Profile.from_flops(WanConfig(num_heads=4))
+    slow.handoff = Handoff(latency_s=0.5)
+    piece = EarlyEncode(item="i0", module="text", workers=(0,), end_s=over_s, first=0, count=1)
+    done = [piece, replace(piece, workers=(1,), end_s=0.0, first=1)]
+    plan = make_plan(workload, slow, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=done)
+    check(plan, workload, slow, cluster, done=done)
+    assert not [c for c in plan.steps[0].cascades if c.module == "text" and c.item == "i0"]
+    elsewhere = [c for c in plan.steps[0].cascades if c.module == "dit" and c.item == "i0" and 0 not in c.workers]
+    assert all(c.start_s >= over_s + 0.5 for c in elsewhere if any(part.first == 0 for part in c.parts))
 
 
 def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
