@@ -124,13 +124,27 @@ class Layout:
     @cached_property
     def segments(self) -> Segments:
         """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
-        rows = self._chunks[self.rank]
         if not self.has_clean_frames:
-            return Segments.packed(rows.tolist(), device=self.device)
-        clean, order = self._clean_rows, np.arange(len(self))
+            return self.sequence_segments
+        lengths, tables = self._runs
+        return Segments.packed(lengths, tables, 2 * len(self), self.device)
+
+    @cached_property
+    def sequence_segments(self) -> Segments:
+        """The sequence of each local row, for tables of one row per sequence also where frames are clean."""
+        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+
+    @property
+    def _runs(self) -> tuple[list[int], list[int]]:
+        """Of the local rows of each sequence those of clean frames, then the others: (their number, their row of the
+        modulation tables), as `times` has them."""
+        rows, order = self._chunks[self.rank], np.arange(len(self))
+        if not self.has_clean_frames:
+            return rows.tolist(), order.tolist()
+        clean = self._clean_rows
         lengths = np.stack([clean, rows - clean], axis=1)
         tables = np.stack([len(self) + order, order], axis=1)
-        return Segments.packed(lengths.ravel().tolist(), tables.ravel().tolist(), 2 * len(self), self.device)
+        return lengths.ravel().tolist(), tables.ravel().tolist()
 
     @cached_property
     def has_clean_frames(self) -> bool:
@@ -184,8 +198,10 @@ class Layout:
     @cached_property
     def joint_segments(self) -> Segments:
         """The modulation row of each local row of joint attention, video rows first."""
-        lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
-        return Segments.packed(lengths, [*range(len(self))] * 2, device=self.device)
+        lengths, tables = self._runs
+        lengths += self._text_chunks[self.rank].tolist()
+        rows = 2 * len(self) if self.has_clean_frames else len(self)
+        return Segments.packed(lengths, [*tables, *range(len(self))], rows, self.device)
 
     @cached_property
     def stream_segments(self) -> Segments:

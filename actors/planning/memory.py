@@ -176,7 +176,7 @@ def forecast(
     for shape, (held, line) in _vae_lines(model, clips).items():
         vae_gib = held
         needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
-    longest = max(model.text.max_length, model.text.pad_to)
+    longest = model.text.most_tokens
     encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
     needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
@@ -225,7 +225,7 @@ def predict_dit(
     by_size = sorted(clips, key=lambda clip: geometry.tokens(*clip))
     t, h, w = geometry.token_grid(*by_size[-1])
     images = model.image.tokens if model.image is not None else 0
-    longest = max(model.text.max_length, model.text.pad_to, 2)
+    longest = max(model.text.most_tokens, 2)
     large, small = (PackedSequence((t, h, size), 1, images) for size in (max(w, 2), max(w, 2) // 2))
     least = PackedSequence(geometry.token_grid(*by_size[0]), 1, images)
     told = replace(small, text_tokens=longest)

@@ -165,7 +165,7 @@ class Measured:
         from ops.models.forecast import Precision
 
         self._model, self._geometry, self._train = model, geometry, train
-        self._text_tokens = max(model.text.max_length, model.text.pad_to)
+        self._text_tokens = model.text.most_tokens
         self._precision = Precision(
             parameters=getattr(torch, train.parameter_dtype), autocast=train.autocast == "bfloat16", cuda=True
         )
@@ -225,7 +225,7 @@ def rows(
         model, geometry, train = published(name, Path(folder), lora, text)
         degrees = model.dit.degrees(_MOST)
         found = forecast(model, geometry, train, [CLIPS[clip] for clip in clips], degrees, cuda=True)
-        text_tokens = max(model.text.max_length, model.text.pad_to)
+        text_tokens = model.text.most_tokens
         measured, made = Measured(model, geometry, train), []
         for workers in counts:
             legal = [degree for degree in degrees if degree <= workers]

@@ -39,6 +39,9 @@ def sample(
     width: Annotated[int | None, typer.Option(min=1)] = None,
     steps: Annotated[int | None, typer.Option(help="Euler steps.", min=1)] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="1 switches guidance off.")] = None,
+    guidance_scale_2: Annotated[
+        float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
+    ] = None,
     flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
     negative_prompt: Annotated[str, typer.Option()] = "",
     seed: Annotated[int | None, typer.Option()] = None,
@@ -85,6 +88,7 @@ def sample(
             seed=seed,
             steps=steps,
             guidance_scale=guidance_scale,
+            guidance_scale_2=guidance_scale_2,
             flow_shift=flow_shift,
             negative_prompt=negative_prompt,
         ),

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from actors.plan.types import Module
 from app.device.points import PointTimes, ProfiledShape, timed
 from app.settings.config import RunConfig
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ops.models.vae import VAE
 
 _GRADIENT_SHARE = 0.25  # of a GPU's memory that a part of a node's gradient may take while cascades are measured
+_PICTURE = (480, 832)  # height and width of what a text encoder sees, which it scales to its own
 WARM_UP = 1  # untimed runs: the first call of a shape pays for allocations and kernel choices
 
 
@@ -206,12 +209,13 @@ class Bench:
         from actors.worker.encoding import encode_texts
 
         captions = [self._caption(shape.text_tokens)] * shape.batch
-        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device)
+        pictures = [np.zeros((*_PICTURE, 3), np.uint8)] * (shape.batch if self.model.text.sees_picture else 0)
+        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device, pictures)
 
     def _caption(self, tokens: int) -> str:
         """A caption of about this many tokens."""
         words = ["moving"]
-        while self.text.count(" ".join(words)) < min(tokens, self.model.text.max_length) and len(words) < 4096:
+        while self.text.count(" ".join(words)) < min(tokens, self.model.text.most_tokens) and len(words) < 4096:
             words.append("shape")
         return " ".join(words)
 

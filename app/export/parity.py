@@ -82,7 +82,8 @@ def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[nn.Module,
 
 
 def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
-    """A random sample that the Diffusers class and ours compute alike."""
+    """A random sample that the Diffusers class and ours compute alike. A first frame that is always given is one of
+    the `clean_frames`."""
     generator = torch.Generator().manual_seed(0)
     size = [length * patch for length, patch in zip(_grid(config), config.patch, strict=True)]
     text = FAMILIES[config.architecture].parity_text(config)
@@ -92,7 +93,7 @@ def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
         timestep=torch.tensor([1000 * _SIGMA]),
         text=torch.randn(text, config.text_dim, generator=generator),
         conditions=Conditions(image=image),
-        clean_frames=clean_frames,
+        clean_frames=max(clean_frames, int(config.gives_first_frame)),
     )
 
 

@@ -46,7 +46,7 @@ def placed(
     per_node: int,
 ) -> MemoryForecast:
     """With gradients and optimizer state where a run on `workers.min` GPUs of this size would have them."""
-    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
     fewest, peers = config.workers.min, config.planner.bag_peers
     possible = found.possible(config.train, per_node)
     least = [one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in possible]

@@ -40,6 +40,7 @@ def run(
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
     given = {
         "guidance-scale": (changes.guidance_scale, between(0, 1e6)),
+        "guidance-scale-2": (changes.guidance_scale_2, between(0, 1e6)),
         "flow-shift": (changes.flow_shift, above(0, 1e6)),
         "fps": (changes.fps, above(0, 1000)),
         "seed": (changes.seed, between(0, SEED)),
@@ -57,6 +58,11 @@ def run(
         raise ConfigError(
             f"--flow-shift is {changes.flow_shift:g}, and this transformer is sampled by DDIM, which has none; leave "
             f"it out."
+        )
+    if changes.guidance_scale_2 is not None and not config.model.dit.two_experts:
+        raise ConfigError(
+            f"--guidance-scale-2 is {changes.guidance_scale_2:g}, of the expert for low noise, and this is one "
+            f"transformer for all noise levels; leave it out."
         )
     prompts = prompts or config.sample.prompts
     if not prompts:

@@ -208,13 +208,11 @@ class ClipWorker:
 def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
     """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
     one bag, and exchanges have half the ends."""
-    guided = sampler.guidance_scale != 1 and not dit.takes_guidance
-    return guided and workers % 2 == 0
+    return sampler.is_guided and not dit.takes_guidance and workers % 2 == 0
 
 
 def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
-    """Raises ConfigError for a number of workers that can be neither one bag nor two halves, for clips of this token
-    grid."""
+    """Raises ConfigError for more workers than one bag, or two halves, can have for clips of this token grid."""
     if not dit.spatial_temporal:
         return
     frames, positions = grid[0], grid[1] * grid[2]

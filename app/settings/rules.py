@@ -117,8 +117,18 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
             f"of a clip; set it to 0."
         )
+    if flow.first_frame and dit.gives_first_frame:
+        raise ConfigError(
+            f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit is given the first "
+            f"frame of every clip; set it to 0."
+        )
     if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
+    if sample.guidance_scale_2 is not None and not dit.two_experts:
+        raise ConfigError(
+            f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "
+            f"one transformer for all noise levels; leave it out."
+        )
     if not sample.prompts:
         if sample.every:
             raise ConfigError(

@@ -64,6 +64,12 @@ MODELS["hunyuan of two text encoders"] = replace(
     dit=replace(MODELS["hunyuan"].dit, num_heads=3),
     text=TextConfig(kind="hunyuan", max_length=40, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
 )
+for _variant in ("latent_concat", "token_replace"):  # text of captions and first frames
+    MODELS[f"hunyuan i2v {_variant}"] = replace(
+        MODELS["hunyuan"],
+        dit=replace(MODELS["hunyuan"].dit, first_frame=_variant),
+        text=replace(MODELS["hunyuan of two text encoders"].text, kind="hunyuan_i2v"),
+    )
 MODELS["flux"] = replace(
     MODEL,
     dit=FluxConfig(num_layers=1, num_single_layers=1, num_heads=12, head_dim=8, ffn_dim=384, guidance_embeds=True),
@@ -149,12 +155,15 @@ def make_hosts(
         torch.manual_seed(0)
         for parameter in dit.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
+        text: Any = build_text(model.text, "cpu")
+        if model.text.sees_picture and dtype == torch.float64:
+            text.encoder.double()  # a prompt as long as a picture is rounded otherwise in another batch
         modules = Modules(
             config=model,
             geometry=geometry,
             dit=dit,
             vae=build_vae(model.vae, "cpu"),
-            text=build_text(model.text, "cpu"),
+            text=text,
             image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state)
@@ -280,15 +289,19 @@ def run_step(
 
 def execute(executor: Executor, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
     task = call.task
-    if task.module == "text":
-        return executor.text(task, [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples])
-    if task.module == "vae":
-        frames, height, width = task.pieces[0].bucket
+    if task.module in ("text", "vae"):
+        buckets = {piece.item: piece.bucket for piece in task.pieces}
         clips = [
-            np.random.default_rng(list(s.key.encode())).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+            np.random.default_rng(list(s.key.encode())).integers(0, 256, (*buckets[s.item], 3), dtype=np.uint8)
             for s in task.samples
         ]
-        return executor.vae(task, np.stack(clips), [(s.item, s.index) not in bad for s in task.samples])
+        ok = [(s.item, s.index) not in bad for s in task.samples]
+    if task.module == "text":
+        seen = clips if executor.modules.config.text.sees_picture else []
+        captions = [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples]
+        return executor.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
+    if task.module == "vae":
+        return executor.vae(task, np.stack(clips), ok)
     fetched = {("text" if "/text/" in needed else "vae", e.id): e for needed in call.needs for e in published[needed]}
     executor.dit(task, fetched)
     return None

@@ -20,6 +20,8 @@ PUBLISHED = {
     "wan2.2-t2v-a14b": 14.29,
     "wan2.2-i2v-a14b": 14.29,
     "hunyuan-13b": 12.8,
+    "hunyuan-i2v-13b": 12.8,
+    "hunyuan-i2v-33ch-13b": 12.8,
     "ltx-2b": 1.92,
     "flux.1-dev": 11.9,
     "flux.1-schnell": 11.89,

@@ -20,6 +20,19 @@ MODELS = {
   dit: {architecture: hunyuan, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 128}
   text: {kind: hunyuan, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
 """,
+    # 16 patches of the first frame in 8 and in 4 rows before those of the caption
+    "hunyuan-concat": """
+  dit:
+    {architecture: hunyuan, first_frame: latent_concat, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16,
+     ffn_dim: 128}
+  text: {kind: hunyuan_i2v, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
+""",
+    "hunyuan-replace": """
+  dit:
+    {architecture: hunyuan, first_frame: token_replace, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16,
+     ffn_dim: 128}
+  text: {kind: hunyuan_i2v, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
+""",
     "flux": """
   dit: {architecture: flux, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256}
   text: {kind: flux, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}

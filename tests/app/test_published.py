@@ -104,6 +104,17 @@ def test_a_dynamic_shift_is_a_line_over_tokens() -> None:
     assert flow_of(fields).token_shift == TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
 
 
+def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
+    """By the defaults of its own pipeline."""
+    defaults = inspect.signature(diffusers.HunyuanVideoImageToVideoPipeline.__call__).parameters
+    found = FAMILIES["hunyuan"].published({}, {"image_condition_type": "latent_concat"}, {})
+    assert (found.text["kind"], found.dit) == ("hunyuan_i2v", {"first_frame": "latent_concat"})
+    assert found.text["max_length"] == defaults["max_sequence_length"].default
+    names = {"num_frames": "frames", "num_inference_steps": "steps"}
+    for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale"):
+        assert found.clips[names.get(name, name)] == defaults[name].default, name
+
+
 def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     def published(index: dict[str, Any], inside: int, outside: int) -> Published:
         return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside}, {})
@@ -113,6 +124,11 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     assert (plain.dit, image.dit, experts.dit) == ({}, {"first_frame": "channels"}, {"expert": "high"})
     assert not plain.first_frame and five.first_frame and five.clips["height"] == 704
     assert published({"transformer_2": [None, None]}, 16, 16).dit == {}
+    # by the defaults of A14B's authors, for high and for low noise
+    assert [experts.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 4.0, 3.0]
+    moving = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 36, 16)
+    assert [moving.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 3.5, 3.5]
+    assert moving.dit == {"first_frame": "channels", "expert": "high"} and "guidance_scale_2" not in plain.clips
     assert all(found.text == {"max_length": 512, "pad_to": 512} for found in (plain, image, five, experts))
     assert WanConfig(**image.dit).starts_from_image and TextConfig(**plain.text).pad_to == 512  # type: ignore[arg-type]
 

@@ -49,6 +49,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its v
     "mochi": ("mochi", {"num_layers": 2, "context_dim": 20}),
     "stdit3": ("stdit3", {"base_size": 96, "caption_rows": 5}),
     "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
+    "hunyuan i2v latent_concat": (
+        "hunyuan",
+        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "latent_concat", "in_channels": 9},
+    ),
+    "hunyuan i2v token_replace": (
+        "hunyuan",
+        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "token_replace", "guidance_embeds": True},
+    ),
 }
 
 

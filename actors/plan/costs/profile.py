@@ -210,7 +210,9 @@ class Profile:
             vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
         if text_flops_per_token is None:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
-        if dit.in_channels > dit.out_channels:
+        # a prompt around the caption, and of a first frame more rows than are text, are computed, too
+        text_flops_per_token *= text.encoded_tokens / text.most_tokens
+        if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         heads = None if dit.spatial_temporal else dit.num_heads
         refuse_degrees(degrees)

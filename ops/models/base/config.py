@@ -109,6 +109,21 @@ class DiTConfig:
         return False
 
     @property
+    def encodes_frame_alone(self) -> bool:
+        """Whether the VAE sees the first frame that a clip is made from without grey behind it."""
+        return False
+
+    @property
+    def gives_first_frame(self) -> bool:
+        """Whether the first latent frame of every clip is given as it is (`frame_times`)."""
+        return False
+
+    @property
+    def picture_every(self) -> int:
+        """Of the rows that a text encoder makes of the first frame, every so many-th is text; 0: it sees no frame."""
+        return 0
+
+    @property
     def diffusion(self) -> Diffusion | None:
         """The diffusion that it is trained by; None: it predicts the velocities of a flow."""
         return None

@@ -95,13 +95,22 @@ def even_sigmas(config: DiTConfig, flow: FlowConfig) -> Scheduler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PictureRecipe:
+    """How a text encoder sees the first frame of a clip: in place of one token of the prompt, before the caption."""
+
+    mark: str  # the prompt's last such token ends what stands between the caption and the answer
+    dropped: int  # tokens there, the mark among them, whose states are dropped
+    processor: str = "image_processor"  # the folder in a pipeline of what prepares pictures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
     """How published weights saw a caption: as the states of one encoder, and as the pooled vector of CLIP.
 
-    A family that has one gives its name to a value of model.text.kind.
+    Its name in `Family.texts` is a value of model.text.kind.
     """
 
-    states: Literal["llama", "t5"]  # the encoder whose states are the text
+    states: Literal["llama", "llava", "t5"]  # the encoder whose states are the text
     states_parts: tuple[str, str] = ("text_encoder", "tokenizer")  # its folders in a pipeline
     pooled_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of CLIP
     template: str = "{}"  # of the prompt; {} is the caption, which is not cleaned
@@ -110,6 +119,7 @@ class TextRecipe:
     pooled_tokens: int = 77  # rows that CLIP sees, padded
     # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
     keeps_padding: bool = False
+    picture: PictureRecipe | None = None  # of an encoder that sees the first frame, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,14 +173,14 @@ class Family:
     own_code: OwnCode | None = None  # None: it is a class of Diffusers
     pipeline_class: Callable[[Any], str] = no_class  # of a config of this family
     vae: VAEClass
-    text: TextRecipe | None = None  # of model.text.kind, where that is the family's name
+    texts: Mapping[str, TextRecipe] = field(default_factory=dict)  # by values of model.text.kind beside t5
     missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run with T5 does not train with
     missing_note: str = ""  # what a user must know of them
     # of diffusers.loaders.single_file_utils, for files in the names of the original code; "": none is offered
     converter: str = ""
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
-    # (latent [C, t, h, w] of a clip's first frame followed by grey, the VAE's stride over time) -> the channels of
-    # `config.fitted` behind the noisy ones, [Q, t, h, w]
+    # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
+    # stride over time) -> the channels of `config.fitted` behind the noisy ones, [Q, t, h, w]
     first_frame: Callable[[Tensor, int], Tensor] | None = None
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
