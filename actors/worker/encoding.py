@@ -5,7 +5,6 @@ Every member calls the same function with the same samples and ends with all res
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,11 +16,10 @@ from actors.worker.loading import Modules
 from ops.comm import Group
 from ops.models.first_frame import FirstFrame
 from ops.packing import patchify
+from ops.units import share_units
 
 if TYPE_CHECKING:
     from ops.models.text import TextEncoder
-
-_MAX_DIMS = 6
 
 
 class EncodeMeasure(Protocol):
@@ -55,7 +53,7 @@ def encode_texts(
     found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
     if group.size > 1:
         measure.phase("handoff")
-        found = _share(found, len(captions), group, device)
+        found = share_units(found, len(captions), group, device)
     return [found[i] for i in range(len(captions))]
 
 
@@ -95,7 +93,7 @@ def _latents(modules: Modules, pixels: Tensor, group: Group, measure: EncodeMeas
             if u % group.size == group.rank
         }
         measure.phase("handoff")
-        found = _share(found, len(units), group, device)
+        found = share_units(found, len(units), group, device)
         shape = (frames, height, width)
         per_clip = len(tiles)
         return torch.cat(
@@ -117,27 +115,5 @@ def _images(
     found = dict(zip(mine, encoder.encode(pictures[list(mine)]), strict=True)) if len(mine) else {}
     if group.size > 1:
         measure.phase("handoff")
-        found = _share(found, len(pictures), group, device)
+        found = share_units(found, len(pictures), group, device)
     return [found[i] for i in range(len(pictures))]
-
-
-def _share(found: dict[int, Tensor], units: int, group: Group, device: torch.device) -> dict[int, Tensor]:
-    """All ranks of a bag end with all units; unit u was made by rank u % size. Shapes travel first, then fp32 data."""
-    dims = torch.zeros(units, _MAX_DIMS, dtype=torch.int64, device=device)
-    for u, unit in found.items():
-        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device)
-    group.all_reduce(dims)
-    shapes = [tuple(n for n in row if n) for row in dims.tolist()]
-    sizes = [math.prod(shape) for shape in shapes]
-    owned = [range(r, units, group.size) for r in range(group.size)]
-    output_splits = [0 if r == group.rank else sum(sizes[u] for u in owned[r]) for r in range(group.size)]
-    flat = [found[u].to(device, torch.float32).reshape(-1) for u in owned[group.rank]]
-    mine = torch.cat(flat) if flat else torch.empty(0, device=device)
-    input_splits = [0 if r == group.rank else mine.numel() for r in range(group.size)]
-    received = torch.empty(sum(output_splits), device=device)
-    group.all_to_all(received, mine.repeat(group.size - 1), output_splits, input_splits)
-    result, offset = dict(found), 0
-    for u in (u for r in range(group.size) if r != group.rank for u in owned[r]):
-        result[u] = received[offset : offset + sizes[u]].reshape(shapes[u])
-        offset += sizes[u]
-    return result

@@ -19,6 +19,7 @@ from app.sampling.pictures import read_pictures
 from app.settings.config import RunConfig
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
@@ -170,7 +171,8 @@ def make_clips(
     half: Group | None = None,
 ) -> list[np.ndarray]:
     """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
-    group every rank calls it and gets all clips; with a `half` of it, guidance's two branches run side by side."""
+    group every rank calls it and the first gets the clips, the others none: they denoise and decode together. With a
+    `half` of it, guidance's two branches run side by side."""
     requests = clip_requests(model, prompts, settings, first)
     negative, away = negative_of(model, settings.negative_prompt, first)
     dropped = FirstFrame.of(model.config.model).dropped_frames
@@ -193,8 +195,8 @@ def make_clips(
             away,
             half,
         )
-        with torch.no_grad():
-            clips += [model.vae.decode(latent[None])[0, dropped:].cpu().numpy() for latent in latents]
+        videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
+        clips += [video[dropped:].cpu().numpy() for video in videos]
     return clips
 
 

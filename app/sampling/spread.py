@@ -1,8 +1,9 @@
 """`heddle sample --workers N`: many prompts on many workers, or every clip by all of them together.
 
 Workers are Ray actors that load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free;
-one that dies gives its prompts back and is replaced. Together, all denoise every clip as one bag (Ulysses), so that the
-first one is there sooner. A clip depends on its prompt and seed alone, to rounding, so it does not matter who makes it.
+one that dies gives its prompts back and is replaced. Together, all denoise every clip as one bag (Ulysses) and decode
+its tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
+prompt and seed alone, to rounding, so it does not matter who makes it.
 
 Every finished clip is a file and a line in STEM.clips.jsonl; the same command continues after whatever stopped it.
 """
@@ -199,8 +200,6 @@ class ClipWorker:
         sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
         settings = replace(told, seed=told.seed + work.number, sampler=sampler)
         videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
-        if self._group is not None and self._group.rank:
-            return []
         made = [MadeClip(mp4=_mp4(video, settings.fps), shown=sheet_frames(video)) for video in videos]
         return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
 

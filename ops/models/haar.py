@@ -119,3 +119,17 @@ class HaarVAE:
         del shape
         ((_, latents),) = parts
         return latents
+
+    def plan_decode(self, grid: tuple[int, int, int]) -> list[Tile]:
+        """One tile, as of `plan_tiles`."""
+        return whole(*grid)
+
+    def decode_tile(self, latents: Tensor, tile: Tile) -> Tensor:
+        """Video [B, T', H', W', 3] of the part of `latents` [B, C, t, h, w] that `tile` names, fp32."""
+        return self.decode(tile.cut_latents(latents)).float()
+
+    def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
+        """uint8 video of latents of `grid` from their tiles."""
+        del grid
+        ((_, video),) = parts
+        return video.to(torch.uint8)

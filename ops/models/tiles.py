@@ -1,4 +1,4 @@
-"""Tiles of a video: the parts a VAE encodes on their own, so that a bag of workers can share one encode."""
+"""Tiles of a video or its latents: what a VAE encodes or decodes on its own, so that a bag of workers can share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Pixels [frames, rows, columns) that one call of the encoder sees. Made by `plan_tiles`, used by `encode_tile`.
+    """Pixels [frames, rows, columns) that one call of the encoder sees, or latents that one of the decoder does.
+
+    Made by `plan_tiles` and `plan_decode`, used by `encode_tile` and `decode_tile`.
 
     `segment`, `row` and `column` are its place in the grid of tiles; `index` its place in the plan.
     """
@@ -31,9 +33,13 @@ class Tile:
         """The tile's part of `video` [B, T, H, W, 3]."""
         return video[:, slice(*self.frames), slice(*self.rows), slice(*self.columns)]
 
+    def cut_latents(self, latents: Tensor) -> Tensor:
+        """The tile's part of `latents` [B, C, t, h, w]."""
+        return latents[:, :, slice(*self.frames), slice(*self.rows), slice(*self.columns)]
+
 
 def whole(frames: int, height: int, width: int) -> list[Tile]:
-    """The plan of a clip that is encoded in one piece."""
+    """The plan of a clip, or of its latents, that is taken in one piece."""
     return [Tile(index=0, segment=0, row=0, column=0, frames=(0, frames), rows=(0, height), columns=(0, width))]
 
 

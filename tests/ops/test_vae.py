@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 
 from ops.models.config import VAEConfig
+from ops.models.decoding import decode_together
 from ops.models.load import build_vae
-from ops.models.tiles import deal
+from ops.models.tiles import Tile, deal
 from ops.models.vae import DiffusersVAE
+from tests.ops.conftest import RunRanks
 
 FP32_ATOL = 1e-6
 TILES = {"tiling": True, "tile_sample_min": (32, 32), "tile_sample_stride": (24, 24)}
@@ -135,6 +138,73 @@ def test_decode_equals_diffusers(family: str) -> None:
         plain = vae.model.decode(latents * vae._std + vae._mean).sample
     plain = plain[:, :, -5:]  # CogVideoX gives eight frames for two latent frames
     assert torch.equal(pixels, ((plain.movedim(1, -1) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
+
+
+def tiled_by_diffusers(vae: DiffusersVAE, latents: torch.Tensor) -> torch.Tensor:
+    """Diffusers' own tiled decode, before its clamp: [B, 3, T, H, W]."""
+    vae.model.use_tiling = vae.config.tiling
+    with torch.no_grad():
+        return vae.model.decode(latents * vae._std + vae._mean).sample
+
+
+TILED = {"wan": (2, 7, 4), "wan_patched": (2, 3, 2), "hunyuan": (6, 5, 4), "cogvideox": (2, 7, 4)}
+"""By family: the grid of latents that its tiles cut. HunyuanVideo's is cut over time, too."""
+
+
+@pytest.fixture(scope="module", params=TILED)
+def tiled(request: pytest.FixtureRequest) -> tuple[DiffusersVAE, torch.Tensor]:
+    """An autoencoder with tiles, and latents that need several."""
+    settings = TILES if request.param != "wan_patched" else {**TILES, "tile_sample_stride": (16, 16)}
+    generator = torch.Generator().manual_seed(3)
+    return make(request.param, **settings), torch.randn(1, 4, *TILED[request.param], generator=generator)
+
+
+def test_decoded_tiles_blend_to_diffusers_tiled_decode(tiled: tuple[DiffusersVAE, torch.Tensor]) -> None:
+    vae, latents = tiled
+    frames, height, width = latents.shape[2:]
+    grid = (frames, height, width)
+    tiles = vae.plan_decode(grid)
+    assert len(tiles) >= 6
+    joined = vae._joined([(tile, vae.decode_tile(latents, tile)) for tile in reversed(tiles)], grid)
+    wanted = tiled_by_diffusers(vae, latents)[:, :, -joined.shape[2] :]  # CogVideoX: of an even number some are cut
+    torch.testing.assert_close(joined.clamp(-1, 1), wanted.clamp(-1, 1), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match=rf"needs each of 0\.\.{len(tiles) - 1} once"):
+        vae.join([(tiles[0], joined)], grid)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_bag_decodes_the_clip_of_one_worker(
+    tiled: tuple[DiffusersVAE, torch.Tensor], workers: int, run_ranks: RunRanks
+) -> None:
+    vae, latents = tiled
+    one = vae.decode(latents)[0]
+    clips = [latents[0], latents[0].flip(-1)]
+    mine: list[list[int]] = [[] for _ in range(workers)]
+
+    class Counted(DiffusersVAE):
+        """Notes which tiles a rank has decoded. Ranks are threads here, and Wan's module keeps the frames before."""
+
+        def __init__(self, rank: int) -> None:
+            self.__dict__.update(vae.__dict__)
+            self.model, self._rank = copy.deepcopy(vae.model), rank
+
+        def decode_tile(self, latents: torch.Tensor, tile: Tile) -> torch.Tensor:
+            mine[self._rank].append(tile.index)
+            return super().decode_tile(latents, tile)
+
+    made = run_ranks(workers, lambda group: decode_together(Counted(group.rank), clips, group, torch.device("cpu")))
+    assert len(made[0]) == 2 and not any(made[1:])
+    assert torch.equal(made[0][0], one) and not torch.equal(made[0][1], one)
+    frames, height, width = latents.shape[2:]
+    total = 2 * len(vae.plan_decode((frames, height, width)))
+    assert sum(map(len, mine)) == total and max(map(len, mine)) == -(-total // workers)
+
+
+def test_a_clip_of_one_tile_is_decoded_by_one(run_ranks: RunRanks) -> None:
+    codec = build_vae(VAEConfig(temporal=2, spatial=2, channels=8), "cpu")
+    latents = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(4))
+    made = run_ranks(2, lambda group: decode_together(codec, [latents], group, torch.device("cpu")))
+    assert torch.equal(made[0][0], codec.decode(latents[None])[0]) and made[1] == []
 
 
 def test_blend_names_missing_tiles() -> None:
