@@ -9,6 +9,7 @@ from actors.plan.places import GradientSetting, Places, StateSetting, gpu_places
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
+from ops.degrees import SequenceSetting
 from ops.models.config import ModelConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
@@ -88,7 +89,10 @@ class PlannerConfig:
     strategy: StrategyName = "cascade"
     budget_s: float = 0.2  # planning time per step; spent while the previous step runs
     lookahead: int = 1  # steps whose encode cascades may fill gaps of this one
-    degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: all that divide the heads
+    # auto: bags of any degree, also where ranks have to share heads (context parallelism), as priced; ulysses: only
+    # degrees that divide the heads.
+    sequence: SequenceSetting = "auto"
+    degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: divisors of the heads and, with auto, powers of two
     profile: str | None = None  # measured latencies (JSON); without it costs come from FLOPs and live measurements
     topology: str = ""  # knapsack only, e.g. g1n16+g2n4+g8n1; empty: chosen by itself
     static_degree: int = 1  # static only

@@ -20,6 +20,7 @@ from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
 from ops.shards import ShardState
+from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 
 
@@ -138,6 +139,7 @@ class CascadeTask:
     leave: bool = False  # the bag is closed as the cascade ends, to make room for others
     outlasts: bool = False  # an early encode that the step it runs in does not wait for
     patience: Patience | None = None  # with the others of the bag; None: as the generation began
+    rates: SliceRates | None = None  # by which a bag of spatial-temporal layers chooses its slices: one for all ranks
 
 
 def shapes_of(task: CascadeTask) -> set[Shape]:

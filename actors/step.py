@@ -9,6 +9,7 @@ from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepRepor
 from actors.plan.types import Cascade, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
+from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 
 
@@ -20,6 +21,7 @@ class StepAssignment:
     cascades: tuple[Cascade, ...]
     planning_s: float  # with the question on its way to the planner and back left out
     adapted: tuple[str, ...] = ()  # settings that these workers cannot follow, and what was used instead
+    rates: SliceRates | None = None  # by which bags of spatial-temporal layers choose their slices
 
 
 Position = Mapping[str, object]  # of the data: JSON of a few kB (`data.Dataset.token`)

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import zlib
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -50,9 +51,24 @@ def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, decoder:
     return _digest("latent", sample.content, str(bucket), sample.start_frame, fps, crop, vae, decoder)
 
 
-def text_key(caption: str, encoder: str, max_length: int) -> str:
-    """64 hex digits; equal captions share an embedding."""
-    return _digest("text", caption, encoder, max_length)
+def text_key(caption: str, encoder: str, max_length: int, frame: str = "") -> str:
+    """64 hex digits; equal captions share an embedding. `frame` names the first frame where the encoder sees it."""
+    return _digest("text", caption, encoder, max_length, *([frame] if frame else []))
+
+
+def frame_keys(item: DataItem, config: DataConfig) -> tuple[str, ...]:
+    """Names of the first frames of an item's samples, 64 hex digits each."""
+    decoder, crop = _decoder_of(config), config.buckets.oversize == "crop"
+    return tuple(
+        _digest("frame", sample.content, str(item.bucket), sample.start_frame, config.fps, crop, decoder)
+        for sample in item.samples
+    )
+
+
+def _decoder_of(config: DataConfig) -> str:
+    from data.decode import DECODE_VERSION  # imports PyAV; workers that only read the cache do not need it
+
+    return f"{config.engine.decoder} {DECODE_VERSION}"
 
 
 class Cache:
@@ -195,14 +211,15 @@ class CachedLatents:
     planner (is it encoded?) and the engine (are its pixels decoded?) must agree while workers fill the cache. Only
     `deny` takes an answer back, for an entry that cannot be read; the item's pixels are then decoded after all."""
 
-    def __init__(self, cache: Cache, vae: str, config: DataConfig) -> None:
-        """`vae` names the encoder as in `latent_key`."""
-        from data.decode import DECODE_VERSION  # imports PyAV; workers that only read the cache do not need it
-
-        self._cache, self._vae = cache, vae
-        self._decoder = f"{config.engine.decoder} {DECODE_VERSION}"
+    def __init__(
+        self, cache: Cache, vae: str, config: DataConfig, texts: Callable[[DataItem], Sequence[str]] | None = None
+    ) -> None:
+        """`vae` names the encoder as in `latent_key`. `texts` gives the names of an item's texts where these are made
+        of pixels, too."""
+        self._cache, self._vae, self._texts = cache, vae, texts
+        self._decoder = _decoder_of(config)
         self._fps, self._crop = config.fps, config.buckets.oversize == "crop"
-        self._answers: OrderedDict[str, bool] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[bool, bool]] = OrderedDict()  # has its latents, spares its pixels
         self._denied: OrderedDict[str, None] = OrderedDict()
 
     def keys(self, item: DataItem) -> tuple[str, ...]:
@@ -212,15 +229,24 @@ class CachedLatents:
         )
 
     def has(self, item: DataItem) -> bool:
+        return self._answer(item)[0]
+
+    def spares_pixels(self, item: DataItem) -> bool:
+        """Whether nothing has to be encoded that is made of pixels."""
+        return self._answer(item)[1]
+
+    def _answer(self, item: DataItem) -> tuple[bool, bool]:
         if item.id not in self._answers:
-            self._answers[item.id] = all(self._cache.has("latents", key) for key in self.keys(item))
+            latents = all(self._cache.has("latents", key) for key in self.keys(item))
+            texts = self._texts(item) if latents and self._texts is not None else ()
+            self._answers[item.id] = latents, latents and all(self._cache.has("text", key) for key in texts)
             if len(self._answers) > ANSWERS_KEPT:
                 self._answers.popitem(last=False)
         return self._answers[item.id]
 
     def deny(self, item: DataItem) -> None:
-        """Some latent of the item could not be read."""
-        self._answers[item.id] = False
+        """Some latent of the item could not be read, or a text that is made of pixels."""
+        self._answers[item.id] = False, False
         self._denied[item.id] = None
         if len(self._denied) > ANSWERS_KEPT:
             self._denied.popitem(last=False)

@@ -29,9 +29,15 @@ class Diffusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShift:
-    """A flow shift that grows with the video tokens of a clip: exp of the line through (base_tokens, base) and
-    (max_tokens, max), as FLUX.1's and LTX-Video's pipelines set it (Diffusers' `calculate_shift`)."""
+    """A flow shift that grows with the video tokens of a clip.
 
+    line: exp of the line through (base_tokens, base) and (max_tokens, max), as FLUX.1's and LTX-Video's pipelines set
+    it (Diffusers' `calculate_shift`). root: the square root of tokens / base_tokens (Esser et al. 2024, Eq. 23), which
+    is Open-Sora 1.2's sqrt(height width / 512^2) sqrt(latent frames) with base_tokens 1024, whose tokens are 16x16
+    pixels of a latent frame.
+    """
+
+    law: Literal["line", "root"] = "line"
     base_tokens: int = 256
     max_tokens: int = 4096
     base: float = 0.5
@@ -46,13 +52,15 @@ class TokenShift:
             base=between(-10, 10),
             max=between(-10, 10),
         )
-        if self.max_tokens <= self.base_tokens:
+        if self.law == "line" and self.max_tokens <= self.base_tokens:
             raise ValueError(
                 f"train.flow.token_shift.max_tokens {self.max_tokens} must be more than base_tokens {self.base_tokens}."
             )
 
     def at(self, tokens: int) -> float:
         """The flow shift of a clip of so many tokens; far outside the line's ends it goes no further than e^10."""
+        if self.law == "root":
+            return math.sqrt(tokens / self.base_tokens)
         slope = (self.max - self.base) / (self.max_tokens - self.base_tokens)
         return math.exp(min(max(self.base + slope * (tokens - self.base_tokens), -10.0), 10.0))
 

@@ -30,7 +30,10 @@ class Geometry:
         else:
             latent_frames = max(frames // stride_t, 1)
         if height % stride_h or width % stride_w:
-            raise ValueError(f"{height}x{width} is not a multiple of the VAE's spatial stride {stride_h}x{stride_w}.")
+            raise ValueError(
+                f"{height}x{width} is not a multiple of the VAE's spatial stride {stride_h}x{stride_w}. Use multiples "
+                f"of {self.spatial_multiple} pixels."
+            )
         return latent_frames, height // stride_h, width // stride_w
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ sequences or tokens on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops.attention.lengths import Lengths
 from ops.chunks import chunk_bounds
+from ops.head_shares import HeadShares, shares_of
 from ops.kernels.base.segments import Segments
 
 
@@ -55,10 +56,19 @@ class Exchange:
     scatter: Tensor  # int64 [N]
     lengths: Lengths  # of the whole sequences, in the order of `gather`
     in_order: bool  # the received buffer already is the packed sequences
+    places: np.ndarray  # int64 [N]: `scatter` on the host
+    _shared: dict[int, HeadShares] = field(default_factory=dict)
 
     @property
     def degree(self) -> int:
         return len(self.rows)
+
+    def shared(self, heads: int) -> HeadShares:
+        """How so many heads are dealt where the degree does not divide them; made for the first layer that asks."""
+        if heads not in self._shared:
+            device = self.gather.device
+            self._shared[heads] = shares_of(self.rows, self.rank, self.places, self.lengths, heads, device)
+        return self._shared[heads]
 
 
 class Layout:
@@ -114,13 +124,27 @@ class Layout:
     @cached_property
     def segments(self) -> Segments:
         """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
-        rows = self._chunks[self.rank]
         if not self.has_clean_frames:
-            return Segments.packed(rows.tolist(), device=self.device)
-        clean, order = self._clean_rows, np.arange(len(self))
+            return self.sequence_segments
+        lengths, tables = self._runs
+        return Segments.packed(lengths, tables, 2 * len(self), self.device)
+
+    @cached_property
+    def sequence_segments(self) -> Segments:
+        """The sequence of each local row, for tables of one row per sequence also where frames are clean."""
+        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+
+    @property
+    def _runs(self) -> tuple[list[int], list[int]]:
+        """Of the local rows of each sequence those of clean frames, then the others: (their number, their row of the
+        modulation tables), as `times` has them."""
+        rows, order = self._chunks[self.rank], np.arange(len(self))
+        if not self.has_clean_frames:
+            return rows.tolist(), order.tolist()
+        clean = self._clean_rows
         lengths = np.stack([clean, rows - clean], axis=1)
         tables = np.stack([len(self) + order, order], axis=1)
-        return Segments.packed(lengths.ravel().tolist(), tables.ravel().tolist(), 2 * len(self), self.device)
+        return lengths.ravel().tolist(), tables.ravel().tolist()
 
     @cached_property
     def has_clean_frames(self) -> bool:
@@ -174,8 +198,10 @@ class Layout:
     @cached_property
     def joint_segments(self) -> Segments:
         """The modulation row of each local row of joint attention, video rows first."""
-        lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
-        return Segments.packed(lengths, [*range(len(self))] * 2, device=self.device)
+        lengths, tables = self._runs
+        lengths += self._text_chunks[self.rank].tolist()
+        rows = 2 * len(self) if self.has_clean_frames else len(self)
+        return Segments.packed(lengths, [*tables, *range(len(self))], rows, self.device)
 
     @cached_property
     def stream_segments(self) -> Segments:
@@ -208,12 +234,13 @@ class Layout:
 
     @cached_property
     def video_exchange(self) -> Exchange:
-        """Ulysses over the video rows: self-attention."""
+        """Sequence parallelism over the video rows: self-attention."""
         return exchange_of(self._chunks[:, None], self.rank, self.device)
 
     @cached_property
     def joint_exchange(self) -> Exchange:
-        """Ulysses over video and text rows: joint attention. Each whole sequence is its video, then its text."""
+        """Sequence parallelism over video and text rows: joint attention. Each whole sequence is its video,
+        then its text."""
         return exchange_of(np.stack([self._chunks, self._text_chunks], axis=1), self.rank, self.device)
 
     @cached_property
@@ -252,6 +279,7 @@ def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu")
         rank=rank,
         gather=_tensor(gather, device),
         scatter=_tensor(scatter, device),
+        places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
         lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device)),
     )

@@ -27,6 +27,8 @@ from ops.objective import ddim_steps
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
 
+_HINT = 0.001  # share of the picture in the first noise (HunyuanVideoImageToVideoPipeline.prepare_latents)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerConfig:
@@ -34,6 +36,7 @@ class SamplerConfig:
 
     steps: int = 20
     guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
+    guidance_scale_2: float | None = None  # below the boundary of two experts; None: the same
     flow_shift: float = 3.0  # as in training
     token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
@@ -45,6 +48,11 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         flow.sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether a step needs a second forward, of weights that do not take guidance as an input."""
+        return self.guidance_scale != 1 or self.guidance_scale_2 not in (None, 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
@@ -52,7 +60,8 @@ class SampleRequest:
 
     Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
     [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
-    first latent frame, which the transformer gets as they are.
+    first latent frame, which the transformer gets as they are. `hint` [tokens of a frame, P] is mixed into the noise of
+    every latent frame, as HunyuanVideo's pipeline does with the picture that it starts from.
     """
 
     text: Tensor
@@ -63,6 +72,7 @@ class SampleRequest:
     condition: Tensor | None = None
     image: Tensor | None = None
     first: Tensor | None = None
+    hint: Tensor | None = None
     pooled: Tensor | None = None  # [pooled_dim]: the second text encoder's vector of the prompt
 
 
@@ -108,7 +118,7 @@ def sample_latents(
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
     told = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
     guidance = 1000.0 * config.guidance_scale if told else None
-    guided = config.guidance_scale != 1 and not told
+    guided = config.is_guided and not told
     halves = _Halves.of(group, half) if guided and half is not None else None
     own = group if halves is None else halves.own
 
@@ -135,13 +145,15 @@ def sample_latents(
             if prompt.layout.has_clean_frames:
                 change = change * prompt.layout.noisy_rows[:, None]
             chosen = _expert(dit, low, timesteps, config)
+            second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
+            scale = config.guidance_scale if second is None else second
             velocity = _velocity(chosen, x, timesteps, prompt, own)
             if halves is not None:
                 velocity, base = halves.both(velocity)
-                velocity = base + config.guidance_scale * (velocity - base)
+                velocity = base + scale * (velocity - base)
             if plain is not None:
                 base = _velocity(chosen, x, timesteps, plain, own)
-                velocity = base + config.guidance_scale * (velocity - base)
+                velocity = base + scale * (velocity - base)
             x = keep * x + change * velocity
             if progress is not None:
                 progress(index + 1)
@@ -246,6 +258,9 @@ class _Prompts:
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
     shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
     tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
+    if request.hint is not None:
+        times = len(tokens) // len(request.hint)
+        tokens = (1 - _HINT) * tokens + _HINT * request.hint.to(tokens).repeat(times, 1)
     if request.first is not None:
         tokens[: len(request.first)] = request.first.to(tokens)
     return tokens

@@ -4,7 +4,8 @@ n local rows, N rows of the bag, H heads, h = H / k heads of one rank, d head si
 Before attention each rank holds some rows of every sequence with all heads; the first all-to-all gives it all rows of
 every sequence with its own h heads, the second one undoes that. q, k and v travel together. Row orders are fixed by
 `Layout`, so a layer costs one index_select each way and no host loop.
-(Ulysses: Jacobs et al. 2023; packed, uneven and without per-layer bookkeeping here.)
+(Ulysses: Jacobs et al. 2023; packed, uneven and without per-layer bookkeeping here.) Where the degree does not divide
+the heads, ranks share some of them: `ops.context_parallel`.
 """
 
 from __future__ import annotations
@@ -18,18 +19,9 @@ from torch import Tensor
 from ops.attention.names import AttentionName
 from ops.attention.varlen import attention
 from ops.comm import Group
+from ops.context_parallel import shared_heads_attention
 from ops.kernels.base.autograd import Context, Gradients
 from ops.packing import Exchange
-
-
-def check_degree(degree: int, num_heads: int) -> None:
-    """Raises ValueError when Ulysses cannot deal the heads evenly."""
-    if num_heads % degree:
-        legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-        raise ValueError(
-            f"degree {degree} does not divide {num_heads} attention heads; Ulysses gives each rank whole "
-            f"heads. Use one of {legal}."
-        )
 
 
 def sequence_parallel_attention(
@@ -37,9 +29,9 @@ def sequence_parallel_attention(
 ) -> Tensor:
     """Self-attention of packed sequences that are spread over the bag: q, k, v [n, H, d] -> [n, H, d].
 
+    Any degree, also above the number of heads: a function of the two alone says how heads are dealt, so no plan has to.
     Collective: all ranks of the group call it in the same order, also with n = 0, forward and backward.
     """
-    check_degree(exchange.degree, q.shape[1])
     if group.size != exchange.degree or group.rank != exchange.rank:
         raise ValueError(
             f"the layout is for rank {exchange.rank} of degree {exchange.degree}, the group is rank "
@@ -47,6 +39,8 @@ def sequence_parallel_attention(
         )
     if exchange.degree == 1 and exchange.in_order:
         return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
+    if q.shape[1] % exchange.degree:
+        return shared_heads_attention(q, k, v, exchange, group, backend)
     q, k, v = _RowsToHeads.apply(exchange, group, q, k, v)
     heads = attention(q, k, v, exchange.lengths, exchange.lengths, backend)
     outputs: tuple[Tensor] = _HeadsToRows.apply(exchange, group, heads)

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from actors.plan.types import Item, Module
-from data.cache import Cache, CachedLatents, text_key
+from data.cache import Cache, CachedLatents, frame_keys, text_key
+from data.config import DataConfig
 from data.decode import caption_or_empty
 from data.types import DataItem, DecodeJob
 from ops.models.config import ModelConfig
@@ -32,7 +33,8 @@ class Encoders:
     latent_tail: int = 0  # rows behind those of the tokens
     text_width: int = 0
     most_text: int = 0  # token rows of a text result
-    least_text: int = 0  # rows of the shortest caption: what it is padded to
+    least_text: int = 0  # rows of the shortest caption: what it is padded to, or those of the first frame
+    picture_rows: int = 0  # of a text that are of the first frame: such a text is made of pixels, too
 
     @staticmethod
     def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
@@ -44,7 +46,7 @@ class Encoders:
         text_folders = list(text_parts(model.text).values()) if named and model.text.path else []
         vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
         frame = FirstFrame.of(model)
-        if frame.channels:  # the result holds what is told of the first frame, too
+        if frame.is_told:  # the result holds what is told of the first frame, too
             image_path = model.image.path if model.image else None
             image_folders = [component(image_path, "image_encoder")] if named and image_path else []
             vae["first_frame"] = {
@@ -52,10 +54,14 @@ class Encoders:
                 "image": asdict(model.image) if model.image else None,
                 "files": _stamp([*image_folders, *(folder.parent / "image_processor" for folder in image_folders)]),
             }
+            if frame.alone:  # named before there was a choice
+                vae["first_frame"] |= {"alone": True, "given": frame.given}
         settings = asdict(model.text)
         del settings["place"]  # where weights lie changes no embedding
         if model.text.kind == "t5":  # named before there was another kind
             del settings["kind"], settings["pooled_dim"]
+        if not model.text.sees_picture:
+            del settings["picture_tokens"], settings["picture_every"]
         for name, usual in (("cleaned", True), ("empty", "encoded")):  # named before there was a choice
             if settings[name] == usual:
                 del settings[name]
@@ -70,6 +76,7 @@ class Encoders:
             text_width=model.text.d_model,
             most_text=model.text.most_tokens + model.text.tail,
             least_text=model.text.least_tokens,
+            picture_rows=model.text.picture_rows,
         )
 
 
@@ -99,15 +106,20 @@ def plan_item(item: DataItem, encoders: Encoders, cached: Collection[Module]) ->
 
 
 def _text_tokens(item: DataItem, encoders: Encoders) -> int:
-    """Mean per sample, from the captions' lengths in the index; rows that they are padded with count."""
+    """Mean per sample, from the captions' lengths in the index; rows that they are padded with and those of first
+    frames count."""
     lengths = [min(encoders.max_length, int(s.caption_chars / encoders.chars_per_token) + 1) for s in item.samples]
-    lengths = [max(length, encoders.least_text) for length in lengths]
+    lengths = [max(length + encoders.picture_rows, encoders.least_text) for length in lengths]
     return sum(lengths) // max(len(lengths), 1)
 
 
-def text_keys(job: DecodeJob, encoders: Encoders) -> tuple[str, ...]:
+def text_keys(item: DataItem, job: DecodeJob, encoders: Encoders, config: DataConfig) -> tuple[str, ...]:
     """Names of an item's text embeddings in the cache."""
-    return tuple(text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length) for clip in job.clips)
+    frames = frame_keys(item, config) if encoders.picture_rows else ("",) * len(job.clips)
+    return tuple(
+        text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length, frame)
+        for clip, frame in zip(job.clips, frames, strict=True)
+    )
 
 
 def modules_in_cache(item: DataItem, texts: Sequence[str], cache: Cache, latents: CachedLatents | None) -> set[Module]:

@@ -68,7 +68,8 @@ class Feeder(Answering):
         self._encoders = encoders
         self._cache = Cache(config.cache) if config.cache.path else None
         wanted = self._cache if config.cache.latents else None
-        self._latents = CachedLatents(wanted, encoders.vae, config) if wanted is not None else None
+        texts = self._text_names if encoders.picture_rows else None
+        self._latents = CachedLatents(wanted, encoders.vae, config, texts) if wanted is not None else None
 
     @property
     def _running(self) -> Engine:
@@ -154,7 +155,10 @@ class Feeder(Answering):
 
     def _cache_keys(self, item: DataItem) -> CacheKeys:
         latent_keys = self._latents.keys(item) if self._latents is not None else ("",) * item.batch
-        return latent_keys, text_keys(self.dataset.job(item), self._encoders)
+        return latent_keys, self._text_names(item)
+
+    def _text_names(self, item: DataItem) -> tuple[str, ...]:
+        return text_keys(item, self.dataset.job(item), self._encoders, self._config)
 
     def _cached(
         self, step: int, item: DataItem, keys: Mapping[str, CacheKeys]
@@ -169,6 +173,9 @@ class Feeder(Answering):
             results = self._load("text", step, item, text_names)
             if results is not None:
                 found["text", item.id] = put(results)
+            elif self._encoders.picture_rows and latents is not None:  # its pixels may have been spared
+                latents.deny(item)
+                named.discard("vae")
         if "vae" in named:
             assert latents is not None
             results = self._load("vae", step, item, latent_names)

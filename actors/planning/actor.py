@@ -52,7 +52,11 @@ class Planner:
         check(plan, window, self._profile, cluster, done=done)
         cascades = tuple(rolling_cut(plan))
         return StepAssignment(
-            step=plan.steps[0], cascades=cascades, planning_s=time.perf_counter() - started, adapted=told
+            step=plan.steps[0],
+            cascades=cascades,
+            planning_s=time.perf_counter() - started,
+            adapted=told,
+            rates=self._profile.slice_rates() if self._profile.sliced is not None else None,
         )
 
     def observe(

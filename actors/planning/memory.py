@@ -17,6 +17,7 @@ from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE, PlanError
 from data.buckets import BucketTable
 from data.config import DataConfig
+from ops.degrees import surplus
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
@@ -175,7 +176,7 @@ def forecast(
     for shape, (held, line) in _vae_lines(model, clips).items():
         vae_gib = held
         needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
-    longest = max(model.text.max_length, model.text.pad_to)
+    longest = model.text.most_tokens
     encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
     needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
@@ -214,7 +215,9 @@ def predict_dit(
     thirtieth), so a line through clips with one caption would be below those with a shorter one. A rank of a bag holds
     the whole text or a part of it, by the model; the whole is what counts. Of many rows the peak is in the exchange, of
     few it comes behind it, beside the gradients of a block's weights: of two lines the larger one (Wan2.1-14B in bags:
-    0.670 MiB of a row; below 10,500 rows 136 MiB and 0.657 MiB of a row). The line of a bag lies above both.
+    0.670 MiB of a row; below 10,500 rows 136 MiB and 0.657 MiB of a row). The line of a bag lies above both. Degrees
+    at which ranks share heads are on the same line with rows that weigh more: with the copies of keys and values the
+    peak grows linearly or not at all, so what the largest of them needs is enough for the others.
     """
     from ops.models.forecast import dit_need_gib
     from ops.packing import Sequence as PackedSequence
@@ -222,7 +225,7 @@ def predict_dit(
     by_size = sorted(clips, key=lambda clip: geometry.tokens(*clip))
     t, h, w = geometry.token_grid(*by_size[-1])
     images = model.image.tokens if model.image is not None else 0
-    longest = max(model.text.max_length, model.text.pad_to, 2)
+    longest = max(model.text.most_tokens, 2)
     large, small = (PackedSequence((t, h, size), 1, images) for size in (max(w, 2), max(w, 2) // 2))
     least = PackedSequence(geometry.token_grid(*by_size[0]), 1, images)
     told = replace(small, text_tokens=longest)
@@ -231,7 +234,9 @@ def predict_dit(
     text_gib = max(0.0, with_text - few) / (longest - 1)  # of a row
     line = NeedLine(fixed_gib=few - slope * small.tokens - text_gib, gib_per_unit=slope)
     needs.predicted["dit", SOLO], needs.text_rows[SOLO] = line, text_gib / slope
-    bags = sorted({degree for degree in degrees if degree > 1})
+    heads = model.dit.num_heads
+    wanted = sorted({degree for degree in degrees if degree > 1})
+    bags = [degree for degree in wanted if heads % degree == 0] or wanted[:1]
     if bags:
         rows = {degree: large.tokens / degree for degree in {bags[0], bags[-1]}}
         peaks = {degree: dit_need_gib(model.dit, [large], degree, precision) - text_gib for degree in rows}
@@ -245,6 +250,12 @@ def predict_dit(
             fixed = max(fixed, peak - slope * least.tokens / bags[-1])
         needs.predicted["dit", BAG] = NeedLine(fixed_gib=fixed, gib_per_unit=slope)
         needs.text_rows[BAG] = text_gib / slope
+        shared = sorted(set(wanted) - set(bags), key=lambda degree: surplus(heads, degree))
+        needs.num_heads, needs.copied = heads, 0.0
+        for degree in {*shared[:1], *shared[-1:]}:
+            peak = dit_need_gib(model.dit, [large], degree, precision) - text_gib
+            extra = (peak - fixed) * degree / large.tokens / slope - 1
+            needs.copied = max(needs.copied, extra / surplus(heads, degree))
 
 
 def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:
@@ -300,14 +311,14 @@ def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degre
     one = [replace(_clip(clip), text_tokens=text_tokens)]
     sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
     return all(needs.fits(size, room) for size in sizes) and any(
-        needs.fits(footprint("dit", one, degree, geometry.tokens, needs.text_rows), room) for degree in degrees
+        needs.fits(footprint("dit", one, degree, geometry.tokens, needs), room) for degree in degrees
     )
 
 
 def _need_gib(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int]) -> float:
     """The largest cascade of one clip, with the DiT at the degree at which it needs least."""
     one = [replace(_clip(clip), text_tokens=text_tokens)]
-    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens, needs.text_rows)) or 0.0 for degree in degrees)
+    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens, needs)) or 0.0 for degree in degrees)
     return max(dit, *(needs.gib(footprint(module, one, 1, geometry.tokens)) or 0.0 for module in ("vae", "text")))
 
 

@@ -8,6 +8,7 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import DeviceSpeed, device_speed
 from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
+from ops.degrees import bag_sizes
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -38,13 +39,24 @@ def options_of(config: PlannerConfig, *, budget_s: float, replans: bool) -> Plan
 
 
 def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:
-    """Measured latencies where the config names them, else the FLOP model. Raises PlanError for a bad file, and for one
-    that says it is of another model or attention backend, or of another device than `device` where that is given."""
+    """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
+    Raises PlanError for a bad file, and for one that is of another model or attention backend, or of another device
+    than `device` where that is given."""
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device), config.profile)
-        return profile
-    return flop_profile(model, geometry, device)
+        if model.dit.spatial_temporal:  # its form of costs, and bags of any size
+            assumed = flop_profile(model, geometry, device)
+            profile.sliced, profile.num_heads = assumed.sliced, None
+        degrees = profile.candidate_degrees("dit")
+    else:
+        profile = flop_profile(model, geometry, device)
+        usual = profile.candidate_degrees("dit")
+        degrees = (*usual, *config.degrees, config.static_degree, *bag_sizes(config.topology))
+    if config.sequence == "ulysses" and not model.dit.spatial_temporal:
+        degrees = tuple(k for k in degrees if model.dit.num_heads % k == 0) or (1,)
+    profile.degrees["dit"] = tuple(sorted(set(degrees)))
+    return profile
 
 
 def update_kind(train: TrainConfig, weights: int, device: str) -> str:

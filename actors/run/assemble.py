@@ -210,7 +210,7 @@ def _memory(
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
     if not cuda:
         return found.needs, ()
-    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
     fewest, peers, per_node = config.workers.min, config.planner.bag_peers, gpus_of_a_node()
     return found.needs, tuple(
         one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in found.possible(config.train, per_node)

@@ -104,9 +104,9 @@ class StepRunner:
             bags.left,
         )
         tasks_of = [(call.rank, call.task) for call in calls]
-        asides = self.asides.are_under_way()
+        asides, rates = self.asides.are_under_way(), assignment.rates
         patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s, asides)
-        calls = [replace(call, task=replace(call.task, patience=patience)) for call in calls]
+        calls = [replace(call, task=replace(call.task, patience=patience, rates=rates)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         if asides:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +31,24 @@ class EncodeMeasure(Protocol):
 
 
 def encode_texts(
-    encoder: TextEncoder, captions: Sequence[str], group: Group, measure: EncodeMeasure, device: torch.device
+    encoder: TextEncoder,
+    captions: Sequence[str],
+    group: Group,
+    measure: EncodeMeasure,
+    device: torch.device,
+    pictures: Sequence[np.ndarray] = (),
 ) -> list[Tensor]:
-    """[text tokens, E] of each caption. They are dealt round robin."""
+    """[text tokens, E] of each caption, and of its clip's first frame for an encoder that sees it. They are dealt round
+    robin."""
+
+    def encode(part: range) -> list[Tensor]:
+        texts = [captions[i] for i in part]
+        return encoder.encode(texts, [pictures[i] for i in part]) if pictures else encoder.encode(texts)
+
     mine = range(group.rank, len(captions), group.size)
     measure.phase("encode")
     with torch.no_grad():
-        rows = measure.in_parts(lambda part: encoder.encode([captions[i] for i in part]), mine)
+        rows = measure.in_parts(encode, mine)
     # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
     found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
     if group.size > 1:
@@ -53,7 +65,7 @@ def encode_clips(
     Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
     """
     latents = list(_latents(modules, pixels, group, measure, device))
-    if frame.channels:
+    if frame.is_told:
         still = list(_latents(modules, frame.still(pixels), group, measure, device))
         latents = [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
     rows = [patchify(latent.float(), modules.geometry.patch) for latent in latents]

@@ -155,11 +155,21 @@ class Executor:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
-        """Encode the captions of the task's samples."""
+    def text(
+        self,
+        task: CascadeTask,
+        captions: Sequence[str],
+        pictures: Sequence[np.ndarray] = (),
+        ok: Sequence[bool] = (),
+    ) -> list[EncodeResult]:
+        """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
+        encoder that sees them, of which `ok` says whether they were decoded."""
         with CascadeMeasure(self, task) as measure:
-            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device)
-            return self._deliver(task, [EncodeResult(id=s.id, rows=rows[i]) for i, s in enumerate(task.samples)])
+            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device, pictures)
+            made = [
+                EncodeResult(id=s.id, rows=rows[i], ok=not len(ok) or bool(ok[i])) for i, s in enumerate(task.samples)
+            ]
+            return self._deliver(task, made)
 
     def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
@@ -255,6 +265,7 @@ class Executor:
                 group.rank,
                 self.device,
             )
+            modules.dit.rates = task.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
             done = train_pass(
                 modules.dit,
                 self._noisy_clips(task.samples, inputs),
@@ -318,7 +329,7 @@ class Executor:
 
     def _clean_frames(self, sample: StepSample) -> int:
         """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
-        given = is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
+        given = self.frame.given or is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
         return int(given and sample.grid[0] > 1)
 
     def _conditions(self, tails: list[Tensor], pooled: Tensor | None) -> Conditions:

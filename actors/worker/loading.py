@@ -83,6 +83,11 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
             f"train.flow.first_frame {settings.train.flow.first_frame:g} gives first frames clean, and the transformer "
             f"of model.dit takes one time for all of a clip. Set it to 0."
         )
+    if settings.train.flow.first_frame and model.dit.gives_first_frame:
+        raise ValueError(
+            f"train.flow.first_frame {settings.train.flow.first_frame:g} gives some first frames, and the transformer "
+            f"of model.dit is given that of every clip. Set it to 0."
+        )
     modules = Modules(
         config=model,
         geometry=geometry,

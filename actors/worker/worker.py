@@ -198,7 +198,10 @@ class Worker:
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
-        return self._encoded(task, lambda: self.executor.text(task, captions))
+        seen = task.samples if self.executor.modules.config.text.sees_picture else ()
+        pictures = [batch_of[s.item].video[s.index, 0] for s in seen]
+        ok = [batch_of[s.item].ok[s.index] for s in seen]
+        return self._encoded(task, lambda: self.executor.text(task, captions, pictures, ok))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)

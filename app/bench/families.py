@@ -1,4 +1,4 @@
-"""`heddle bench families`: forward and backward of every family's transformer against the class of Diffusers.
+"""`heddle bench families`: forward and backward of every family's transformer against its class in Diffusers.
 
     heddle bench families --rounds 7
 
@@ -177,10 +177,11 @@ def run(
     batch: Annotated[int, typer.Option(min=1, help="Clips of a batch.")] = 4,
     size: Annotated[str, typer.Option(help="Tokens of a clip over t, h, w.")] = "4x8x12",
 ) -> None:
-    names = [name.strip() for name in families.split(",") if name.strip()] or list(FAMILIES)
-    unknown = [name for name in names if name not in FAMILIES]
+    known = [name for name, family in FAMILIES.items() if family.own_code is None]
+    names = [name.strip() for name in families.split(",") if name.strip()] or known
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--families has {', '.join(unknown)}; there are {', '.join(FAMILIES)}.")
+        raise ConfigError(f"--families has {', '.join(unknown)}; Diffusers has {', '.join(known)}.")
     parts = size.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ConfigError(f"--size {size} is no size; give tokens as TxHxW, for example 4x8x12.")

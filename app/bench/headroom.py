@@ -165,7 +165,7 @@ class Measured:
         from ops.models.forecast import Precision
 
         self._model, self._geometry, self._train = model, geometry, train
-        self._text_tokens = max(model.text.max_length, model.text.pad_to)
+        self._text_tokens = model.text.most_tokens
         self._precision = Precision(
             parameters=getattr(torch, train.parameter_dtype), autocast=train.autocast == "bfloat16", cuda=True
         )
@@ -211,8 +211,7 @@ def _planned(
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
     at: tuple[tuple[Module, int], ...] = (("dit", degree), ("vae", 1), ("text", 1))
     dit, vae, text = (
-        found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs.text_rows)) or 0.0
-        for module, bag in at
+        found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs)) or 0.0 for module, bag in at
     )
     states = tuple(replace(found, places=way, per_node=PER_NODE).states(workers).total for way in WAYS)
     return Figures(states=states, dit=dit, vae=vae, text=text, communicators=other)
@@ -224,9 +223,9 @@ def rows(
     """All rows of one model in one mode. Takes about ten seconds of one core for each size of clip and degree."""
     with tempfile.TemporaryDirectory() as folder:
         model, geometry, train = published(name, Path(folder), lora, text)
-        degrees = [degree for degree in range(1, _MOST + 1) if model.dit.num_heads % degree == 0]
+        degrees = model.dit.degrees(_MOST)
         found = forecast(model, geometry, train, [CLIPS[clip] for clip in clips], degrees, cuda=True)
-        text_tokens = max(model.text.max_length, model.text.pad_to)
+        text_tokens = model.text.most_tokens
         measured, made = Measured(model, geometry, train), []
         for workers in counts:
             legal = [degree for degree in degrees if degree <= workers]

@@ -200,7 +200,7 @@ def _knapformer(quick: bool) -> list[PlannerRow]:
     steps = range(5 if quick else 50)
     for scenario in SCENARIOS:
         for spec in HOMOGENEOUS:
-            sizes = parse_topology(spec, 32, 24)
+            sizes = parse_topology(spec, 32)
             ours, theirs, took = _compare(scenario, sizes, steps)
             wir = statistics.fmean(a.wir for a in theirs)
             rows.append(
@@ -214,7 +214,7 @@ def _knapformer(quick: bool) -> list[PlannerRow]:
                 )
             )
     for scenario, spec, published, best in MIXED:
-        ours, _, took = _compare(scenario, parse_topology(spec, 32, 24), steps)
+        ours, _, took = _compare(scenario, parse_topology(spec, 32), steps)
         rows.append(
             PlannerRow(
                 f"KnapFormer {scenario} {spec}, max/mean",
@@ -225,7 +225,7 @@ def _knapformer(quick: bool) -> list[PlannerRow]:
                 took,
             )
         )
-    ours = [balance(_equal_videos(seed), parse_topology("g1n24+g8n1", 32, 24)) for seed in range(2 * len(steps))]
+    ours = [balance(_equal_videos(seed), parse_topology("g1n24+g8n1", 32)) for seed in range(2 * len(steps))]
     rows.append(
         PlannerRow(
             "KnapFormer equal videos g1n24+g8n1, max/mean",

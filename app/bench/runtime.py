@@ -53,7 +53,9 @@ TEXT_S = 0.2  # the profile has no text encoder
 class TimedExecutor(Executor):
     """Waits where the real one computes: members of a bag meet, then wait for the planned length together."""
 
-    def text(self, task: CascadeTask, captions: Sequence[str]) -> list[EncodeResult]:
+    def text(
+        self, task: CascadeTask, captions: Sequence[str], pictures: Sequence[object] = (), ok: Sequence[bool] = ()
+    ) -> list[EncodeResult]:
         return self._wait(task)
 
     def vae(self, task: CascadeTask, video: object, ok: Sequence[bool]) -> list[EncodeResult]:

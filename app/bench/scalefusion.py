@@ -4,17 +4,20 @@
 DSP and Ulysses, strong scaling from 1 to 4 machines, the choice of N and L (Figs. 9 to 11).
 (b) Real ranks over Gloo on this machine with a throttled link: seconds, exposed communication, distance to the
 simulator, peak memory. The link takes half the computation's time.
+(c) The schedules that `auto` takes by its cost model beside the simulator's best of a sweep, on small grids.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 
 from app.bench import scalefusion_published as published
+from app.bench.scalefusion_choice import GridChoice, small_grids
 from app.bench.scalefusion_ranks import RanksCase, VariantSeconds, measure_ranks
 from ops.spatial_temporal.schedule import Schedule
 from ops.spatial_temporal.simulate import LayerCosts
@@ -29,6 +32,7 @@ class BenchPart(StrEnum):
 
     all = "all"
     published = "published"
+    choice = "choice"
     ranks = "ranks"
 
 
@@ -41,13 +45,17 @@ def run(
 ) -> None:
     """Spatial-temporal layers with communication hidden: simulated beside the paper, and measured on ranks."""
     found: dict[str, object] = {}
-    if part != BenchPart.ranks:
+    if part in (BenchPart.all, BenchPart.published):
         comparisons, scaling = list(published.comparisons()), list(published.scaling_rows())
         points = list(published.sensitivity())
         print(published_table(comparisons, scaling, points))
         found |= {"published": [asdict(one) for one in comparisons], "scaling": [asdict(one) for one in scaling]}
         found["sensitivity"] = [asdict(one) for one in points]
-    if part != BenchPart.published:
+    if part in (BenchPart.all, BenchPart.choice):
+        grids = list(small_grids())
+        print(f"\n{choice_table(grids)}")
+        found["choice"] = [asdict(one) for one in grids]
+    if part in (BenchPart.all, BenchPart.ranks):
         for backward in (False, True):
             sizes = {} if paced else LARGER
             costs = _for_ranks(ranks) if paced else None
@@ -82,17 +90,42 @@ def published_table(
     ]
     lines += ["| what | paper | simulated |", "|---|---|---|"]
     lines += [f"| {one.what} | {one.published} | {one.simulated} |" for one in comparisons]
-    lines += ["", "| workload | machines | Ulysses | DSP | intra | inter | auto | auto is |", "|" + "---|" * 8]
+    lines += ["", "| workload | machines | Ulysses | DSP | intra | inter | auto | auto is | of the best |"]
+    lines.append("|" + "---|" * 9)
     for row in scaling:
         ulysses = "-" if row.ulysses is None else f"{row.ulysses:.2f}"
         times = " | ".join(f"{one:.2f}" for one in (row.dsp, row.intra, row.inter, row.auto_seconds))
-        lines.append(f"| {row.clip.name} | {row.machines} | {ulysses} | {times} | {told(row.auto)} |")
+        lines.append(
+            f"| {row.clip.name} | {row.machines} | {ulysses} | {times} | {told(row.auto)} "
+            f"| {row.auto_seconds / row.best_seconds:.3f} |"
+        )
     lines += ["", f"{published.REFERENCE.name} on two machines, seconds (Figs. 10 and 11):", ""]
     lines += ["| N | L_S | total | computing | exposed |", "|" + "---|" * 5]
     for point in points:
         lead = "intra" if point.lead is None else str(point.lead)
         times = " | ".join(f"{one:.3f}" for one in (point.total_s, point.compute_s, point.exposed_s))
         lines.append(f"| {point.slices} | {lead} | {times} |")
+    return "\n".join(lines)
+
+
+def choice_table(found: Sequence[GridChoice]) -> str:
+    """Markdown: a line per grid and degree, a column per speed of the link, each with the chosen schedule and its time
+    over the best one's."""
+    links = sorted({one.link for one in found})
+    lines = [
+        f"auto, time over the simulator's best: mean {statistics.mean(one.off for one in found):.3f}, "
+        f"worst {max(one.off for one in found):.3f}; DSP's is "
+        f"{statistics.mean(one.dsp_s / one.best_s for one in found):.2f} on average",
+        "",
+        f"| T x S | degree | {' | '.join(f'link {link:g} of computing' for link in links)} |",
+        "|" + "---|" * (2 + len(links)),
+    ]
+    lines_of: dict[tuple[int, int, int], list[GridChoice]] = {}
+    for one in found:
+        lines_of.setdefault((one.frames, one.positions, one.degree), []).append(one)
+    for (frames, positions, degree), ones in lines_of.items():
+        cells = (f"{one.off:.3f} ({told(one.auto)})" for one in sorted(ones, key=lambda one: one.link))
+        lines.append(f"| {frames} x {positions} | {degree} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
     "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
+    "sequence": ("app.bench.sequence", "Ulysses, shared heads, USP and rings at every degree, as priced."),
     "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),
     "cluster": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,8 @@ import typer
 
 from app.commands.options import Config, Overrides
 from ops.typed import ConfigError
+
+_RAY_CPUS = 2  # of a Ray of this machine: two workers that hand over to each other
 
 
 def profile(
@@ -21,22 +25,32 @@ def profile(
     degrees: Annotated[str, typer.Option(help="Degrees of the DiT, 1,2,4; empty: all that this machine can run.")] = "",
     minutes: Annotated[float, typer.Option(help="The most informative points first, for so long.", min=0.0)] = 0.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what --out has already.")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster whose nodes are measured, too; default: RAY_ADDRESS, else none."),
+    ] = None,
 ) -> None:
-    """Measure text, VAE and DiT cascades of the config's buckets on this machine's devices, and fit their costs."""
+    """Measure text, VAE and DiT cascades of the config's buckets on this machine's devices and across the nodes of a
+    cluster, and fit their costs."""
+    from app.device.over_nodes import LentRay
     from app.device.profile import run_profile
+    from app.run.borrowed_ray import borrowed_ray
 
     wanted = numbers_of(degrees)
-    run_profile(
-        config,
-        overrides or [],
-        out=out,
-        repeats=repeats,
-        device=device,
-        write=write,
-        degrees=wanted,
-        minutes=minutes,
-        fresh=fresh,
-    )
+    has_nodes = bool(cluster or os.environ.get("RAY_ADDRESS"))
+    with LentRay(partial(borrowed_ray, cluster, _RAY_CPUS), has_nodes) as ray:
+        run_profile(
+            config,
+            overrides or [],
+            out=out,
+            repeats=repeats,
+            device=device,
+            write=write,
+            degrees=wanted,
+            minutes=minutes,
+            fresh=fresh,
+            ray=ray,
+        )
 
 
 def numbers_of(text: str) -> list[int]:

@@ -39,6 +39,9 @@ def sample(
     width: Annotated[int | None, typer.Option(min=1)] = None,
     steps: Annotated[int | None, typer.Option(help="Euler steps.", min=1)] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="1 switches guidance off.")] = None,
+    guidance_scale_2: Annotated[
+        float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
+    ] = None,
     flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
     negative_prompt: Annotated[str, typer.Option()] = "",
     seed: Annotated[int | None, typer.Option()] = None,
@@ -85,6 +88,7 @@ def sample(
             seed=seed,
             steps=steps,
             guidance_scale=guidance_scale,
+            guidance_scale_2=guidance_scale_2,
             flow_shift=flow_shift,
             negative_prompt=negative_prompt,
         ),
@@ -105,7 +109,8 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
         from app.sampling.spread import ClipJob, check_together, spread
 
         if together:
-            check_together(workers, order.config.model.dit, order.settings.sampler)
+            size = order.settings.frames, order.settings.height, order.settings.width
+            check_together(workers, order.config.model.dit, order.settings.sampler, order.geometry.token_grid(*size))
         batch = batch_limit(order.settings, order.geometry)
         job = ClipJob.of(order, device)
         with borrowed_ray(cluster, workers):

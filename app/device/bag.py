@@ -11,10 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from actors.plan.types import Module
 from app.device.points import PointTimes, ProfiledShape, timed
@@ -22,11 +23,13 @@ from app.settings.config import RunConfig
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from app.device.bench import Bench
     from ops.comm import Group
 
-_START_S = 600.0  # imports and weights of all members, on a busy machine
-_ANSWER_S = 600.0  # of one run of a cascade
+START_S = 600.0  # imports and weights of all members, on a busy machine
+ANSWER_S = 600.0  # of one run of a cascade
 _CAUSE_S = 5.0  # a member that fails may be one that another has left, which says why a moment later
 _WARM_UP = 1
 
@@ -37,31 +40,13 @@ Order = (
 )
 
 
-class Bag:
-    """`degree` processes that run cascades together. Closing it ends them."""
+class MeasuredBag:
+    """`degree` members that run cascades together. Who makes them says how they are told and heard."""
 
-    def __init__(self, config: RunConfig, degree: int, device: str) -> None:
-        """Raises ConfigError where a member does not come up."""
-        import torch.distributed
+    nodes = 1  # of its members
 
+    def __init__(self, degree: int) -> None:
         self.degree = degree
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._members = []
-        for rank in range(degree):
-            mine, theirs = context.Pipe()
-            settings = (config.to_yaml(), rank, degree, device, self._store.port, theirs)
-            member = context.Process(target=_member, args=settings, name=f"heddle-profile-{rank}", daemon=True)
-            member.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._members.append(member)
-        try:
-            self._answers(_START_S)
-        except BaseException:
-            self.close()
-            raise
 
     def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
         """Forward and backward of a packed batch, or an encode with what its members then share. Raises MemoryError
@@ -70,7 +55,12 @@ class Bag:
         times = [answer for answer in answers if isinstance(answer, PointTimes)]
         peaks = [one.peak_gib for one in times if one.peak_gib is not None]
         longest = tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True))
-        return PointTimes(seconds=longest, peak_gib=max(peaks, default=None))
+        return PointTimes(
+            seconds=longest,
+            peak_gib=max(peaks, default=None),
+            gathered_bytes=max(one.gathered_bytes for one in times),
+            gathered_s=max(one.gathered_s for one in times),
+        )
 
     def update(self, repeats: int) -> PointTimes:
         """The end of a step with its members as all workers of the run. Raises MemoryError as `measure`."""
@@ -85,32 +75,31 @@ class Bag:
         return max(statistics.median(one.seconds) for one in answers if isinstance(one, PointTimes))
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for member in self._members:
-            member.join(2.0)
-            if member.is_alive():
-                member.kill()
+        """End the members."""
+        raise NotImplementedError
+
+    def _send(self, order: Order) -> None:
+        """Tell all members."""
+        raise NotImplementedError
+
+    def _arrived(self, ranks: set[int], timeout_s: float) -> list[tuple[int, object]]:
+        """The answers of some of these members, as soon as there is one; none when the time is over."""
+        raise NotImplementedError
 
     def _ask(self, order: Order) -> list[object]:
-        for pipe in self._pipes:
-            pipe.send(order)
-        return self._answers(_ANSWER_S * (_WARM_UP + order[-1]))
+        self._send(order)
+        return self._answers(ANSWER_S * (_WARM_UP + order[-1]))
 
     def _answers(self, patience_s: float) -> list[object]:
         """Of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it, or fail
         as it leaves them."""
         found: dict[int, object] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        waiting = set(range(self.degree))
         until, failed = time.monotonic() + patience_s, ""
-        while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
-            for pipe in ready:
-                rank = waiting.pop(cast(Connection, pipe))
-                answer: object
-                try:
-                    answer = found[rank] = self._pipes[rank].recv()
-                except (EOFError, OSError):
-                    answer = RuntimeError("its process has ended")
+        while waiting and (arrived := self._arrived(waiting, max(0.0, until - time.monotonic()))):
+            for rank, answer in arrived:
+                waiting.discard(rank)
+                found[rank] = answer
                 if isinstance(answer, MemoryError):
                     raise answer
                 if isinstance(answer, Exception):
@@ -120,12 +109,12 @@ class Bag:
             raise ConfigError(failed)
         if waiting:
             raise ConfigError(
-                f"member {min(waiting.values())} of a bag of {self.degree} has not answered in {patience_s:.0f} s. "
+                f"member {min(waiting)} of a bag of {self.degree} has not answered in {patience_s:.0f} s. "
                 f"Leave the degree out with --degrees, or measure fewer --repeats."
             )
         return [found[rank] for rank in range(self.degree)]
 
-    def __enter__(self) -> Bag:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -134,22 +123,101 @@ class Bag:
         self.close()
 
 
+class Bag(MeasuredBag):
+    """`degree` processes of this machine, one per device. Closing it ends them."""
+
+    def __init__(self, config: RunConfig, degree: int, device: str) -> None:
+        """Raises ConfigError where a member does not come up."""
+        import torch.distributed
+
+        super().__init__(degree)
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._members = []
+        for rank in range(degree):
+            mine, theirs = context.Pipe()
+            settings = (config.to_yaml(), rank, degree, device, self._store.port, theirs)
+            member = context.Process(target=_member, args=settings, name=f"heddle-profile-{rank}", daemon=True)
+            member.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._members.append(member)
+        try:
+            self._answers(START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for member in self._members:
+            member.join(2.0)
+            if member.is_alive():
+                member.kill()
+
+    def _send(self, order: Order) -> None:
+        for pipe in self._pipes:
+            pipe.send(order)
+
+    def _arrived(self, ranks: set[int], timeout_s: float) -> list[tuple[int, object]]:
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        return [
+            (rank, self._heard(rank)) for rank in (waiting[cast(Connection, p)] for p in wait([*waiting], timeout_s))
+        ]
+
+    def _heard(self, rank: int) -> object:
+        try:
+            answer: object = self._pipes[rank].recv()
+        except (EOFError, OSError):
+            answer = RuntimeError("its process has ended")
+        return answer
+
+
 def _member(config_yaml: str, rank: int, degree: int, device: str, port: int, pipe: Connection) -> None:
     """A member's process: comes up, says so, and carries out orders until its pipe is closed."""
+    import torch.distributed
+
+    made: list[tuple[Bench, Group]] = []
+
+    def first() -> str:
+        target = torch.device(f"cuda:{rank}" if device == "cuda" else "cpu")
+        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+        made.append(come_up(config_yaml, rank, (0,) * degree, target, store, "127.0.0.1"))
+        return "ready"
+
+    answer = answer_of(first)
     try:
-        bench, group = _come_up(config_yaml, rank, degree, device, port)
-        pipe.send("ready")
-        while True:
-            pipe.send(_carried_out(pipe.recv(), bench, group))
+        while not isinstance(answer, Exception):
+            pipe.send(answer)
+            order = pipe.recv()
+            answer = answer_of(partial(carried_out, order, *made[0]))
+        pipe.send(answer)
     except EOFError:
         return
+
+
+def answer_of(work: Callable[[], object]) -> object:
+    """Its result, or what went wrong in a form that other processes can read."""
+    try:
+        return work()
     except Exception as error:  # the process boundary: the command says why
         from actors.worker.meter import ran_out
 
-        pipe.send(MemoryError(str(error)) if ran_out(error) else RuntimeError(f"{type(error).__name__}: {error}"))
+        return MemoryError(str(error)) if ran_out(error) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _come_up(config_yaml: str, rank: int, degree: int, device: str, port: int) -> tuple[Bench, Group]:
+def come_up(
+    config_yaml: str,
+    rank: int,
+    nodes: tuple[int, ...],
+    device: torch.device,
+    store: torch.distributed.Store,
+    address: str,
+) -> tuple[Bench, Group]:
+    """A member of a bag, as a worker of the run is set up. `nodes` of all members by rank, in any numbers; `address` of
+    this one, as the others reach it. All call it at once."""
     import torch
 
     from app.device.bench import Bench
@@ -159,18 +227,17 @@ def _come_up(config_yaml: str, rank: int, degree: int, device: str, port: int) -
 
     config = RunConfig.from_yaml(config_yaml)
     torch.set_num_threads(config.workers.torch_threads)
-    target = torch.device(f"cuda:{rank}" if device == "cuda" else "cpu")
-    if target.type == "cuda":
-        torch.cuda.set_device(target)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     model, geometry = resolve(config.model)
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-    backend = "nccl" if device == "cuda" else "gloo"
-    world = tuple(range(degree))
-    groups = Groups(store, rank, world, backend, 0, _ANSWER_S, CancelToken(), "127.0.0.1")
-    return Bench(config, model, geometry, target, groups.world_group()), groups.world_group()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    world = tuple(range(len(nodes)))
+    groups = Groups(store, rank, world, backend, 0, ANSWER_S, CancelToken(), address, nodes)
+    return Bench(config, model, geometry, device, groups.world_group()), groups.world_group()
 
 
-def _carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
+def carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
+    """A member's part of an order."""
     if order[0] == "measure":
         return bench.measure(order[1], order[2], order[3])
     if order[0] == "update":
@@ -190,9 +257,11 @@ def _carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
     )
 
 
-def degrees_here(config: RunConfig, legal: Sequence[int], wanted: Sequence[int], device: str) -> tuple[int, ...]:
+def degrees_here(
+    config: RunConfig, legal: Sequence[int], wanted: Sequence[int], device: str, over: Collection[int] = ()
+) -> tuple[int, ...]:
     """Degrees above 1 that can be measured on this machine: `wanted` ones, or all legal ones that its devices hold.
-    Raises ConfigError for a wanted one that is not legal or has too few devices."""
+    Raises ConfigError for a wanted one that is not legal or has too few devices, also `over` nodes."""
     import os
 
     import torch
@@ -201,6 +270,7 @@ def degrees_here(config: RunConfig, legal: Sequence[int], wanted: Sequence[int],
     for degree in wanted:
         if degree not in legal:
             raise ConfigError(f"--degrees {degree} is not legal for this model; use some of {list(legal)}.")
-        if device == "cuda" and degree > here:
+        if device == "cuda" and degree > here and degree not in over:
             raise ConfigError(f"--degrees {degree} needs as many GPUs, and this machine has {here}.")
-    return tuple(k for k in (wanted or [k for k in legal if k <= here]) if k > 1)
+    most = here if device == "cuda" else max(here, *wanted) if wanted else here
+    return tuple(k for k in (wanted or legal) if 1 < k <= most)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from actors.plan.types import Module
 from app.device.points import PointTimes, ProfiledShape, timed
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from actors.plan.places import Places
+    from actors.worker.handoff import Inputs
     from ops.comm import Group
     from ops.gradients import Gradients
     from ops.models.image import ImageEncoder
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from ops.models.vae import VAE
 
 _GRADIENT_SHARE = 0.25  # of a GPU's memory that a part of a node's gradient may take while cascades are measured
+_PICTURE = (480, 832)  # height and width of what a text encoder sees, which it scales to its own
 WARM_UP = 1  # untimed runs: the first call of a shape pays for allocations and kernel choices
 
 
@@ -49,6 +54,7 @@ class Bench:
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         self.group = group or Group.solo()
         self._gradients: Gradients | None = None
+        self._gathered: list[tuple[int, float]] = []  # bytes and seconds of the runs that are being measured
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
         check_backend(model.dit.attention, device, queries, model.dit.head_dim)
@@ -186,22 +192,30 @@ class Bench:
         if self.device.type == "cuda":
             _ = self.dit, self.vae, self.text, self.image
         work = getattr(self, f"_{module}")(shape)
+        self._gathered.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = tuple(timed(work, self.device, self.group) for _ in range(WARM_UP + repeats))[WARM_UP:]
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
-        return PointTimes(seconds=seconds, peak_gib=peak)
+        moved = self._gathered[WARM_UP:]
+        return PointTimes(
+            seconds=seconds,
+            peak_gib=peak,
+            gathered_bytes=max((num_bytes for num_bytes, _ in moved), default=0),
+            gathered_s=statistics.median([took for _, took in moved]) if moved else 0.0,
+        )
 
     def _text(self, shape: ProfiledShape) -> Callable[[], object]:
         from actors.worker.encoding import encode_texts
 
         captions = [self._caption(shape.text_tokens)] * shape.batch
-        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device)
+        pictures = [np.zeros((*_PICTURE, 3), np.uint8)] * (shape.batch if self.model.text.sees_picture else 0)
+        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device, pictures)
 
     def _caption(self, tokens: int) -> str:
         """A caption of about this many tokens."""
         words = ["moving"]
-        while self.text.count(" ".join(words)) < min(tokens, self.model.text.max_length) and len(words) < 4096:
+        while self.text.count(" ".join(words)) < min(tokens, self.model.text.most_tokens) and len(words) < 4096:
             words.append("shape")
         return " ".join(words)
 
@@ -221,7 +235,8 @@ class Bench:
         return lambda: encode_clips(modules, self.frame, video, self.group, _Unparted(), self.device)
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
-        """Forward and backward of one packed batch, gradients accumulated as in training."""
+        """Forward and backward of one packed batch, gradients accumulated as in training; in a bag behind the handoff
+        of its inputs."""
         import torch
 
         from ops.conditions import Conditions
@@ -250,13 +265,49 @@ class Bench:
             pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)
         told = Conditions(image=image, pooled=pooled)
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
+        gather = self._gathering(shape, grid)
 
         def work() -> None:
+            inputs = gather()
+            self._gathered.append((inputs.bytes_received, inputs.seconds))
             with cast:
                 predicted = self.dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
             flow_loss(predicted.float(), target, layout, weights).backward()
 
         return work
+
+    def _gathering(self, shape: ProfiledShape, grid: tuple[int, int, int]) -> Callable[[], Inputs]:
+        """What a cascade begins with: encode results, of which every member has made its share, go to the ranks that
+        take them. Where there is one member all are in place."""
+        import math
+
+        import torch
+
+        from actors.messages import StepSample
+        from actors.worker.handoff import EncodeResult, EncodeStore, gather_inputs
+
+        group, store = self.group, EncodeStore()
+        double = next(self.dit.parameters()).dtype == torch.float64
+        dtype = torch.float64 if double else torch.float32
+        widths = self.frame.width, self.model.dit.text_dim
+        rows = {"vae": math.prod(grid) + self.frame.tail, "text": shape.text_tokens}
+        samples = [
+            StepSample(step=0, item="", index=i, key="", grid=grid, weight=1 / shape.batch) for i in range(shape.batch)
+        ]
+        sources = {module: tuple(i % group.size for i in range(shape.batch)) for module in rows}
+        made = [
+            (module, EncodeResult(id=samples[i].id, rows=torch.zeros(rows[module], width, dtype=dtype).to(self.device)))
+            for module, width in zip(rows, widths, strict=True)
+            for i, rank in enumerate(sources[module])
+            if rank == group.rank
+        ]
+
+        def gather() -> Inputs:
+            for module, result in made:
+                store.keep(module, result)
+            return gather_inputs(samples, sources, store, {}, group, self.device, widths, dtype, tail=self.frame.tail)
+
+        return gather
 
 
 class _Unparted:

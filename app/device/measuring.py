@@ -6,6 +6,7 @@ What runs out of memory becomes a limit; a bag in which that happened is closed,
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,24 +15,36 @@ from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import write_profile
+from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.update import UpdatePoint
 from actors.plan.types import MODULES
-from app.device.bag import Bag
+from app.device.bag import Bag, MeasuredBag
 from app.device.bench import Bench
+from app.device.over_nodes import BagOverNodes, MeasuredCluster, timed_handoffs
 from app.device.points import LongestClip, PointTimes, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
 
-_EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
+EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
+_HANDOFFS = 3  # timed ones of each size, at least
 Measurable = ProfilePoint | SideFigure | LongestClip
 
 
 class Measuring:
     """The bags of a `heddle profile`, and what they have found so far, in `profile` and in the file `out`."""
 
-    def __init__(self, config: RunConfig, bench: Bench, profile: Profile, out: Path, repeats: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        bench: Bench,
+        profile: Profile,
+        out: Path,
+        repeats: int,
+        cluster: MeasuredCluster | None = None,
+    ) -> None:
+        """`cluster`: of handoffs and of bags over nodes; None where none are asked for."""
         self._config, self._bench, self._profile, self._out, self._repeats = config, bench, profile, out, repeats
-        self._device = bench.device.type
-        self._bags: dict[int, Bag] = {}
+        self._device, self._cluster = bench.device.type, cluster
+        self._bags: dict[tuple[int, int], MeasuredBag] = {}  # by degree and nodes
 
     def run(self, points: Sequence[Measurable], until: float) -> None:
         """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
@@ -70,12 +83,14 @@ class Measuring:
             if isinstance(point, ProfilePoint):
                 self._point(point)
             elif point.kind == "update":
-                self._update(point.degree)
+                self._update(point.degree, point.nodes)
+            elif point.kind == "exchange":
+                self._exchange(point.degree, point.nodes)
             else:
-                self._exchange(point.degree)
+                self._handoff(point.nodes)
         except (MemoryError, RuntimeError) as error:
             _refuse_other(error)
-            self._close(point.degree)
+            self._close(point.degree, point.nodes)
             if isinstance(point, ProfilePoint):
                 self._limit(point)
             else:
@@ -86,51 +101,84 @@ class Measuring:
             times = self._bench.measure(point.module, point.shape, self._repeats)
         else:
             times = self._in_bag(point)
-        self._profile.measure(point.key, times.median, times.peak_gib)
+        if point.nodes == 1:
+            self._profile.measure(point.key, times.median, times.peak_gib, point.shape.text_tokens)
+        else:
+            self._profile.count_over_nodes([spanning_point(point, times.median)])
         peak = f"  {times.peak_gib:6.2f} GiB" if times.peak_gib else ""
-        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{peak}", flush=True)
+        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{peak}{_handed(times)}", flush=True)
 
     def _in_bag(self, point: ProfilePoint) -> PointTimes:
         try:
-            return self._bag(point.degree).measure(point.module, point.shape, self._repeats)
+            return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats)
         except MemoryError:
-            self._close(point.degree)
+            self._close(point.degree, point.nodes)
             if self._device != "cuda":
                 raise
-        self._bench.rest()  # its modules lie on the first GPU beside those of a member
-        return self._bag(point.degree).measure(point.module, point.shape, self._repeats)
+        self._make_room(point.nodes)
+        return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats)
 
-    def _update(self, workers: int) -> None:
+    def _make_room(self, nodes: int) -> None:
+        """On the GPUs: modules of this process lie on the first one beside those of a member, and those of bags of this
+        machine beside those of a bag over nodes."""
+        self._bench.rest()
+        if nodes > 1:
+            for degree, over in [place for place in self._bags if place[1] == 1]:
+                self._close(degree, over)
+
+    def _update(self, workers: int, nodes: int) -> None:
         if workers == 1:
             times = self._bench.update(self._repeats)
         else:
             if self._device == "cuda":
-                self._bench.rest()
-            times = self._bag(workers).update(self._repeats)
-        self._profile.update = self._profile.update.with_point(UpdatePoint(workers=workers, seconds=times.median))
-        bag = f"{workers} worker{'s' * (workers > 1)}"
+                self._make_room(nodes)
+            times = self._bag(workers, nodes).update(self._repeats)
+        point = UpdatePoint(workers=workers, nodes=nodes, seconds=times.median)
+        self._profile.update = self._profile.update.with_point(point)
+        bag = f"{workers} worker{'s' * (workers > 1)}{_over(nodes)}"
         print(f"update  end of a step on {bag} {times.median:9.4f} s  spread {100 * times.spread:.0f}%", flush=True)
 
-    def _exchange(self, degree: int) -> None:
+    def _exchange(self, degree: int, nodes: int) -> None:
         found = []
-        for size in _EXCHANGES:
-            seconds = self._bag(degree).exchange(size)
-            found.append(ExchangePoint(workers=degree, num_bytes=size, seconds=seconds))
+        for size in EXCHANGES:
+            seconds = self._bag(degree, nodes).exchange(size)
+            found.append(ExchangePoint(workers=degree, num_bytes=size, seconds=seconds, nodes=nodes))
         self._profile.exchanges = (*self._profile.exchanges, *found)
         if line := exchange_speed(self._profile.exchanges):
             self._profile.count_exchange(exchange_seconds(self._bench.model.dit, line[1]))
         speeds = ", ".join(
             f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
         )
-        print(f"a2a   all-to-all of {degree}: {speeds} of a member", flush=True)
+        print(f"a2a   all-to-all of {degree}{_over(nodes)}: {speeds} of a member", flush=True)
 
-    def _bag(self, degree: int) -> Bag:
-        if degree not in self._bags:
-            self._bags[degree] = Bag(self._config, degree, self._device)
-        return self._bags[degree]
+    def _handoff(self, nodes: int) -> None:
+        assert self._cluster is not None, "only a cluster has such points"
+        self._free_nodes()
+        found = timed_handoffs(self._cluster.ends(nodes), self._device, max(self._repeats, _HANDOFFS))
+        self._profile.count_handoffs(found)
+        sizes = sorted({point.num_bytes for point in found})
+        middle = {size: statistics.median(p.seconds for p in found if p.num_bytes == size) for size in sizes}
+        told = ", ".join(f"{1e3 * middle[size]:.1f} ms for {size / 2**20:.3g} MiB" for size in sizes)
+        where = "on two nodes" if nodes > 1 else "on one node"
+        print(f"handoff  by the object store to another worker {where}: {told}", flush=True)
 
-    def _close(self, degree: int) -> None:
-        if (bag := self._bags.pop(degree, None)) is not None:
+    def _bag(self, degree: int, nodes: int) -> MeasuredBag:
+        if (degree, nodes) not in self._bags:
+            if nodes == 1:
+                self._bags[degree, nodes] = Bag(self._config, degree, self._device)
+            else:
+                assert self._cluster is not None, "only a cluster has bags over nodes"
+                self._free_nodes()
+                self._bags[degree, nodes] = BagOverNodes(self._config, self._cluster.bags[degree], self._device)
+        return self._bags[degree, nodes]
+
+    def _free_nodes(self) -> None:
+        """A bag over nodes has its GPUs and CPUs for itself, as Ray counts them."""
+        for degree, nodes in [place for place in self._bags if place[1] > 1]:
+            self._close(degree, nodes)
+
+    def _close(self, degree: int, nodes: int) -> None:
+        if (bag := self._bags.pop((degree, nodes), None)) is not None:
             bag.close()
 
     def _limit(self, point: ProfilePoint) -> None:
@@ -145,6 +193,34 @@ class Measuring:
         )
         self._profile.max_frames = (*self._profile.max_frames, limit)
         print(f"{point.name} runs out of memory: no plan has it", flush=True)
+
+
+def spanning_point(point: ProfilePoint, seconds: float) -> SpanningPoint:
+    """A measured point over nodes, as profiles keep it."""
+    bucket = point.shape.bucket
+    return SpanningPoint(
+        module=point.module,
+        batch=point.shape.batch,
+        frames=bucket.frames,
+        height=bucket.height,
+        width=bucket.width,
+        degree=point.degree,
+        nodes=point.nodes,
+        seconds=seconds,
+        text_tokens=point.shape.text_tokens,
+    )
+
+
+def _over(nodes: int) -> str:
+    return f" over {nodes} nodes" if nodes > 1 else ""
+
+
+def _handed(times: PointTimes) -> str:
+    """What members of a bag have handed each other first."""
+    if not times.gathered_bytes:
+        return ""
+    mib = times.gathered_bytes / 2**20
+    return f"  {1e3 * times.gathered_s:.1f} ms of it for {mib:.3g} MiB from the others"
 
 
 def _refuse_other(error: Exception) -> None:
@@ -167,9 +243,13 @@ def with_degrees(profile: Profile) -> None:
 def is_known(point: Measurable, profile: Profile) -> bool:
     """Whether a profile has it already, or a point as large as it ran out of memory."""
     if isinstance(point, ProfilePoint):
-        return point.key in profile.measured or any(limit.forbids(*point.key) for limit in profile.max_frames)
+        found = {one.key for one in profile.over_nodes} if point.nodes > 1 else profile.measured
+        return point.key in found or any(limit.forbids(*point.key) for limit in profile.max_frames)
     if isinstance(point, LongestClip):
         return point.next_point(profile) is None
+    place = (point.degree, point.nodes)
     if point.kind == "update":
-        return any((one.workers, one.nodes) == (point.degree, 1) for one in profile.update.points)
-    return any(one.workers == point.degree for one in profile.exchanges)
+        return any((one.workers, one.nodes) == place for one in profile.update.points)
+    if point.kind == "exchange":
+        return any((one.workers, one.nodes) == place for one in profile.exchanges)
+    return any(one.nodes == point.nodes for one in profile.handoffs)

@@ -35,6 +35,7 @@ class ProfilePoint:
     module: Module
     shape: ProfiledShape
     degree: int = 1
+    nodes: int = 1  # over which its bag is spread
 
     @property
     def key(self) -> tuple[str, int, int, int, int, int]:
@@ -51,16 +52,18 @@ class ProfilePoint:
     def name(self) -> str:
         """For a person."""
         bucket, bag = self.shape.bucket, f" sp{self.degree}" if self.degree > 1 else ""
+        bag += f" over {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.module:4}  {bucket.frames:4d}f {bucket.height}x{bucket.width}  b{self.shape.batch:<4d}{bag}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFigure:
     """What else a plan counts on, to be measured once per degree. update: the end of a step, with so many workers.
-    exchange: the all-to-all of a bag."""
+    exchange: the all-to-all of a bag. handoff: encode results from one worker to another by the object store."""
 
-    kind: Literal["update", "exchange"]
+    kind: Literal["update", "exchange", "handoff"]
     degree: int
+    nodes: int = 1  # of its workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +113,8 @@ class PointTimes:
 
     seconds: tuple[float, ...]
     peak_gib: float | None
+    gathered_bytes: int = 0  # encode results that a member got from the others of its bag in each run
+    gathered_s: float = 0.0  # of each run for it, median
 
     @property
     def median(self) -> float:

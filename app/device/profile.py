@@ -4,22 +4,25 @@
 
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
 device and in bags of every degree that this machine has devices for, with the process groups of a run; the end of a
-step by the run's engine; all-to-alls. What runs out of memory is a limit, and on a GPU the longest clip that fits is
-searched for. The file is written after every point, and a file of the same setting is continued. Other batch sizes and
-degrees are predicted by the models fitted to these points.
+step by the run's engine; all-to-alls; handoffs from one worker to another through Ray's object store. On a Ray cluster
+of several nodes the DiT, the end of a step, all-to-alls and handoffs are measured across nodes, too. What runs out of
+memory is a limit, and on a GPU the longest clip that fits is searched for. The file is written after every point, and a
+file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.fit import fit_form, knapformer_constants
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.handoff import estimate_of
+from actors.plan.costs.profile import MOST_DEGREE, Handoff, Profile
 from actors.plan.costs.profile_json import read_profile
+from actors.plan.costs.spanning import OVERLAP
 from actors.plan.types import MODULES, PlanError
 from actors.planning.batching import TargetBatch, seconds_of
 from actors.planning.learned import refuse_other, setting_of
@@ -28,12 +31,14 @@ from app.device.bag import degrees_here
 from app.device.bench import Bench
 from app.device.choice import device_name, memory_gib, pick_device
 from app.device.measuring import Measurable, Measuring, is_known
+from app.device.over_nodes import LentRay, MeasuredCluster
 from app.device.points import LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
 from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
+from ops.degrees import SequenceSetting
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -52,12 +57,14 @@ def run_profile(
     degrees: Sequence[int] = (),
     minutes: float = 0.0,
     fresh: bool = False,
+    ray: LentRay | None = None,
 ) -> Profile:
     """Measure, print the table, write `out`; with `write` also the limits of batches into the config.
 
     `degrees`: of the DiT, empty for all that this machine can run. `minutes`: the most informative points first, until
-    the time is over; 0 measures all. `fresh`: also what `out` has already. Raises ConfigError for a device that is not
-    there, for an `out` of another setting, and for a config that cannot be edited.
+    the time is over; 0 measures all. `fresh`: also what `out` has already. `ray`: for handoffs, and for bags over the
+    nodes of a cluster; None leaves them out. Raises ConfigError for a device that is not there, for an `out` of another
+    setting, and for a config that cannot be edited.
     """
     import torch
 
@@ -76,26 +83,34 @@ def run_profile(
         geometry,
         model.image,
         gpu_memory_gib=memory_gib(target),
-        degrees=config.planner.degrees,
+        degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(target),
     )
     profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
-    bags = degrees_here(config, profile.degrees["dit"], degrees, target.type)
+    legal = profile.degrees["dit"]
+    cluster = None if ray is None else MeasuredCluster.of(ray, config, legal, degrees, target.type)
+    over = {} if cluster is None else {degree: len(set(nodes)) for degree, nodes in cluster.bags.items()}
+    bags = degrees_here(config, legal, degrees, target.type, over)
     sized, _ = with_limits(config, model, geometry, profile)
     shapes = list(shapes_of(sized, geometry, profile))
-    points = by_information(points_of(shapes, bags), figures_of(config, bags))
+    handoffs = () if cluster is None else cluster.handoffs(config.workers.max, target.type)
+    points = by_information(points_of(shapes, bags, over), figures_of(config, bags, over, handoffs))
     if target.type == "cuda":  # a CPU's memory has no limit that belongs to one worker
         points += longest_of(shapes, bags)
     tell_updates(profile, config.train, model, "" if target.type == "cpu" else profile.device)
     if not fresh:
         continue_from(out, profile)
     left = [point for point in points if not is_known(point, profile)]
-    print(f"{len(points)} points on {profile.device}, degrees 1{''.join(f', {k}' for k in bags)}")
+    print(f"{len(points)} points on {profile.device}, degrees {_listed([1, *bags])}")
+    if over:
+        print(f"nodes     bags over nodes: degrees {_listed(over)}")
+    else:
+        print("nodes     all on one: what bags and handoffs cost across nodes is not measured")
     if len(left) < len(points):
         print(f"          {len(points) - len(left)} are known from {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
-    measuring = Measuring(config, bench, profile, out, repeats)
+    measuring = Measuring(config, bench, profile, out, repeats, cluster)
     measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
     measuring.save()
     _print_fits(profile, model)
@@ -104,26 +119,49 @@ def run_profile(
     return profile
 
 
-def points_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[ProfilePoint]:
-    """Every module alone, and its largest batches in bags. Captions are dealt whole: a bag has one for every member."""
+def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The degrees of a config that names none; `auto` also takes those that the command asks for."""
+    asked = wanted if setting == "auto" else ()
+    return tuple(sorted({*model.dit.degrees(MOST_DEGREE, setting), *asked}))
+
+
+def points_of(
+    shapes: Sequence[ProfiledShape], bags: Sequence[int], over: Mapping[int, int] | None = None
+) -> list[ProfilePoint]:
+    """Every module alone, and its largest batches in bags; of the DiT also in bags `over` nodes (their number by
+    degree). Captions are dealt whole: a bag has one for every member."""
     found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
     largest: dict[object, ProfiledShape] = {}
     for shape in shapes:
         known = largest.get(shape.bucket)
         largest[shape.bucket] = shape if known is None or known.batch < shape.batch else known
-    return found + [
+    inside = [
         ProfilePoint(module=module, shape=shape, degree=degree)
         for module in MODULES
         for degree in bags
         for shape in largest.values()
         if module != "text" or shape.batch >= degree
     ]
+    spanning = [
+        ProfilePoint(module="dit", shape=shape, degree=degree, nodes=nodes)
+        for degree, nodes in (over or {}).items()
+        for shape in largest.values()
+    ]
+    return found + inside + spanning
 
 
-def figures_of(config: RunConfig, bags: Sequence[int]) -> list[SideFigure]:
-    """What is measured once per degree: the end of a step by the run's engine, the all-to-all of a bag."""
-    updates = [SideFigure(kind="update", degree=degree) for degree in (1, *bags)] if config.train.sync == "flat" else []
-    return updates + [SideFigure(kind="exchange", degree=degree) for degree in bags]
+def figures_of(
+    config: RunConfig, bags: Sequence[int], over: Mapping[int, int] | None = None, handoffs: Sequence[int] = ()
+) -> list[SideFigure]:
+    """What is measured once per degree, inside a node and `over` nodes: the end of a step by the run's engine, the
+    all-to-all of a bag. And `handoffs` between workers of one node, of two."""
+    inside, spanning = [(degree, 1) for degree in bags], list((over or {}).items())
+    updates = [(1, 1), *inside, *spanning] if config.train.sync == "flat" else []
+    return [
+        *(SideFigure(kind="update", degree=degree, nodes=nodes) for degree, nodes in updates),
+        *(SideFigure(kind="exchange", degree=degree, nodes=nodes) for degree, nodes in [*inside, *spanning]),
+        *(SideFigure(kind="handoff", degree=2, nodes=nodes) for nodes in handoffs),
+    ]
 
 
 def longest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[LongestClip]:
@@ -140,15 +178,27 @@ def longest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[Lon
 
 def by_information(points: Sequence[ProfilePoint], figures: Sequence[SideFigure] = ()) -> list[Measurable]:
     """The order in which a plan learns most: of every module and degree the smallest and the largest first, then the
-    figures of each degree, then what lies in the middle of known points; one of each at a time."""
+    figures of each degree, then what lies in the middle of known points; one of each at a time. What has a bag over
+    nodes comes behind the same inside a node, one degree after the other: such a bag takes its workers for itself."""
+    ends, middles = _by_halves([point for point in points if point.nodes == 1])
+    found: list[Measurable] = [*ends, *(one for one in figures if one.nodes == 1)]
+    both: list[ProfilePoint | SideFigure] = [*points, *figures]
+    for degree in sorted({one.degree for one in both if one.nodes > 1}):
+        first, later = _by_halves([point for point in points if point.nodes > 1 and point.degree == degree])
+        found += [*first, *(one for one in figures if one.nodes > 1 and one.degree == degree)]
+        middles += later
+    return [*found, *middles]
+
+
+def _by_halves(points: Sequence[ProfilePoint]) -> tuple[list[ProfilePoint], list[ProfilePoint]]:
+    """The ends of every module's and degree's line, and what is between them, widest gaps first."""
     lines: dict[tuple[str, int], list[ProfilePoint]] = {}
     for point in sorted(points, key=lambda one: (one.pixels, one.shape.batch)):
         lines.setdefault((point.module, point.degree), []).append(point)
     halved = [[line[n] for n in _halving(len(line))] for line in lines.values()]
     rounds = range(max(map(len, halved), default=0))
     found = [[line[number] for line in halved if number < len(line)] for number in rounds]
-    ends, middles = found[:2], found[2:]
-    return [*(one for of in ends for one in of), *figures, *(one for of in middles for one in of)]
+    return [one for of in found[:2] for one in of], [one for of in found[2:] for one in of]
 
 
 def _halving(count: int) -> list[int]:
@@ -175,11 +225,13 @@ def continue_from(out: Path, profile: Profile) -> None:
     except PlanError as error:
         raise ConfigError(f"{error} --out names a file that is not continued: give another, or --fresh.") from None
     for key, seconds in before.measured.items():
-        profile.measure(key, seconds, before.peak_gib.get(key))
+        profile.measure(key, seconds, before.peak_gib.get(key), before.text_tokens.get(key))
     profile.max_frames = before.max_frames
     profile.update = before.update.of_run(profile.update.kind, profile.update.weights)
     profile.exchanges = before.exchanges
     profile.count_exchange(before.exchange_s)
+    profile.count_over_nodes(before.over_nodes)
+    profile.count_handoffs(before.handoffs)
 
 
 def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterator[ProfiledShape]:
@@ -256,3 +308,24 @@ def _print_figures(profile: Profile) -> None:
         )
     if found := exchange_speed(profile.exchanges):
         print(f"a2a   {found[1] / 1e9:.2f} GB/s of a member after {1e6 * found[0]:.0f} us")
+    if found := exchange_speed(profile.exchanges, across=True):
+        print(f"a2a   across nodes {found[1] / 1e9:.2f} GB/s of a member after {1e6 * found[0]:.0f} us")
+    if profile.over_nodes:
+        print(f"nodes a bag over nodes takes {profile.cross_node.factor(OVERLAP):.3g} times as long as inside one")
+    for nodes in sorted({point.nodes for point in profile.handoffs}):
+        found = estimate_of([point for point in profile.handoffs if point.nodes == nodes]).cost(0.0)
+        if found is not None:
+            cost = Handoff(latency_s=found[0], gib_per_s=found[1])
+            print(f"handoff  {'on two nodes' if nodes > 1 else 'on one node'}: {_handoff(cost)}")
+    if profile.handoffs:
+        print(f"handoff  in plans: {_handoff(profile.handoff)}")
+
+
+def _handoff(cost: Handoff) -> str:
+    if not cost.latency_s and not cost.gib_per_s:
+        return "nothing, less than a hundredth of a usual DiT cascade"
+    return (f"{cost.gib_per_s:.3g} GiB/s after " if cost.gib_per_s else "") + f"{1e3 * cost.latency_s:.2f} ms"
+
+
+def _listed(degrees: Iterable[int]) -> str:
+    return ", ".join(map(str, degrees))

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from actors.state.checkpoint_files import load, model_state
 from app.export import frozen_parts
-from app.export.parity import compare_forward, compare_weights
+from app.export.parity import compare_forward, compare_read_back, compare_weights
 from app.sampling.model import checkpoint_folder, put_weights, run_config
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
@@ -47,7 +48,8 @@ class ExportResult:
 
     folder: Path
     components: dict[str, str]  # folder name -> where it came from
-    largest_difference: float  # of the forward pass, relative to its largest value
+    # of the forward pass from Diffusers', relative to its largest value; None where Diffusers has no class of it
+    largest_difference: float | None
     notes: list[str] = field(default_factory=list)
 
 
@@ -61,9 +63,12 @@ def run(
         print(f"{name:24} {origin}")
     for note in exported.notes:
         print(f"note: {note}")
+    largest = exported.largest_difference
     print(
-        f"{exported.folder}: loaded back by Diffusers, weights identical, forward pass equal "
-        f"(largest difference {exported.largest_difference:.1e})"
+        f"{exported.folder}: read back, weights identical"
+        if largest is None
+        else f"{exported.folder}: loaded back by Diffusers, weights identical, forward pass equal "
+        f"(largest difference {largest:.1e})"
     )
     return exported
 
@@ -117,9 +122,7 @@ def _fill(
     plain = replace(resolved.dit, lora_rank=0, lora_from=None, path=None)
     family = FAMILIES[plain.architecture]
     target = work / plain.part
-    write_folder(target, state, _transformer_json(resolved.dit, base))
-    compare_weights(target, family.diffusers_class, state)
-    largest = compare_forward(target, plain, state)
+    largest = _write_transformer(target, plain, state, _transformer_json(resolved.dit, base))
     parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
         "" if averaged == ema else ", which keeps no EMA"
     )
@@ -128,7 +131,9 @@ def _fill(
         if (work / COMFYUI_FILE).is_file():
             parts.origins[COMFYUI_FILE] = "the same by their original names, as ComfyUI reads them"
     parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
-    if (growing := config.train.flow.token_shift) is not None and base is None and not family.shifts_by_tokens:
+    growing = config.train.flow.token_shift
+    said = family.own_code is not None or (family.shifts_by_tokens and growing is not None and growing.law == "line")
+    if growing is not None and base is None and not said:
         parts.notes.append(
             f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
             f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
@@ -147,9 +152,28 @@ def _fill(
     if plain.two_experts:
         source = Path(resolved.dit.path or base or "").expanduser() / plain.other_expert().part
         frozen_parts.other_expert(work, plain, source if source.is_dir() else None, parts)
-    (work / "model_index.json").write_text(json.dumps(parts.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if family.own_code is None:
+        index = json.dumps(parts.index, indent=2, sort_keys=True)
+        (work / "model_index.json").write_text(index + "\n", encoding="utf-8")
     (work / "heddle.yaml").write_text(replace(config, model=resolved).to_yaml(), encoding="utf-8")
     return ExportResult(folder=work, components=parts.origins, largest_difference=largest, notes=parts.notes)
+
+
+def _write_transformer(
+    target: Path, dit: DiTConfig, state: Mapping[str, Tensor], fields: Mapping[str, object]
+) -> float | None:
+    """The folder of a transformer, read back: the largest difference from Diffusers' forward pass, None where Diffusers
+    has no class of it and what was read is compared alone."""
+    family = FAMILIES[dit.architecture]
+    if (own := family.own_code) is None:
+        write_folder(target, state, fields)
+        compare_weights(target, family.diffusers_class, state)
+        return compare_forward(target, dit, state)
+    dtype = next(iter(state.values())).dtype
+    constants = {name: tensor.to(dtype) for name, tensor in own.constants(dit).items()}
+    write_folder(target, {**state, **constants}, fields, stem=own.stem)
+    compare_read_back(target, dit, state)
+    return None
 
 
 def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
@@ -173,4 +197,5 @@ def _transformer_json(dit: DiTConfig, base: Path | None) -> dict[str, object]:
 
     source = dit.path or base
     kept = read_json(component(source, dit.part) / "config.json") if source else {}
-    return kept | dit_json(dit) | {"_diffusers_version": diffusers.__version__}
+    own = FAMILIES[dit.architecture].own_code
+    return kept | dit_json(dit) | ({} if own else {"_diffusers_version": diffusers.__version__})

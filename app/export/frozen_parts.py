@@ -34,11 +34,14 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
     index = family.index(config.train.flow, config.model.text.empty)
-    parts = FrozenParts({"_class_name": family.pipeline_class(config.model.dit), **index})
+    if family.own_code is None:
+        index["_class_name"] = family.pipeline_class(config.model.dit)
+    parts = FrozenParts(index)
     _vae(work, config, parts)
     _text(work, config, parts)
     _image(work, config, parts)
-    _scheduler(work, config, parts)
+    if family.own_code is None:
+        _scheduler(work, config, parts)
     for name in family.missing_parts:
         parts.index.setdefault(name, [None, None])
     if family.missing_note and config.model.text.kind == "t5":
@@ -135,9 +138,11 @@ def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
     recipe = recipe_of(text)
     for part in text_classes(text):
         parts.origins[part] = f"random pair over bytes of seed {text.seed}"
-    template = (
-        f'prompt_template={{"template": "{recipe.template}", "crop_start": {recipe.crop}}} and ' if recipe.crop else ""
-    )
+    told: dict[str, object] = {"template": recipe.template, "crop_start": recipe.crop}
+    if recipe.picture:
+        rows = text.picture_tokens  # behind one mark
+        told |= {"image_emb_start": 1, "image_emb_end": 1 + rows, "image_emb_len": rows}
+    template = f"prompt_template={json.dumps(told)} and " if recipe.crop else ""
     parts.notes.append(
         f"the text encoders are the untrained ones of the run; call the pipeline with {template}"
         f"max_sequence_length={text.max_length}."
@@ -146,7 +151,7 @@ def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
 
 def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     """The image encoder of image-to-video pipelines; some have none."""
-    if not config.model.dit.starts_from_image:
+    if not config.model.dit.starts_from_image or config.model.text.sees_picture:
         return
     image, names = config.model.image, ("image_encoder", "image_processor")
     if image is None:

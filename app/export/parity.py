@@ -15,7 +15,9 @@ from ops.conditions import Conditions
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
+from ops.models.folders import dit_config, read_json
 from ops.models.load import build_dit
+from ops.models.weights import read_state
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 # fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
@@ -37,6 +39,18 @@ def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) 
     for name, tensor in model.state_dict().items():
         if name in state and not torch.equal(tensor.to(state[name].dtype), state[name]):
             raise CheckpointError(f"{folder.name}: {name} differs after loading it back; the export is not valid.")
+
+
+def compare_read_back(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless our own transformer, read from `folder`, has exactly the bits of `state`: for a
+    class that Diffusers has not."""
+    found = read_state(folder)
+    read = dit_config(read_json(folder / "config.json"), config, str(folder))
+    if read != config:
+        raise CheckpointError(f"{folder.name}: config.json describes another transformer; the export is not valid.")
+    for name, tensor in state.items():
+        if name not in found or not torch.equal(found[name], tensor):
+            raise CheckpointError(f"{folder.name}: {name} differs after reading it back; the export is not valid.")
 
 
 def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> float:
@@ -68,7 +82,8 @@ def _load(folder: Path, class_name: str, dtype: torch.dtype) -> tuple[nn.Module,
 
 
 def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
-    """A random sample that the Diffusers class and ours compute alike."""
+    """A random sample that the Diffusers class and ours compute alike. A first frame that is always given is one of
+    the `clean_frames`."""
     generator = torch.Generator().manual_seed(0)
     size = [length * patch for length, patch in zip(_grid(config), config.patch, strict=True)]
     text = FAMILIES[config.architecture].parity_text(config)
@@ -78,7 +93,7 @@ def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
         timestep=torch.tensor([1000 * _SIGMA]),
         text=torch.randn(text, config.text_dim, generator=generator),
         conditions=Conditions(image=image),
-        clean_frames=clean_frames,
+        clean_frames=max(clean_frames, int(config.gives_first_frame)),
     )
 
 

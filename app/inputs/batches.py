@@ -46,7 +46,7 @@ def placed(
     per_node: int,
 ) -> MemoryForecast:
     """With gradients and optimizer state where a run on `workers.min` GPUs of this size would have them."""
-    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
     fewest, peers = config.workers.min, config.planner.bag_peers
     possible = found.possible(config.train, per_node)
     least = [one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in possible]
@@ -60,8 +60,8 @@ def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device:
     memory, _ = device_gib(config)
     if device != "cuda" or memory is None:
         return config.train.places(num_trained(model.dit), device)[0]
-    heads = model.dit.num_heads
-    degrees = config.planner.degrees or tuple(k for k in range(1, heads + 1) if heads % k == 0)
+    most = max(model.dit.num_heads, config.workers.min)
+    degrees = config.planner.degrees or model.dit.degrees(most, config.planner.sequence)
     clips = clips_of(config.data, geometry)
     found = forecast(model, geometry, config.train, clips, degrees, True)
     return placed(found, config, model, geometry, clips, degrees, memory, found.per_node).places

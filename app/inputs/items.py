@@ -44,7 +44,8 @@ def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: Mode
     latents = CachedLatents(cache, encoders.vae, config.data) if config.data.cache.latents else None
 
     def known(item: DataItem) -> set[Module]:
-        return modules_in_cache(item, text_keys(dataset.job(item), encoders), cache, latents)
+        texts = text_keys(item, dataset.job(item), encoders, config.data)
+        return modules_in_cache(item, texts, cache, latents)
 
     return [tuple(plan_item(item, encoders, known(item)) for item in dataset.step(step).items) for step in range(steps)]
 
@@ -67,7 +68,7 @@ def items_from_buckets(
     rng = np.random.default_rng(seed)
     buckets = tuple(batches)
     chances = bucket_shares([str(bucket) for bucket in buckets], shares)
-    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
     found = []
     for step in range(steps):
         chosen = [buckets[int(i)] for i in rng.choice(len(buckets), size=config.data.items_per_step, p=chances)]

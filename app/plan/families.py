@@ -32,9 +32,9 @@ class PresetSize:
     weights: int
 
     @property
-    def degrees(self) -> list[int]:
-        """Sequence-parallel degrees that divide the heads."""
-        return [degree for degree in range(1, self.dit.num_heads + 1) if self.dit.num_heads % degree == 0]
+    def degrees(self) -> str:
+        """Sizes of bags that are planned where a config names none."""
+        return "any" if self.dit.spatial_temporal else " ".join(map(str, self.dit.degrees(self.dit.num_heads)))
 
     def cells(self) -> tuple[str, ...]:
         """One line of the table, in the order of `HEAD`."""
@@ -48,14 +48,15 @@ class PresetSize:
             f"{self.weights / 1e9:.2f} B" if self.weights >= 1e8 else f"{self.weights / 1e6:.1f} M",
             f"{2 * self.weights / _GIB:.1f} GiB",
             f"{state / _GIB:.1f} GiB",
-            " ".join(map(str, self.degrees)),
+            self.degrees,
         )
 
 
 def print_families(presets: Sequence[Path]) -> None:
     """Body of the command."""
     for name, family in FAMILIES.items():
-        print(f"{name:10} {family.diffusers_class}, {family.vae.name}")
+        whose = f" of {family.own_code.name}" if family.own_code else ""
+        print(f"{name:10} {family.diffusers_class}{whose}, {family.vae.name}")
     files = list(presets) or sorted(PRESETS.glob("*.yaml"))
     rows = [HEAD, *(size_of(file).cells() for file in files)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]

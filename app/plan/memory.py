@@ -118,7 +118,7 @@ def _check_workers(
 ) -> None:
     memory, room = view.memory_gib, view.room_gib
     assert memory is not None and room is not None
-    tokens = min(config.data.batch.text_tokens, model.text.max_length)
+    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
 
     def least(found: MemoryForecast, most: int) -> int | None:
         return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)

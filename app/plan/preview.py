@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from app.inputs.workload import read_workload
 from app.plan.memory import MemoryView, cascade_gib, memory_lines, view_memory, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
+from ops.degrees import exchanged
 from ops.ranges import SECONDS
 from ops.typed import ConfigError
 
@@ -108,6 +110,7 @@ def run_plan(
         f"{problem.profile.device})"
     )
     print(table(plans, problem))
+    print("\n".join(degree_lines(plans, problem.profile)))
     if line := update_line(plans, problem):
         print(line)
     if problem.memory is not None:
@@ -228,6 +231,25 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
         )
         for row in rows
     )
+
+
+def degree_lines(plans: Sequence[Plan], profile: Profile) -> list[str]:
+    """How many DiT cascades of each plan have which degree, and what bags send whose ranks share heads."""
+    lines: list[str] = []
+    seen: set[int] = set()
+    for plan in plans:
+        counts = Counter(c.degree for step in plan.steps for c in step.cascades if c.module == "dit")
+        seen |= counts.keys()
+        degrees = ", ".join(f"{counts[degree]} at {degree}" for degree in sorted(counts))
+        lines.append(f"degrees   {plan.strategy}: {degrees or 'no DiT cascade'}")
+    heads = profile.num_heads or 0  # of a file that does not say, no degree is known to share any
+    for degree in sorted(seen):
+        if heads % degree:
+            lines.append(
+                f"          {degree} does not divide {heads} heads: ranks share some, and send "
+                f"{exchanged(heads, degree):.2f} times what Ulysses would"
+            )
+    return lines
 
 
 def update_line(plans: Sequence[Plan], problem: PlanInputs) -> str:

@@ -44,6 +44,7 @@ class ClipChanges:
     seed: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None  # unset: a given guidance_scale is that of both experts
     flow_shift: float | None = None
     negative_prompt: str | None = None
 
@@ -66,6 +67,7 @@ class ClipSettings:
         sampler = SamplerConfig(
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
+            guidance_scale_2=sample.guidance_scale_2,
             flow_shift=flow.flow_shift,
             token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
@@ -88,6 +90,9 @@ class ClipSettings:
             self.sampler,
             steps=_given(changes.steps, self.sampler.steps),
             guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
+            guidance_scale_2=changes.guidance_scale_2
+            if changes.guidance_scale is not None
+            else _given(changes.guidance_scale_2, self.sampler.guidance_scale_2),
             flow_shift=_given(changes.flow_shift, self.sampler.flow_shift),
             token_shift=self.sampler.token_shift if changes.flow_shift is None else None,
         )
@@ -168,20 +173,14 @@ def make_clips(
     """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
     group every rank calls it and the first gets the clips, the others none: they denoise and decode together. With a
     `half` of it, guidance's two branches run side by side."""
-    texts, vectors = split(model.text.encode(list(prompts)), model.config.model.text)
-    requests = [
-        SampleRequest(
-            text=text,
-            pooled=None if vectors is None else vectors[index],
-            frames=settings.frames,
-            height=settings.height,
-            width=settings.width,
-            seed=settings.seed + index,
-            **(_told(model, first[index], settings.frames) if first else {}),
+    requests = clip_requests(model, prompts, settings, first)
+    negative, away = negative_of(model, settings.negative_prompt, first)
+    dropped = FirstFrame.of(model.config.model).dropped_frames
+    if settings.frames <= dropped:
+        raise ConfigError(
+            f"sample.frames {settings.frames}: of clips of this transformer the first {dropped} frames are not shown. "
+            f"Ask for more."
         )
-        for index, text in enumerate(texts)
-    ]
-    (negative,), away = split(model.text.encode([settings.negative_prompt]), model.config.model.text)
     clips = []
     for batch in _batches(requests, batch_limit(settings, model.geometry)):
         latents = sample_latents(
@@ -193,22 +192,55 @@ def make_clips(
             group,
             progress,
             model.low,
-            None if away is None else away[0],
+            away,
             half,
         )
         videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
-        clips += [video.cpu().numpy() for video in videos]
+        clips += [video[dropped:].cpu().numpy() for video in videos]
     return clips
+
+
+def clip_requests(
+    model: Model, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray] = ()
+) -> list[SampleRequest]:
+    """What the sampler is asked for, one for each prompt."""
+    kind = model.config.model.text
+    texts, vectors = split(model.text.encode(list(prompts), list(first) if kind.sees_picture else []), kind)
+    return [
+        SampleRequest(
+            text=text,
+            pooled=None if vectors is None else vectors[index],
+            frames=settings.frames,
+            height=settings.height,
+            width=settings.width,
+            seed=settings.seed + index,
+            **(_told(model, first[index], settings.frames) if first else {}),
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+def negative_of(model: Model, prompt: str, first: Sequence[np.ndarray] = ()) -> tuple[Tensor, Tensor | None]:
+    """Text and vector that guidance moves away from. An encoder that sees pictures is shown a black one, as
+    HunyuanVideoImageToVideoPipeline does."""
+    kind = model.config.model.text
+    black = [np.zeros_like(first[0])] if kind.sees_picture else []
+    (text,), vectors = split(model.text.encode([prompt], black), kind)
+    return text, None if vectors is None else vectors[0]
 
 
 @torch.no_grad()
 def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
     """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
-    frame, pixels = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None]
+    frame, pixels, patch = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None], model.geometry.patch
     if not frame.channels:
-        return {"first": patchify(model.vae.encode(pixels[:, None])[0], model.geometry.patch)}
+        first = patchify(model.vae.encode(pixels[:, None])[0], patch)
+        return {"first": first} | ({"hint": first} if frame.given else {})
     still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
-    told = {"condition": patchify(frame.joined(still[:0], still), model.geometry.patch)}
+    grid = model.geometry.latent_grid(frames, *picture.shape[:2])
+    told = {"condition": patchify(frame.joined(still.new_empty(0, *grid), still), patch)}
+    if frame.alone:
+        told["hint"] = patchify(still, patch)
     return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})
 
 

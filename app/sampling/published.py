@@ -12,10 +12,10 @@ from actors.config import TrainConfig
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig, TokenShift
-from ops.models.base.family import Json
+from ops.models.base.family import Family, Json
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import read_json
+from ops.models.folders import class_of, read_json
 from ops.typed import ConfigError
 
 _FIRST_FRAMES = 0.2  # of a run whose weights take first frames; sampling asks only whether there is one
@@ -33,16 +33,17 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
     diffusion than its family computes.
     """
     index = read_json(folder / "model_index.json")
-    known = {family.diffusers_class: family for family in FAMILIES.values()}
     fields = _part(folder, index, "transformer", "config.json")
-    scheduler = _part(folder, index, "scheduler", "scheduler_config.json")
-    family = known.get(str(fields.get("_class_name")))
+    family = _family_of(fields)
+    scheduler = {} if family and family.own_code else _part(folder, index, "scheduler", "scheduler_config.json")
     if family is None:
-        raise ConfigError(f"{folder} has a {fields.get('_class_name')}; clips are made with {', '.join(known)}.")
+        raise ConfigError(f"{folder} has a {class_of(fields)}; clips are made with {_classes()}.")
     try:
         published = family.published(index, fields, scheduler)
     except ValueError as error:
         raise ConfigError(f"{folder}: {error}") from None
+    first_frame = _FIRST_FRAMES if published.first_frame else 0.0
+    flow = FlowConfig(**published.flow) if published.flow else flow_of(scheduler, first_frame)  # type: ignore[arg-type]
     path = str(folder.resolve())
     dit = family.settings(path=path, **published.dit)
     sees_images = dit.starts_from_image and (folder / "image_encoder" / "config.json").is_file()
@@ -56,7 +57,7 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
         ),
         train=TrainConfig(
             autocast="bfloat16" if autocast else "none",
-            flow=flow_of(scheduler, _FIRST_FRAMES if published.first_frame else 0.0),
+            flow=flow,
         ),
         sample=SampleConfig(**published.clips),  # type: ignore[arg-type]
     )
@@ -79,17 +80,27 @@ def flow_of(scheduler: Json, first_frame: float = 0.0) -> FlowConfig:
 
 def published_notes(folder: Path) -> list[str]:
     """What of its own pipeline's sampling is not done."""
+    family = _family_of(read_json(folder / "transformer" / "config.json"))
+    if family and family.own_code:
+        return family.notes(str(folder), 0)
     scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
     if end := scheduler.get("shift_terminal"):
         return [f"the scheduler of {folder} stretches its noise levels to end at {end}; here they end by their shift."]
     return []
 
 
+def _family_of(fields: Json) -> Family | None:
+    return next((family for family in FAMILIES.values() if family.diffusers_class == class_of(fields)), None)
+
+
+def _classes() -> str:
+    return ", ".join(family.diffusers_class for family in FAMILIES.values())
+
+
 def _part(folder: Path, index: Json, part: str, file: str) -> Json:
     if not (folder / part / file).is_file():
         name = index.get("_class_name")
         raise ConfigError(
-            f"{folder} is a {name} without {part}/{file}. Give the whole folder of a pipeline with one of "
-            f"{', '.join(family.diffusers_class for family in FAMILIES.values())}."
+            f"{folder} is a {name} without {part}/{file}. Give the whole folder of a pipeline with one of {_classes()}."
         )
     return read_json(folder / part / file)

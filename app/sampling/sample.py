@@ -40,6 +40,7 @@ def run(
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
     given = {
         "guidance-scale": (changes.guidance_scale, between(0, 1e6)),
+        "guidance-scale-2": (changes.guidance_scale_2, between(0, 1e6)),
         "flow-shift": (changes.flow_shift, above(0, 1e6)),
         "fps": (changes.fps, above(0, 1000)),
         "seed": (changes.seed, between(0, SEED)),
@@ -58,12 +59,22 @@ def run(
             f"--flow-shift is {changes.flow_shift:g}, and this transformer is sampled by DDIM, which has none; leave "
             f"it out."
         )
+    if changes.guidance_scale_2 is not None and not config.model.dit.two_experts:
+        raise ConfigError(
+            f"--guidance-scale-2 is {changes.guidance_scale_2:g}, of the expert for low noise, and this is one "
+            f"transformer for all noise levels; leave it out."
+        )
     prompts = prompts or config.sample.prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     settings = ClipSettings.of(config).changed(changes)
+    try:
+        geometry.token_grid(settings.frames, settings.height, settings.width)
+    except ValueError as error:
+        size = f"{settings.frames} x {settings.height} x {settings.width}"
+        raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
     first = first_frames(config, prompts, settings, images, "--image")
-    for note in cut_prompts([*prompts, settings.negative_prompt], config.model.text):
+    for note in empty_prompts(prompts) + cut_prompts([*prompts, settings.negative_prompt], config.model.text):
         print(f"note: {note}")
     if crew is not None:
         order = ClipOrder(
@@ -85,6 +96,15 @@ def run(
     for file in files:
         print(file)
     return files
+
+
+def empty_prompts(prompts: Sequence[str]) -> list[str]:
+    """A sentence where prompts have no text, numbered from 0 as the files of their clips."""
+    empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
+    if not empty:
+        return []
+    what = f"prompts {', '.join(empty)} are" if len(empty) > 1 else f"prompt {empty[0]} is"
+    return [f"{what} empty: their clips are what the model makes without any text."]
 
 
 def cut_prompts(prompts: Sequence[str], text: TextConfig) -> list[str]:

@@ -29,6 +29,7 @@ from actors.ray_calls import node_address, resources
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
 from app.sampling.model import load_model
+from app.sampling.occupancy import Occupancy
 from ops.models.base.config import DiTConfig
 from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
@@ -75,6 +76,7 @@ class MadeClip:
 
     mp4: bytes
     shown: np.ndarray
+    seconds: float = 0.0  # that its worker computed for it, of those for all clips that it made together
 
 
 class PromptQueue:
@@ -87,6 +89,11 @@ class PromptQueue:
         self._limit = limit
         self._losses: dict[int, int] = {}
         self.unfinished = len(self._waiting)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a prompt waits to be given out."""
+        return bool(self._waiting)
 
     def take(self, workers: int) -> list[int]:
         """The next chunk for one of so many workers; empty when nothing waits."""
@@ -165,6 +172,7 @@ class ClipWorker:
         at once."""
         import torch.distributed as dist
 
+        from actors.planning.options import flop_profile
         from ops.groups import Groups
         from ops.waiting import CancelToken
 
@@ -175,6 +183,10 @@ class ClipWorker:
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
         assert self._job is not None, "load comes first"
+        model = self._model.config.model
+        if model.dit.spatial_temporal:  # nothing is measured; equal on all ranks, whatever GPUs they have
+            device = "H100" if self._model.device.type == "cuda" else "cpu"
+            self._model.dit.rates = flop_profile(model, self._model.geometry, device).slice_rates()
         if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
             middle = size // 2
             self._half = groups.get(members[:middle] if rank < middle else members[middle:])
@@ -182,31 +194,33 @@ class ClipWorker:
     def make(self, work: ClipWork) -> list[MadeClip]:
         """In a bag all call it at once, and rank 0 returns the clips."""
         assert self._job is not None, "load comes first"
+        begin = time.perf_counter()
         told, train = self._job.settings, self._model.config.train
         # a published pipeline is in bfloat16 on a GPU, which who asks for clips may not have
         sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
         settings = replace(told, seed=told.seed + work.number, sampler=sampler)
         videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
-        return [MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video)) for video in videos]
+        made = [MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video)) for video in videos]
+        return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
 
 
 def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
     """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
     one bag, and exchanges have half the ends."""
-    guided = sampler.guidance_scale != 1 and not dit.takes_guidance
-    return guided and workers % 2 == 0 and dit.num_heads % (workers // 2) == 0
+    return sampler.is_guided and not dit.takes_guidance and workers % 2 == 0
 
 
-def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> None:
-    """Raises ConfigError for a number of workers that can be neither one bag nor two halves."""
-    from ops.sequence_parallel import check_degree
-
-    if in_halves(workers, dit, sampler):
+def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
+    """Raises ConfigError for more workers than one bag, or two halves, can have for clips of this token grid."""
+    if not dit.spatial_temporal:
         return
-    try:
-        check_degree(workers, dit.num_heads)
-    except ValueError as error:
-        raise ConfigError(f"--workers {workers} --together: {error}") from None
+    frames, positions = grid[0], grid[1] * grid[2]
+    most = max(frames, positions) * (2 if in_halves(workers, dit, sampler) else 1)
+    if workers > most:
+        raise ConfigError(
+            f"--workers {workers} --together: a clip has {frames} frames of {positions} positions, which are dealt "
+            f"to at most {most} workers here. Use {most} or fewer, or larger clips."
+        )
 
 
 def mp4_of(video: np.ndarray, fps: float) -> bytes:
@@ -260,9 +274,14 @@ def spread(
         tell(f"{len(shown)}/{len(prompts)} clips, {timedelta(seconds=round(left))} left")
 
     if queue.unfinished:
+        if queue.unfinished < workers and not together:
+            tell(f"note: {queue.unfinished} prompt(s) to make: as many of the {workers} workers start")
         crew = _Crew(job, worker_class, workers if together else min(workers, queue.unfinished))
         try:
-            (_make_together if together else _make_apart)(crew, queue, work_of, keep)
+            if together:
+                _make_together(crew, queue, work_of, keep)
+            elif line := _make_apart(crew, queue, work_of, keep).summary():
+                tell(line)
         finally:
             crew.close()
     contact_sheet(
@@ -311,15 +330,16 @@ def _make_apart(
     queue: PromptQueue,
     work_of: Callable[[Sequence[int]], ClipWork],
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
-) -> None:
+) -> Occupancy:
     import ray
 
-    started = time.monotonic()
+    started, occupancy = time.monotonic(), Occupancy()
     idle: list[Any] = []
     busy: dict[Any, tuple[Any, list[int]]] = {}  # answer that is awaited -> its worker, its chunk (none: it loads)
 
     def employ(handle: Any) -> None:
         chunk = queue.take(crew.size)
+        occupancy.given_out(queue.waits, time.monotonic())
         if chunk:
             busy[handle.make.remote(work_of(chunk))] = (handle, chunk)
         else:
@@ -344,6 +364,8 @@ def _make_apart(
             if not chunk:  # it died before it could be asked: its replacement would, too
                 raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
             _give_up(queue.lose(chunk), work_of, error)
+            occupancy.given_out(queue.waits, time.monotonic())
+            occupancy.died(handle)
             log.warning("a worker died with prompts %s; another one makes them", chunk)
             crew.members.remove(handle)
             started = time.monotonic()
@@ -353,10 +375,15 @@ def _make_apart(
             continue
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        if chunk:
+            occupancy.answered(handle, sum(clip.seconds for clip in clips), time.monotonic())
+        else:
+            occupancy.ready(handle, time.monotonic())
         employ(handle)  # before its clips are written: it need not wait for the disk
         if chunk:
             keep(chunk, clips)
             queue.finish(chunk)
+    return occupancy
 
 
 def _make_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields
 
 from app.settings.config import RunConfig
@@ -19,12 +20,20 @@ def notes(config: RunConfig) -> list[str]:
             "data.batch.target_s sizes batches by times from FLOPs alone: without planner.profile no device "
             "was measured; `heddle profile` does it."
         )
-    if (least := model.text.least_tokens) > config.data.batch.text_tokens:
+    if (least := _least_tokens(model)) > config.data.batch.text_tokens:
         found.append(
             f"data.batch.text_tokens {config.data.batch.text_tokens} sizes batches for less text than every caption "
             f"has: model.text makes {least} rows of each. Set it to {least}."
         )
     return found + FAMILIES[model.dit.architecture].notes(model.dit.path, model.text.pad_to)
+
+
+def _least_tokens(model: ModelConfig) -> int:
+    """Rows of text that every caption has; those of a first frame are known when folders have been read."""
+    if model.text.sees_picture:
+        with suppress(OSError, ValueError):  # the start refuses such a folder with the reason
+            model = resolve(model)[0]
+    return model.text.least_tokens
 
 
 def _unused_numbers(config: RunConfig) -> list[str]:

@@ -9,31 +9,34 @@ from app.settings.sections import SampleConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.config import FlowConfig
+from ops.degrees import bag_sizes
 from ops.models.config import ModelConfig, geometry
 from ops.typed import ConfigError
 
 
 def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
-    """A transformer that counts its positions in seconds is trained at its own frame rate."""
+    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate."""
     rate, fps = model.dit.clip_rate, data.fps
     if rate is not None and fps != rate:
         raise ConfigError(
-            f"data.fps is {fps:g}, and the transformer of model.dit counts its positions in seconds, at {rate:g} "
-            f"frames per second. Set data.fps and model.dit.frame_rate to the same rate."
+            f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "
+            f"second. Set data.fps and model.dit.frame_rate to the same rate."
         )
 
 
 def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
-    """Sequence parallelism deals out attention heads, and the static strategy needs a worker for each part."""
+    """Ulysses deals out whole attention heads, and the static strategy needs a worker for each part."""
     dit = model.dit
-    legal = [degree for degree in range(1, dit.num_heads + 1) if dit.num_heads % degree == 0]
+    legal = dit.degrees(dit.num_heads, "ulysses")
     wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
+    wanted["planner.topology"] = tuple(bag_sizes(planner.topology))
     for key, degrees in wanted.items():
         for degree in degrees:
-            if degree < 1 or (dit.path is None and degree not in legal):
+            if planner.sequence == "ulysses" and dit.path is None and not dit.spatial_temporal and degree not in legal:
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
-                    f"model.dit; legal degrees are {', '.join(map(str, legal))}."
+                    f"model.dit; legal degrees of planner.sequence ulysses are {', '.join(map(str, legal))}. Use one "
+                    f"of them, or planner.sequence: auto."
                 )
     if planner.strategy == "static" and planner.static_degree > workers.max:
         raise ConfigError(
@@ -114,8 +117,18 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
             f"of a clip; set it to 0."
         )
+    if flow.first_frame and dit.gives_first_frame:
+        raise ConfigError(
+            f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit is given the first "
+            f"frame of every clip; set it to 0."
+        )
     if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
+    if sample.guidance_scale_2 is not None and not dit.two_experts:
+        raise ConfigError(
+            f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "
+            f"one transformer for all noise levels; leave it out."
+        )
     if not sample.prompts:
         if sample.every:
             raise ConfigError(

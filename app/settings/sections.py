@@ -35,6 +35,7 @@ class SampleConfig:
     share: float = 0.05
     steps: int = 20  # Euler steps of the sampler
     guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
+    guidance_scale_2: float | None = None  # of the expert for low noise, where there are two; unset: the same
     frames: int = 17
     height: int = 64
     width: int = 64
@@ -61,6 +62,7 @@ class SampleConfig:
             share=between(0, 1e6),
             steps=between(1, 100_000),
             guidance_scale=between(0, 1e6),
+            guidance_scale_2=between(0, 1e6),
             frames=between(1, 100_000),
             height=between(1, 1 << 16),
             width=between(1, 1 << 16),

@@ -132,8 +132,8 @@ class Dataset:
         return self._steps[index]
 
     def needs_pixels(self, item: DataItem) -> bool:
-        """False when a cache holds the latents of all its samples."""
-        return self.latents is None or not self.latents.has(item)
+        """False when a cache holds the latents of all its samples, and texts that are made of pixels."""
+        return self.latents is None or not self.latents.spares_pixels(item)
 
     def latents_denied(self, item: DataItem) -> bool:
         """Whether a cache named all latents of this item, and one of them then could not be read."""

@@ -5,12 +5,13 @@ Imports neither torch nor Ray, so configs load in milliseconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ops.geometry import Geometry
 from ops.models.base.family import EmptyText, TextRecipe
-from ops.models.families import FAMILIES, AnyDiT, TextKind
+from ops.models.families import TEXT_RECIPES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, between, check_numbers
 
@@ -81,6 +82,8 @@ class TextConfig:
     num_layers: int = 2
     num_heads: int = 4
     pooled_dim: int = 32  # the random CLIP only
+    picture_tokens: int = 16  # the random LLaVA only: patches of a picture, a square number
+    picture_every: int = 0  # every so many-th of their rows is text; follows model.dit.first_frame
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +97,12 @@ class TextConfig:
             num_layers=between(1, 1000),
             num_heads=between(1, 1024),
             pooled_dim=between(1, 1 << 16),
+            picture_tokens=between(1, 1 << 16),
+            picture_every=between(0, 1 << 16),
             seed=between(0, SEED),
         )
+        if math.isqrt(self.picture_tokens) ** 2 != self.picture_tokens:
+            raise ValueError(f"model.text.picture_tokens {self.picture_tokens} is no square, as 4x4 patches are 16.")
         if self.empty == "none" and (self.recipe or self.pad_to or self.unmasked):
             raise ValueError(
                 "model.text.empty none: an empty caption can be no text where kind is t5 and captions have their true "
@@ -117,7 +124,17 @@ class TextConfig:
     @property
     def recipe(self) -> TextRecipe | None:
         """How the family of this kind makes text of captions; None for T5 alone."""
-        return None if self.kind == "t5" else FAMILIES[self.kind].text
+        return None if self.kind == "t5" else TEXT_RECIPES[self.kind]
+
+    @property
+    def sees_picture(self) -> bool:
+        """Whether a text is made of a caption and the first frame of its clip."""
+        return self.recipe is not None and self.recipe.picture is not None
+
+    @property
+    def picture_rows(self) -> int:
+        """Rows of a text that are of the first frame."""
+        return -(-self.picture_tokens // self.picture_every) if self.sees_picture and self.picture_every else 0
 
     @property
     def pooled(self) -> int:
@@ -131,13 +148,20 @@ class TextConfig:
 
     @property
     def least_tokens(self) -> int:
-        """Rows of the shortest caption that the transformer sees."""
-        return self.max_length if self.recipe and self.recipe.keeps_padding else self.pad_to
+        """Rows of the shortest caption that the transformer sees, those of the first frame among them."""
+        return self.max_length if self.recipe and self.recipe.keeps_padding else self.pad_to + self.picture_rows
 
     @property
     def most_tokens(self) -> int:
-        """Rows of the longest caption that the transformer sees."""
-        return max(self.max_length, self.pad_to)
+        """Rows of the longest caption that the transformer sees, those of the first frame among them."""
+        return max(self.max_length, self.pad_to) + self.picture_rows
+
+    @property
+    def encoded_tokens(self) -> int:
+        """Rows that the encoder of the states computes for the longest caption: those of its prompt, and of the whole
+        first frame, too."""
+        prompt = self.recipe.crop if self.recipe and self.path else 0
+        return max(self.max_length, self.pad_to) + prompt + (self.picture_tokens if self.sees_picture else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

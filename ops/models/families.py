@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal, Union
 
 from ops.models.base.config import DiTConfig
-from ops.models.base.family import Family, VAEClass
+from ops.models.base.family import Family, TextRecipe, VAEClass
 
 _USUAL = "wan"  # meant where a config names no architecture
 _FOLDERS = [module.name for module in iter_modules([str(Path(__file__).parent)]) if module.ispkg]
@@ -23,11 +23,15 @@ FAMILIES: dict[str, Family] = {  # by model.dit.architecture
     name: import_module(f"ops.models.{name}.family").FAMILY for name in _NAMES
 }
 
+TEXT_RECIPES: dict[str, TextRecipe] = {  # by model.text.kind
+    kind: recipe for family in FAMILIES.values() for kind, recipe in family.texts.items()
+}
+
 if TYPE_CHECKING:
     AnyDiT = DiTConfig
     TextKind = str
 else:
-    TextKind = Literal[("t5", *(name for name, family in FAMILIES.items() if family.text))]
+    TextKind = Literal[("t5", *TEXT_RECIPES)]
     """For configs: T5 or UMT5 alone, or the text encoders of a family that has two."""
     AnyDiT = Union[tuple(family.config for family in FAMILIES.values())]  # noqa: UP007  (of types known at run time)
     """For configs: their reader tells the families apart by `architecture`, and refuses other names."""

@@ -1,4 +1,5 @@
-"""How a transformer is told of the first frame of a clip: as channels behind the noisy ones, and as an image embedding.
+"""How a transformer is told of the first frame of a clip: as channels behind the noisy ones or in place of the first
+latent frame, and as an image embedding.
 
     frame = FirstFrame.of(model)                         # of a resolved model
     latent = frame.joined(vae.encode(video)[0], vae.encode(frame.still(video))[0])     # [C + Q, t, h, w]
@@ -34,6 +35,8 @@ class FirstFrame:
     image_dim: int
     stride_t: int  # of the VAE
     tell: Callable[[Tensor, int], Tensor] | None
+    alone: bool  # the VAE sees the frame without grey behind it
+    given: bool  # its latent stands in place of the clip's first latent frame
 
     @staticmethod
     def of(model: ModelConfig) -> FirstFrame:
@@ -47,7 +50,20 @@ class FirstFrame:
             image_dim=image.d_model if image else 0,
             stride_t=model.vae.temporal,
             tell=FAMILIES[dit.architecture].first_frame,
+            alone=dit.encodes_frame_alone,
+            given=dit.gives_first_frame,
         )
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the VAE encodes the first frame of each clip for itself."""
+        return self.channels > 0 or self.given
+
+    @property
+    def dropped_frames(self) -> int:
+        """Frames of a sampled clip, from its beginning, that are not shown: of the first latent frame of
+        HunyuanVideo's 33 channels, as in its pipeline."""
+        return self.stride_t if self.alone and self.channels else 0
 
     @property
     def tail(self) -> int:
@@ -55,7 +71,10 @@ class FirstFrame:
         return -(-self.image_tokens * self.image_dim // self.width)
 
     def still(self, video: Tensor) -> Tensor:
-        """uint8 [B, T, H, W, 3] -> the same with grey in place of all but the first frame, in floats from 0 to 255."""
+        """uint8 [B, T, H, W, 3] -> what the VAE encodes of the first frame: it alone [B, 1, H, W, 3], or the same with
+        grey in place of all others, in floats from 0 to 255."""
+        if self.alone:
+            return video[:, :1]
         still = video.float()
         if still is video:
             still = video.clone()
@@ -63,9 +82,15 @@ class FirstFrame:
         return still
 
     def joined(self, latent: Tensor, still: Tensor) -> Tensor:
-        """[C, t, h, w] of the clip and of its `still` -> [C + Q, t, h, w]."""
+        """[C, t, h, w] of the clip (or no channel of it), and the latent of its `still` -> [C + Q, t, h, w]."""
+        if self.given:
+            joined = latent.clone()
+            joined[:, :1] = still
+            return joined
         assert self.tell is not None
-        condition = self.tell(still, self.stride_t)
+        behind = still.new_zeros(len(still), latent.shape[1], *still.shape[2:])
+        behind[:, : still.shape[1]] = still
+        condition = self.tell(behind, self.stride_t)
         joined = latent.new_empty(len(latent) + len(condition), *latent.shape[1:])
         joined[: len(latent)], joined[len(latent) :] = latent, condition
         return joined

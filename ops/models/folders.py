@@ -16,7 +16,7 @@ from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
 from ops.models.config import ImageConfig, ModelConfig, TextConfig
-from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
+from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
 
@@ -82,6 +82,14 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for parts, encoder in ((text.recipe.states_parts, folder), (text.recipe.pooled_parts, pooled_text_folder(text))):
         found |= {parts[0]: encoder, parts[1]: tokenizer_of(encoder, parts[1])}
+    if text.recipe.picture:
+        prepares = folder.parent / text.recipe.picture.processor
+        if not (prepares / "preprocessor_config.json").is_file():
+            raise FileNotFoundError(
+                f"{prepares}/preprocessor_config.json does not exist; model.text.kind {text.kind} shows first frames "
+                f"to its encoder. Download {prepares.name}/, too."
+            )
+        found[text.recipe.picture.processor] = prepares
     return found
 
 
@@ -102,7 +110,7 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
     Raises ValueError for a class that no family has, and for a variant that we do not compute.
     """
     classes = {family.diffusers_class: family for family in FAMILIES.values()}
-    name = fields.get("_class_name")
+    name = class_of(fields)
     if name not in classes:
         raise ValueError(f"{where} is a {name}; known are {' and '.join(classes)}.")
     family = classes[name]
@@ -118,10 +126,18 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
     return cast(AnyDiT, family.config(**values))
 
 
+def class_of(fields: Json) -> str | None:
+    """The class that a transformer's config.json names: Diffusers' way, or that of Transformers for one of neither."""
+    found: str | None = fields.get("_class_name") or next(iter(fields.get("architectures") or []), None)
+    return found
+
+
 def dit_json(config: DiTConfig) -> dict[str, object]:
-    """The config.json of the Diffusers class with the same parameters; `dit_config` reads it back."""
+    """The config.json of the published class with the same parameters; `dit_config` reads it back."""
     family = FAMILIES[config.architecture]
-    fields = {"_class_name": family.diffusers_class, **family.fixed_fields}
+    name = family.diffusers_class
+    fields: dict[str, object] = {"architectures": [name]} if family.own_code else {"_class_name": name}
+    fields |= family.fixed_fields
     fields |= {key: getattr(config, field) for field, key in family.key_map.items()}
     return fields | family.write_rest(config)
 
@@ -152,6 +168,7 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
     dit = _with_pooled(dit, text)
+    text = _with_picture(dit, text)
     return replace(model, dit=dit, vae=vae, text=text, image=image), Geometry(vae_stride=stride, patch=dit.patch)
 
 
@@ -161,7 +178,7 @@ def _resolve_text(text: TextConfig) -> TextConfig:
     kind = str(fields.get("model_type"))
     if recipe is None:
         if "d_model" not in fields:
-            others = [name for name, family in FAMILIES.items() if family.text and family.text.states == kind]
+            others = [name for name, other in TEXT_RECIPES.items() if other.states == kind]
             hint = f"; set model.text.kind {others[0]} for a pipeline with two text encoders" if others else ""
             raise ValueError(f"{folder} is a {kind} encoder; T5 and UMT5 encoders are supported{hint}.")
         return replace(text, d_model=fields["d_model"])
@@ -177,18 +194,35 @@ def _resolve_text(text: TextConfig) -> TextConfig:
     text = replace(text, pooled_dim=clip.get("text_config", clip).get("hidden_size", 512))
     if recipe.states == "t5":
         return replace(text, d_model=fields["d_model"])
+    if recipe.picture:
+        text_parts(text)  # raises for a missing one
+        text, fields = _resolve_picture(text, fields, str(folder)), fields.get("text_config", {})
     most = fields.get("max_position_embeddings", 2048)
-    if text.max_length + recipe.crop > most:
+    if text.encoded_tokens > most:
         raise ValueError(
-            f"model.text.max_length {text.max_length} and the {recipe.crop} tokens before it are more than the {most} "
-            f"that {folder} takes. Set it to 256, as the published weights were trained."
+            f"model.text.max_length {text.max_length} and the {text.encoded_tokens - text.max_length} tokens before it "
+            f"are more than the {most} that {folder} takes. Set it to 256, as the published weights were trained."
         )
-    return replace(
+    return replace(  # numbers that are Llama's defaults may not stand in a LLaVA's config.json
         text,
-        d_model=fields["hidden_size"],
-        num_layers=fields["num_hidden_layers"] - recipe.skipped_layers,
-        num_heads=fields["num_attention_heads"],
+        d_model=fields.get("hidden_size", 4096),
+        num_layers=fields.get("num_hidden_layers", 32) - recipe.skipped_layers,
+        num_heads=fields.get("num_attention_heads", 32),
     )
+
+
+def _resolve_picture(text: TextConfig, fields: Json, where: str) -> TextConfig:
+    """With the rows that a LLaVA's vision tower makes of a picture. Raises ValueError for a kind that is not
+    computed."""
+    vision, layer = fields.get("vision_config", {}), fields.get("vision_feature_layer", -2)
+    kind = vision.get("model_type", "clip_vision_model")
+    select = fields.get("vision_feature_select_strategy", "default")
+    if kind != "clip_vision_model" or select != "default" or not isinstance(layer, int):
+        raise ValueError(
+            f"{where} sees pictures by a {kind}, layer {layer}, {select}; CLIP's vision tower with one layer and "
+            f"without its class token is supported."
+        )
+    return replace(text, picture_tokens=(vision.get("image_size", 336) // vision.get("patch_size", 14)) ** 2)
 
 
 def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
@@ -202,6 +236,23 @@ def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
             f"Use both text encoders of the same pipeline."
         )
     return dit
+
+
+def _with_picture(dit: AnyDiT, text: TextConfig) -> TextConfig:
+    """With as many rows of the first frame as the transformer was trained on. Raises ValueError where only one of them
+    knows of it."""
+    if text.sees_picture and not dit.picture_every:
+        raise ValueError(
+            f"model.text.kind {text.kind} shows the first frame of a clip to its encoder, and this transformer of "
+            f"architecture {dit.architecture} is told of none by its text. Use the text encoders of its own pipeline."
+        )
+    if dit.picture_every and not text.sees_picture:
+        kinds = [name for name, recipe in TEXT_RECIPES.items() if recipe.picture]
+        raise ValueError(
+            f"this transformer starts from the first frame of a clip and sees it in the text, too, which "
+            f"model.text.kind {text.kind} does not show. Set model.text.kind to {' or '.join(kinds)}."
+        )
+    return replace(text, picture_every=dit.picture_every)
 
 
 def _resolve_image(image: ImageConfig) -> ImageConfig:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +33,7 @@ from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
+from ops.models.text_picture import Eyes
 from ops.models.vae import DiffusersVAE, vae_without_weights
 from ops.node_gradients import NodeGradients, routes
 from ops.noise import NoiseKey
@@ -39,6 +42,7 @@ from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.peer_sum import PeerSum
 from ops.shards import Slot
+from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
 from ops.train_pass import NoisyClip, train_pass
@@ -115,6 +119,7 @@ def pass_bytes(
     layout = Layout(sequences, degree)
     for part in (
         "segments",
+        "sequence_segments",
         "seq_index",
         "positions",
         "text_segments",
@@ -128,6 +133,7 @@ def pass_bytes(
     width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
+        dit.rates = WHOLE  # type: ignore[assignment]  # torch knows of tensors and modules alone
         sync = FlatSync(dit, OptimizerConfig(), 1)
         sync.begin_step()
         dtype = torch.float64 if precision.parameters == torch.float64 else torch.float32
@@ -252,7 +258,8 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
 
 
 def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:
-    """Of encoding captions of so many tokens each, at most `TEXT_BATCH_TOKENS` of them at a time."""
+    """Of encoding captions of so many tokens each, at most `TEXT_BATCH_TOKENS` of them at a time. Rows of first frames
+    are among them where the encoder sees these."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -261,7 +268,8 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         finally:
             torch.set_default_dtype(before)
         with StorageCount() as count:
-            rows = [row.float() for row in text.encode([""] * captions)]
+            pictures = [np.zeros((1, 1, 3), np.uint8)] * captions if config.sees_picture else []
+            rows = [row.float() for row in text.encode([""] * captions, pictures)]
         del rows
         weights, peak = storage_bytes(text.parameters()) / GIB, count.peak_bytes / GIB
         if config.place == "host":  # the weights come for the call
@@ -274,7 +282,17 @@ def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
         return T5Text(t5_skeleton(config), _Long(tokens), config, "cpu")
     recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
     first, pooled = _Long(tokens + recipe.crop), _Long(recipe.pooled_tokens)
-    return pooled_text(encoder, first, second, pooled, config, "cpu")
+    if not recipe.picture:
+        return pooled_text(encoder, first, second, pooled, config, "cpu")
+    shape: Any = encoder.config
+    first = _Long(max(1, tokens - config.picture_rows) + recipe.crop + recipe.picture.dropped)
+    first.input_ids[0] = shape.image_token_index
+    size = shape.vision_config.image_size
+
+    def prepared(images: Sequence[np.ndarray], **options: object) -> dict[str, Tensor]:
+        return {"pixel_values": torch.empty(len(images), 3, size, size)}
+
+    return pooled_text(encoder, first, second, pooled, config, "cpu", Eyes(prepared, mark=0))
 
 
 def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:

@@ -124,10 +124,10 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
 
     from ops.models.folders import text_parts
     from ops.models.text import clean
-    from ops.models.text_pair import recipe_of
+    from ops.models.text_pair import byte_tokenizer, recipe_of
 
-    tokenizer: Tokenizer = ByT5Tokenizer()
     recipe = recipe_of(config) if config.recipe else None
+    tokenizer: Tokenizer = byte_tokenizer(config) if recipe else ByT5Tokenizer()
     if config.path:
         folder = text_parts(config)[recipe.states_parts[1] if recipe else "tokenizer"]
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

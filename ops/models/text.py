@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +42,11 @@ class TextEncoder(Protocol):
 
     dim: int
 
-    def encode(self, captions: list[str]) -> list[Tensor]:
+    def encode(self, captions: list[str], pictures: Sequence[np.ndarray] = ()) -> list[Tensor]:
         """One [L_i, dim] tensor per caption: L_i tokens, cut at max_length; zeros up to `pad_to` where that is set.
+
+        `pictures` are uint8 [H, W, 3], one for each caption, for an encoder that sees them (`TextConfig.sees_picture`),
+        and for no other.
 
         Behind them stand `TextConfig.tail` rows where a second encoder makes a vector (`ops.models.text_pair.split`).
         """
@@ -76,7 +80,8 @@ class T5Text:
         return max(len(self._tokens(caption)), self.pad_to)
 
     @torch.no_grad()
-    def encode(self, captions: list[str]) -> list[Tensor]:
+    def encode(self, captions: list[str], pictures: Sequence[np.ndarray] = ()) -> list[Tensor]:
+        assert not len(pictures), "this encoder sees captions alone"
         with visiting([self.encoder], self.place, self.device):
             return self._encode(captions)
 

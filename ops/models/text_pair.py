@@ -1,4 +1,5 @@
-"""Two text encoders of one caption: a Llama or T5 whose states are the text, and CLIP, whose vector goes with them.
+"""Two text encoders of one caption: a Llama, LLaVA or T5 whose states are the text, and CLIP, whose vector goes with
+them.
 
 E text width, V width of the vector, L text rows. Both travel in one matrix [L + tail, E], `TextConfig.tail` rows of it
 for the vector, so they are cached and handed over like any other text; `split` takes them apart before a transformer.
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,10 +31,19 @@ from ops.models.folders import (
 )
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape, text_dtype
+from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
 
 if TYPE_CHECKING:
-    from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
+    from transformers import (
+        ByT5Tokenizer,
+        CLIPTextConfig,
+        CLIPTextModel,
+        LlamaConfig,
+        LlamaModel,
+        LlavaModel,
+    )
 
+PICTURE = "<image>"  # the token of a picture in a random LLaVA's prompt
 _BYTES = 384  # vocabulary of the tokenizer over bytes
 _EOS = 1  # its end of sequence
 _SPREAD = 0.3  # standard deviation of random weights: enough for states to depend on the words before them
@@ -82,7 +93,8 @@ class LlamaText:
         return len(self._tokens(caption)) - self.recipe.crop
 
     @torch.no_grad()
-    def encode(self, captions: list[str]) -> list[Tensor]:
+    def encode(self, captions: list[str], pictures: Sequence[np.ndarray] = ()) -> list[Tensor]:
+        assert not len(pictures), "this encoder sees captions alone"
         with visiting([self.encoder], self.place, self.device):
             return self._encode(captions)
 
@@ -112,7 +124,7 @@ class PooledText:
 
     def __init__(
         self,
-        states: LlamaText | T5Text,
+        states: LlamaText | LlavaText | T5Text,
         second: nn.Module,
         second_tokenizer: Tokenizer,
         recipe: TextRecipe,
@@ -130,8 +142,8 @@ class PooledText:
         return self.states.count(caption)
 
     @torch.no_grad()
-    def encode(self, captions: list[str]) -> list[Tensor]:
-        result, texts = [], self.states.encode(captions)
+    def encode(self, captions: list[str], pictures: Sequence[np.ndarray] = ()) -> list[Tensor]:
+        result, texts = [], self.states.encode(captions, pictures)
         with visiting([self.second], self.place, self.device):
             vectors = self._vectors(captions)
         for kept, vector in zip(texts, vectors, strict=True):
@@ -166,11 +178,14 @@ def pooled_text(
     second_tokenizer: Tokenizer,
     config: TextConfig,
     device: torch.device | str,
+    eyes: Eyes | None = None,
 ) -> PooledText:
-    """The two encoders of a resolved config as one."""
+    """The two encoders of a resolved config as one; `eyes` are for one that sees pictures."""
     recipe = recipe_of(config)
-    if recipe.states == "llama":
-        states: LlamaText | T5Text = LlamaText(encoder, tokenizer, recipe, config, device)
+    if eyes is not None:
+        states: LlamaText | LlavaText | T5Text = LlavaText(encoder, tokenizer, eyes, recipe, config, device)
+    elif recipe.states == "llama":
+        states = LlamaText(encoder, tokenizer, recipe, config, device)
     else:
         states = T5Text(encoder, tokenizer, t5_of(config), device)
     return PooledText(states, second, second_tokenizer, recipe, config)
@@ -183,13 +198,33 @@ def t5_of(config: TextConfig) -> TextConfig:
 
 
 def recipe_of(config: TextConfig) -> TextRecipe:
-    """What `config` does to captions. A random Llama reads a short prompt: a byte is a token to it."""
+    """What `config` does to captions. A random Llama or LLaVA reads a short prompt: a byte is a token to it."""
     recipe = config.recipe
     assert recipe is not None
     if config.path or not recipe.crop:
         return recipe
-    before = "A video: "
-    return replace(recipe, template=before + "{}", crop=len(before), skipped_layers=0)
+    before, dot = "A video: ", "."
+    if recipe.picture is None:
+        return replace(recipe, template=before + "{}", crop=len(before), skipped_layers=0)
+    # as many marks as the pipeline looks for, and as many tokens between the caption and the answer as it drops
+    mark = recipe.picture.mark
+    answer = dot * (recipe.picture.dropped - 1) + mark
+    return replace(
+        recipe,
+        template=f"{mark}{PICTURE}{before}{mark}{{}}{answer}{dot}",
+        crop=len(before) + 3,
+        skipped_layers=0,
+    )
+
+
+def byte_tokenizer(config: TextConfig) -> ByT5Tokenizer:
+    """Of a random encoder: bytes, and one token each for a picture and for the mark where it sees pictures."""
+    from transformers import ByT5Tokenizer
+
+    tokens = ByT5Tokenizer()
+    if picture := recipe_of(config).picture:
+        tokens.add_tokens([PICTURE, picture.mark], special_tokens=True)
+    return tokens
 
 
 def random_pair(config: TextConfig, device: torch.device | str) -> PooledText:
@@ -202,26 +237,30 @@ def random_pair(config: TextConfig, device: torch.device | str) -> PooledText:
         if recipe_of(config).states == "t5":
             look_at_neighbours(encoder)
     clip_tokens = ByT5Tokenizer(model_max_length=recipe_of(config).pooled_tokens)
-    return pooled_text(encoder, ByT5Tokenizer(), second, clip_tokens, config, device)
+    tokens, picture = byte_tokenizer(config), recipe_of(config).picture
+    eyes = eyes_of(tokens, random_processor(config), picture) if picture else None
+    return pooled_text(encoder, tokens, second, clip_tokens, config, device, eyes)
 
 
 def save_random_pair(config: TextConfig, folder: Path) -> None:
-    """Both random encoders and their tokenizers as folders of a pipeline.
+    """Both random encoders and their tokenizers as folders of a pipeline, with what prepares pictures.
 
     A pipeline that leaves out the last layers of a Llama is given as many more, of which nothing is used.
     """
-    from transformers import LlamaModel
+    from transformers import LlamaModel, LlavaForConditionalGeneration
 
     pair, recipe = random_pair(config, "cpu"), recipe_of(config)
     encoder: Any = pair.encoder
-    if recipe.states == "llama":
+    if recipe.states != "t5":
         shape, _ = _random_shapes(config)
         assert config.recipe is not None
-        shape.num_hidden_layers += config.recipe.skipped_layers
+        getattr(shape, "text_config", shape).num_hidden_layers += config.recipe.skipped_layers
         with torch.random.fork_rng(devices=[]):
-            whole = LlamaModel(shape)
-        whole.load_state_dict(encoder.state_dict(), strict=False)
+            whole: Any = LlamaModel(shape) if recipe.states == "llama" else LlavaForConditionalGeneration(shape)
+        getattr(whole, "model", whole).load_state_dict(encoder.state_dict(), strict=False)
         encoder = whole
+    if recipe.picture:
+        random_processor(config).save_pretrained(folder / recipe.picture.processor)
     second: Any = pair.second  # both are models of Transformers
     tokenizers: list[Any] = [pair.tokenizer, pair.second_tokenizer]
     for (part, tokens), model, tokenizer in zip(
@@ -233,12 +272,13 @@ def save_random_pair(config: TextConfig, folder: Path) -> None:
 
 def pair_skeleton(config: TextConfig) -> tuple[nn.Module, nn.Module]:
     """Both encoders as their classes make them: what a folder's config.json describe, or the random ones."""
-    from transformers import CLIPTextModel, LlamaModel, T5EncoderModel
+    from transformers import CLIPTextModel, LlamaModel, LlavaModel, T5EncoderModel
 
     first, clip = _shapes(config) if config.path else _random_shapes(config)
-    if recipe_of(config).states == "t5":
+    states = recipe_of(config).states
+    if states == "t5":
         return T5EncoderModel(first), CLIPTextModel(clip)
-    return _without_norm(LlamaModel(first)), CLIPTextModel(clip)
+    return _without_norm(LlamaModel(first) if states == "llama" else LlavaModel(first)), CLIPTextModel(clip)
 
 
 def _random_shapes(config: TextConfig) -> tuple[Any, CLIPTextConfig]:
@@ -259,7 +299,11 @@ def _random_shapes(config: TextConfig) -> tuple[Any, CLIPTextConfig]:
         bos_token_id=None,
         eos_token_id=_EOS,
     )
-    return (random_shape(config) if recipe_of(config).states == "t5" else _random_llama(config)), clip
+    states = recipe_of(config).states
+    if states == "t5":
+        return random_shape(config), clip
+    llama = _random_llama(config)
+    return (llama if states == "llama" else random_llava(llama, config, token=_BYTES)), clip
 
 
 def _random_llama(config: TextConfig) -> LlamaConfig:
@@ -268,14 +312,15 @@ def _random_llama(config: TextConfig) -> LlamaConfig:
     heads = config.num_heads
     if config.d_model % (2 * heads):
         raise ValueError(f"model.text.d_model {config.d_model} is not an even multiple of num_heads {heads}.")
+    seen = config.picture_tokens if config.sees_picture else 0
     return LlamaConfig(
-        vocab_size=_BYTES,
+        vocab_size=_BYTES + (2 if seen else 0),
         hidden_size=config.d_model,
         intermediate_size=4 * config.d_model,
         num_hidden_layers=config.num_layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        max_position_embeddings=config.max_length + recipe_of(config).crop,
+        max_position_embeddings=config.max_length + recipe_of(config).crop + seen,
         initializer_range=_SPREAD,
         pad_token_id=0,
         bos_token_id=None,
@@ -290,14 +335,15 @@ def _shapes(config: TextConfig) -> tuple[Any, Any]:
 
     first = AutoConfig.from_pretrained(text_folder(config), local_files_only=True)
     if skipped := recipe_of(config).skipped_layers:
-        first.num_hidden_layers -= skipped
+        getattr(first, "text_config", first).num_hidden_layers -= skipped
     clip = AutoConfig.from_pretrained(pooled_text_folder(config), local_files_only=True)
     return first, getattr(clip, "text_config", clip)
 
 
-def _without_norm(llama: LlamaModel) -> LlamaModel:
-    llama.norm = nn.Identity()  # type: ignore[assignment]  # its states go on as they are
-    return llama
+def _without_norm(model: LlamaModel | LlavaModel) -> nn.Module:
+    language: Any = getattr(model, "language_model", model)
+    language.norm = nn.Identity()  # its states go on as they are
+    return model
 
 
 def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
@@ -306,12 +352,24 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
     The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold
     all of the weights, FileNotFoundError without a tokenizer.
     """
-    from transformers import AutoTokenizer, CLIPTextModel, LlamaModel, T5EncoderModel
+    from transformers import (
+        AutoTokenizer,
+        CLIPTextModel,
+        LlamaModel,
+        LlavaForConditionalGeneration,
+        T5EncoderModel,
+    )
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    # silent about weights of the layers that they lack
+    missing = [r"layers\.\d+\.", r"lm_head", r"rotary_emb", r"position_ids"]
 
     class Shortened(LlamaModel):  # type: ignore[no-untyped-call]  # Transformers' own hook for subclasses
-        """Llama that is silent about weights of the layers that it lacks."""
+        _keys_to_ignore_on_load_unexpected = missing
 
-        _keys_to_ignore_on_load_unexpected = [r"layers\.\d+\.", r"lm_head", r"rotary_emb"]  # noqa: RUF012
+    class ShortenedLlava(LlavaForConditionalGeneration):  # type: ignore[no-untyped-call]
+        _keys_to_ignore_on_load_unexpected = missing
+        _keys_to_ignore_on_load_missing = [r"lm_head"]  # noqa: RUF012  # it is not used
 
     first, second = text_folder(config), pooled_text_folder(config)
     shape, clip_shape = _shapes(config)
@@ -321,16 +379,26 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
         check_tokenizer(tokenizer_of(folder, part))  # before gigabytes are read
     if recipe.states == "llama":
         encoder: nn.Module = _without_norm(_loaded(Shortened, first, shape, dtype))
+    elif recipe.states == "llava":
+        encoder = _without_norm(_loaded(ShortenedLlava, first, shape, dtype).model)  # without its head
     else:
         encoder = _loaded(T5EncoderModel, first, shape, dtype)
     clip: CLIPTextModel = _loaded(CLIPTextModel, second, clip_shape, dtype)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(first, recipe.states_parts[1]), local_files_only=True)
+    eyes = None
+    if recipe.picture:
+        prepares = text_parts(config)[recipe.picture.processor]
+        # the processor that needs Pillow alone: resizing by torchvision gives other pixels
+        processor = CLIPImageProcessorPil.from_pretrained(prepares, local_files_only=True)
+        eyes = eyes_of(tokenizer, processor, recipe.picture)
     return pooled_text(
         encoder,
-        AutoTokenizer.from_pretrained(tokenizer_of(first, recipe.states_parts[1]), local_files_only=True),
+        tokenizer,
         clip,
         AutoTokenizer.from_pretrained(tokenizer_of(second, recipe.pooled_parts[1]), local_files_only=True),
         config,
         device,
+        eyes,
     )
 
 
@@ -347,12 +415,16 @@ def _loaded(kind: type[Any], folder: Path, shape: object, dtype: torch.dtype) ->
 def text_classes(config: TextConfig) -> dict[str, str]:
     """Part of a pipeline -> class in Transformers, for a `path` of this kind or the random pair."""
     recipe = recipe_of(config)
-    encoder, tokenizer = (
-        ("LlamaModel", "LlamaTokenizerFast") if recipe.states == "llama" else ("T5EncoderModel", "T5TokenizerFast")
-    )
+    encoder, tokenizer = {
+        "llama": ("LlamaModel", "LlamaTokenizerFast"),
+        "llava": ("LlavaForConditionalGeneration", "LlamaTokenizerFast"),
+        "t5": ("T5EncoderModel", "T5TokenizerFast"),
+    }[recipe.states]
     names = dict(
         zip((*recipe.states_parts, *recipe.pooled_parts), (encoder, tokenizer, "CLIPTextModel", "CLIPTokenizer"))
     )
+    if recipe.picture:
+        names[recipe.picture.processor] = "CLIPImageProcessor"
     tokenizers = (recipe.states_parts[1], recipe.pooled_parts[1])
     if not config.path:
         return names | dict.fromkeys(tokenizers, "ByT5Tokenizer")

@@ -1,4 +1,5 @@
 """Transformer weights in Diffusers' folder layout: safetensors in one file or in shards with an index, and config.json.
+Folders of Transformers, which differ in the files' names, are read and written, too.
 
 state = read_state(folder)                    # lazily opened files, fp32 or as stored
 fill(module, folder, torch.bfloat16, "cuda")  # a module on the meta device: checked names, shapes, dtypes, then read
@@ -24,7 +25,7 @@ from ops.models.config import ModelConfig
 from ops.models.folders import component, read_json
 
 STEM = "diffusion_pytorch_model"
-_INDEX = f"{STEM}.safetensors.index.json"
+_STEMS = (STEM, "model")  # of Diffusers and of Transformers
 # Diffusers' own default; files of this size are what its loaders and hubs expect.
 SHARD_BYTES = 10 * 1024**3
 _DIGEST_BYTES = 1 << 26
@@ -49,19 +50,25 @@ class _WeightFile(Protocol):
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a transformer folder. Raises FileNotFoundError naming the one that is missing."""
-    index = folder / _INDEX
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        for name in names:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{index.name} of {folder} names {name}, which is not there. Copy all shards.")
-        return [folder / name for name in names]
-    single = folder / f"{STEM}.safetensors"
-    if single.is_file():
-        return [single]
+    for index in (folder / _index(stem) for stem in _STEMS):
+        if index.is_file():
+            names = sorted(set(read_json(index).get("weight_map", {}).values()))
+            for name in names:
+                if not (folder / name).is_file():
+                    raise FileNotFoundError(
+                        f"{index.name} of {folder} names {name}, which is not there. Copy all shards."
+                    )
+            return [folder / name for name in names]
+    for single in (folder / f"{stem}.safetensors" for stem in _STEMS):
+        if single.is_file():
+            return [single]
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
     hint = f" It holds {others[0]}: pickled weights are not read, convert them to safetensors." if others else ""
-    raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}.{hint}")
+    raise FileNotFoundError(f"{folder} holds neither {STEM}.safetensors nor {_index(STEM)}.{hint}")
+
+
+def _index(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
 
 
 def iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -169,23 +176,28 @@ def fill(
 
 
 def write_folder(
-    folder: Path, state: Mapping[str, Tensor], config: Mapping[str, object], shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    state: Mapping[str, Tensor],
+    config: Mapping[str, object],
+    shard_bytes: int = SHARD_BYTES,
+    stem: str = STEM,
 ) -> None:
-    """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index."""
+    """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index. With the
+    stem "model" as that of Transformers does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shards = _shards(state, shard_bytes)
     if len(shards) == 1:
-        save_file(shards[0], folder / f"{STEM}.safetensors", metadata={"format": "pt"})
+        save_file(shards[0], folder / f"{stem}.safetensors", metadata={"format": "pt"})
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     total = sum(tensor.nbytes for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / _index(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def is_lora(name: str) -> bool:

@@ -18,7 +18,8 @@ from torch import Tensor
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, Gradients
 from ops.packing import Layout
-from ops.spatial_temporal.schedule import Grid, Schedule
+from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.schedule import Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,17 @@ class Rest:
 
     @staticmethod
     @lru_cache(maxsize=8)  # a sampler asks for the same one in every step
-    def of(layout: Layout, schedule: Schedule) -> Rest:
-        """For the rank and degree of the layout. Reads nothing of the device."""
+    def of(layout: Layout, how: ScheduleOf) -> Rest:
+        """For the rank and degree of the layout, each stack by its own schedule. Reads nothing of the device."""
         stacks = tuple(
             Stack(members, grid, split, torch.from_numpy(_positions(split)).to(layout.device))
-            for members, grid, split in _stacks(layout, schedule, layout.rank)
+            for members, grid, split in _stacks(layout, how, layout.rank)
         )
         starts = np.cumsum((0, *layout.lengths))
         total = int(starts[-1])
         holder, place = np.empty(total, np.int64), np.empty(total, np.int64)  # at rest, of every row of the bag
         for rank in range(layout.degree):
-            rows = _rows_at_rest(_stacks(layout, schedule, rank), starts)
+            rows = _rows_at_rest(_stacks(layout, how, rank), starts)
             holder[rows], place[rows] = rank, np.arange(len(rows))
             if rank == layout.rank:
                 resting = rows
@@ -111,18 +112,20 @@ def from_rest(stacks: Sequence[Tensor], rest: Rest, group: Group) -> Tensor:
 _Members = tuple[tuple[int, ...], tuple[int, int, int], Grid]  # of a stack, on some rank
 
 
-def _stacks(layout: Layout, schedule: Schedule, rank: int) -> list[_Members]:
+def _stacks(layout: Layout, how: ScheduleOf, rank: int) -> list[_Members]:
     members: dict[tuple[int, int, int], list[int]] = {}
     for index, sequence in enumerate(layout.sequences):
         members.setdefault(sequence.grid, []).append(index)
-    return [
-        (
-            tuple(indices),
-            grid,
-            Grid(frames=grid[0], positions=grid[1] * grid[2], schedule=schedule, degree=layout.degree, rank=rank),
-        )
-        for grid, indices in members.items()
-    ]
+    return [(tuple(indices), grid, _split(layout, grid, indices, how, rank)) for grid, indices in members.items()]
+
+
+def _split(layout: Layout, grid: tuple[int, int, int], members: Sequence[int], how: ScheduleOf, rank: int) -> Grid:
+    """What a rank holds of a stack. All ranks find the same schedule: it depends on nothing but the layout and `how`,
+    which all of them are given alike."""
+    frames, positions, samples = grid[0], grid[1] * grid[2], len(members)
+    text = round(sum(layout.text_lengths[member] for member in members) / samples)
+    schedule = how.stack(frames, positions, samples, text, layout.degree)
+    return Grid(frames=frames, positions=positions, schedule=schedule, degree=layout.degree, rank=rank)
 
 
 def _positions(split: Grid) -> np.ndarray:

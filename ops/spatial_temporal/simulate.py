@@ -29,7 +29,7 @@ from ops.spatial_temporal.schedule import (
 )
 
 Direction = Literal["forward", "backward"]
-SLICES = (1, 2, 3, 4, 6, 8)  # what `best_schedule` tries; the paper looks at 2 to 8 (Fig. 10, 11)
+SLICES = (1, 2, 3, 4, 6, 8)  # that are tried; the paper looks at 2 to 8 (Fig. 10, 11)
 PAIRS = 3  # of layers, enough for a steady state
 
 
@@ -171,7 +171,7 @@ def best_schedule(
         floor = _least_seconds(frames, positions, degree, (temporal, spatial), costs)
         if floor * (1 + costs.backward if training else 1) >= shortest:
             continue  # computing alone takes as long
-        for temporal_lead, spatial_lead in product(_leads(temporal), _leads(spatial)):
+        for temporal_lead, spatial_lead in product(leads_tried(temporal), leads_tried(spatial)):
             schedule = Schedule(
                 temporal_slices=temporal,
                 spatial_slices=spatial,
@@ -183,7 +183,7 @@ def best_schedule(
     return best
 
 
-def _leads(slices: int) -> tuple[int, ...]:
+def leads_tried(slices: int) -> tuple[int, ...]:
     """No lead, the first slice, all but the last, all."""
     return tuple(sorted({0, min(1, slices), slices - 1, slices}))
 

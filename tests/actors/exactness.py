@@ -36,6 +36,7 @@ from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.ltx.config import LTXConfig
 from ops.models.mochi.config import MochiConfig
+from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.sync import FlatSync
@@ -60,8 +61,15 @@ MODELS = {  # one of each family and variant
 }
 MODELS["hunyuan of two text encoders"] = replace(
     MODELS["hunyuan"],
+    dit=replace(MODELS["hunyuan"].dit, num_heads=3),
     text=TextConfig(kind="hunyuan", max_length=40, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
 )
+for _variant in ("latent_concat", "token_replace"):  # text of captions and first frames
+    MODELS[f"hunyuan i2v {_variant}"] = replace(
+        MODELS["hunyuan"],
+        dit=replace(MODELS["hunyuan"].dit, first_frame=_variant),
+        text=replace(MODELS["hunyuan of two text encoders"].text, kind="hunyuan_i2v"),
+    )
 MODELS["flux"] = replace(
     MODEL,
     dit=FluxConfig(num_layers=1, num_single_layers=1, num_heads=12, head_dim=8, ffn_dim=384, guidance_embeds=True),
@@ -77,12 +85,20 @@ MODELS["cogvideox 5b"] = replace(
     dit=CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
 )
 MODELS["latte"] = replace(  # clips have fewer frames than some bags have workers
-    MODEL, dit=LatteConfig(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, temporal_slices=3, sample_size=4)
+    MODEL, dit=LatteConfig(num_layers=1, num_heads=3, head_dim=16, ffn_dim=192, temporal_slices=3, sample_size=4)
 )
 MODELS["mochi"] = replace(  # one caption is no text at all
     MODEL,
     dit=MochiConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, freq_dim=16, context_dim=20),
     text=replace(MODEL.text, cleaned=False, empty="none"),
+)
+MODELS["stdit3"] = replace(  # one caption is the fixed rows that stand for none
+    MODEL,
+    dit=STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
+    text=replace(MODEL.text, empty="none"),
+)
+MODELS["wan of 3 heads"] = replace(  # fewer than some bags have workers
+    MODEL, dit=WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
 )
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 HANGS_S = 120.0  # who waits for longer waits for ever, also on a busy machine
@@ -139,12 +155,15 @@ def make_hosts(
         torch.manual_seed(0)
         for parameter in dit.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
+        text: Any = build_text(model.text, "cpu")
+        if model.text.sees_picture and dtype == torch.float64:
+            text.encoder.double()  # a prompt as long as a picture is rounded otherwise in another batch
         modules = Modules(
             config=model,
             geometry=geometry,
             dit=dit,
             vae=build_vae(model.vae, "cpu"),
-            text=build_text(model.text, "cpu"),
+            text=text,
             image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state)
@@ -270,22 +289,26 @@ def run_step(
 
 def execute(executor: Executor, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
     task = call.task
-    if task.module == "text":
-        return executor.text(task, [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples])
-    if task.module == "vae":
-        frames, height, width = task.pieces[0].bucket
+    if task.module in ("text", "vae"):
+        buckets = {piece.item: piece.bucket for piece in task.pieces}
         clips = [
-            np.random.default_rng(list(s.key.encode())).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+            np.random.default_rng(list(s.key.encode())).integers(0, 256, (*buckets[s.item], 3), dtype=np.uint8)
             for s in task.samples
         ]
-        return executor.vae(task, np.stack(clips), [(s.item, s.index) not in bad for s in task.samples])
+        ok = [(s.item, s.index) not in bad for s in task.samples]
+    if task.module == "text":
+        seen = clips if executor.modules.config.text.sees_picture else []
+        captions = [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples]
+        return executor.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
+    if task.module == "vae":
+        return executor.vae(task, np.stack(clips), ok)
     fetched = {("text" if "/text/" in needed else "vae", e.id): e for needed in call.needs for e in published[needed]}
     executor.dit(task, fetched)
     return None
 
 
 def random_cascades(rng: np.random.Generator, items: Sequence[Item], world: int, step: int = 0) -> list[Cascade]:
-    """A random legal plan: any split, any degree that divides 12 heads, any workers, any order that respects needs."""
+    """A random legal plan: any split, any degree up to 4, any workers, any order that respects needs."""
     plan: list[Cascade] = []
     clock = 0.0
     pieces = [Part(item=i.id, first=a, count=b - a) for i in items for a, b in _cuts(rng, i.batch)]

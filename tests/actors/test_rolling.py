@@ -24,6 +24,7 @@ from actors.step import Seat, StepAssignment, StepSamples
 from ops.geometry import Geometry
 from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
+from ops.spatial_temporal.choice import WHOLE
 from tests.actors.fakes import Handle
 
 GEOMETRY = Geometry()
@@ -170,7 +171,7 @@ class PlanningAhead:
                                             end_s=times[1]))  # fmt: skip
         cascades.sort(key=lambda c: (c.module == "dit", c.step))
         plan = StepPlan(step=step, cascades=(), makespan_s=1, lower_bound_s=1, planning_s=0, idle_ratio=0)
-        return StepAssignment(step=plan, cascades=tuple(cascades), planning_s=0.0)
+        return StepAssignment(step=plan, cascades=tuple(cascades), planning_s=0.0, rates=WHOLE)
 
     def request(self, *question: Any) -> None:
         pass
@@ -204,6 +205,7 @@ def test_the_end_of_a_step_stands_before_that_of_an_encode_that_outlasts_it() ->
         asides=AsideTurns(NoAsides(), silent),
     )
     first, second = runner.dispatch(), runner.dispatch()
+    assert {task.rates for _, method, task in asked if method == "dit"} == {WHOLE}, "all ranks slice by the plan's"
     late = "s1.0/vae/0"
     of_1 = [(method, getattr(task, "cascade", f"finish {task.step}")) for rank, method, task in asked if rank == 1]
     begun, ended = of_1.index(("encode_vae", late)), of_1.index(("outlasted", late))

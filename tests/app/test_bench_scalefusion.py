@@ -55,7 +55,7 @@ def test_the_schedules_stand_in_the_order_that_the_paper_finds() -> None:
     for machines in (2, 4):
         dsp, within, across = (seconds(REFERENCE, machines, one) for one in (DSP, intra(4), Schedule()))
         assert across < within < dsp
-        assert seconds(REFERENCE, machines, chosen(REFERENCE, machines)) <= across
+        assert seconds(REFERENCE, machines, chosen(REFERENCE, machines)) <= 1.02 * across  # fewer parts count for 1 %
     assert seconds(REFERENCE, 2, DSP) < ulysses_seconds(REFERENCE, 2)
     assert all(ulysses_seconds(clip, 4) is None for clip in WORKLOADS)  # 32 ranks, 16 heads
 

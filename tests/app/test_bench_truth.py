@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actors.messages import Span
-from app.bench.truth import Learned, learn_live
+from actors.plan.costs.profile import Profile
+from app.bench.truth import Learned, learn_live, predicted_by_profile
 
 STEPS, UNSEEN, BUDGET_S = 200, 10, 0.02
 
@@ -19,7 +20,7 @@ def test_hidden_costs_are_learnt_in_200_steps_despite_waiting(strategy: str) -> 
     found = learnt(strategy)
     assert found.before > 0.5, "the run must begin with a wrong profile"
     assert found.median <= 0.05
-    assert found.plan_ratio <= 1.03
+    assert found.plan_ratio <= 1.03 and found.plan_profiled <= 1.03
 
 
 def test_with_waiting_counted_as_work_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +33,16 @@ def test_with_waiting_counted_as_work_they_are_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     true = learn_live("static", STEPS, UNSEEN, BUDGET_S, late=0.5)
     assert true.median <= 0.05 and true.median < 0.7 * counted.median
+
+
+def test_a_profile_predicts_shapes_and_degrees_that_it_has_not_measured() -> None:
+    found = predicted_by_profile()
+    assert found.median <= 0.05 and found.worst <= 0.15
+    over = predicted_by_profile(spanning=True)
+    assert found.median < over.median <= 0.12, "one factor for all bags over nodes, as Arachne has it"
+
+
+def test_without_their_text_tokens_measured_captions_price_others_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Profile.measure
+    monkeypatch.setattr(Profile, "measure", lambda self, key, seconds, text_tokens: plain(self, key, seconds))
+    assert predicted_by_profile().worst > 10, "captions of 128 tokens, by a fit to captions of none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ CASES = {  # the config, its family, and a described cluster
     "wan2.1-14b-lora-80gb": ("wan", "gpu-1x80gb"),
     "wan2.1-1.3b-lora-24gb": ("wan", "gpu-1x24gb"),
     "hunyuan-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
+    "hunyuan-i2v-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
     "ltx-2b-lora-80gb": ("ltx", "gpu-1x80gb"),
     "flux.1-dev-lora-80gb": ("flux", "gpu-1x80gb"),
     "mochi-1-lora-80gb": ("mochi", "gpu-1x80gb"),
@@ -60,6 +62,12 @@ def plan(folder: Path, name: str, *changes: str) -> None:
     """One step of the config's buckets, its encoders by their numbers alone."""
     family, cluster = CASES[name]
     _write_numbers(folder, family)
+    if "i2v" in name:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
+        file = folder / "text_encoder" / "config.json"
+        llava = {"model_type": "llava", "text_config": json.loads(file.read_text()), "image_token_index": 128257}
+        file.write_text(json.dumps(llava))
+        (folder / "image_processor").mkdir()
+        (folder / "image_processor" / "preprocessor_config.json").write_text("{}")
     paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     run_plan(
         PlanRequest(

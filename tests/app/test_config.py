@@ -97,7 +97,8 @@ MISTAKES = {
     "train: {steps: 3": "run.yaml:4 is not valid YAML",
     "workers: {min: 3, max: 2}": "workers.min 3 and workers.max 2 must satisfy 1 <= min <= max",
     "data: {sources: [{kind: webdataset}]}": "data.sources.0.path is missing",
-    "planner: {degrees: [1, 3]}": "planner.degrees has 3, which does not divide the 4 attention heads",
+    "planner: {degrees: [1, 3], sequence: ulysses}": "planner.degrees has 3, which does not divide the 4",
+    "planner: {topology: g3n1, sequence: ulysses}": "planner.topology has 3, which does not divide the 4",
     "planner: {strategy: static, static_degree: 4}\nworkers: {max: 2}": "needs as many workers; workers.max is 2",
     "train: {steps: 5, optimizer: {lr_warmup_steps: 9}}": "longer than the run of train.steps 5",
     "data: {buckets: {table: [16x64x64]}}": "data.buckets.table 16x64x64: 16 frames",
@@ -305,7 +306,7 @@ def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
         RunConfig.load(plain, ["model.dit.architecture=hunyuan", "model.dit.cross_attn_norm=false"])
     with pytest.raises(
         ConfigError,
-        match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, latte, ltx, mochi; did you mean wan",
+        match=r"is 'wam'.*expected one of wan, cogvideox, flux, hunyuan, latte, ltx, mochi, stdit3; did you mean wan",
     ):
         RunConfig.load(plain, ["model.dit.architecture=wam"])
 
@@ -342,7 +343,9 @@ def test_a_file_of_prompts_that_is_none_is_one_sentence(content: bytes | None, s
 
 
 def test_a_transformer_that_counts_in_seconds_asks_for_one_frame_rate() -> None:
-    text = "run: {name: t}\nmodel: {dit: {architecture: ltx, num_heads: 4, head_dim: 32, ffn_dim: 512}}\n"
-    with pytest.raises(ConfigError, match=r"data\.fps is 0, and the transformer .* at 25 frames per second"):
-        RunConfig.from_yaml(text)
-    assert RunConfig.from_yaml(text + "data: {fps: 25}\n").model.dit.clip_rate == 25
+    for architecture, rate in {"ltx": 25, "stdit3": 24}.items():
+        dit = f"{{architecture: {architecture}, num_heads: 4, head_dim: 32, ffn_dim: 512}}"
+        text = f"run: {{name: t}}\nmodel: {{dit: {dit}}}\n"
+        with pytest.raises(ConfigError, match=rf"data\.fps is 0, and the transformer .* at {rate} frames per second"):
+            RunConfig.from_yaml(text)
+        assert RunConfig.from_yaml(f"{text}data: {{fps: {rate}}}\n").model.dit.clip_rate == rate

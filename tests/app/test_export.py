@@ -23,17 +23,18 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
-from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.clips import ClipChanges, ClipSettings, make_clips
 from app.sampling.model import load_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
+from data.config import DataConfig
 from ops.config import FlowConfig
 from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -47,7 +48,7 @@ from ops.packing import patchify
 from ops.sampling import SampleRequest, initial_noise, sample_latents
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx, test_mochi
+from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx, test_mochi, test_stdit3
 
 DIT = WanConfig(
     num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
@@ -430,6 +431,45 @@ def test_a_latte_pipeline_makes_our_clip(tmp_path: Path) -> None:
     theirs = clip(tmp_path / "out")
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
     assert (clip(base) - theirs).abs().max() > 0.01 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path) -> None:
+    """Without an index of a pipeline or a scheduler, which Diffusers would need; the folder is sampled from here. The
+    fixed rows of no caption and the frequencies of RoPE are as published."""
+    base = test_stdit3.publish(tmp_path / "base")
+    model = test_stdit3.settings(base, lora_rank=rank, frame_rate=8.0)
+    config = RunConfig(run=RunSection(name="tiny"), model=model, data=DataConfig(fps=8.0))
+    run, out = write_checkpoint(tmp_path / "run", config), tmp_path / "out"
+    exported = export.run(run, out)
+    assert exported.largest_difference is None and "Open-Sora's own layout" in exported.notes[0]
+    assert {entry.name for entry in out.iterdir()} == {
+        *("transformer", "vae", "text_encoder", "tokenizer", "heddle.yaml"),
+        *(("pytorch_lora_weights.safetensors",) if rank else ()),
+    }
+    before = load_file(base / "transformer" / "model.safetensors")
+    after = load_file(out / "transformer" / "model.safetensors")
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    kept = {"rope.freqs", "y_embedder.y_embedding"}
+    assert (
+        same >= kept and (rank or same == kept) and any(name.endswith("attn.qkv.weight") for name in set(after) - same)
+    )
+    fields = json.loads((out / "transformer" / "config.json").read_text())
+    assert fields == json.loads((base / "transformer" / "config.json").read_text())
+    size = ClipChanges(frames=3, height=16, width=32, steps=2)
+    clips = [
+        make_clips(loaded, ["a dot"], ClipSettings.of(loaded.config).changed(size))[0]
+        for loaded in (load_model(run, device="cpu"), load_model(out, device="cpu"))
+    ]
+    assert clips[0].shape == (3, 16, 32, 3) and np.abs(clips[0].astype(int) - clips[1]).max() <= 1
+    other = {**after, "spatial_blocks.0.mlp.fc1.bias": after["spatial_blocks.0.mlp.fc1.bias"] + 1}
+    save_file(other, out / "transformer" / "model.safetensors")
+    plain = replace(resolve(model)[0].dit, lora_rank=0, path=None)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"spatial_blocks\.0\.mlp\.fc1\.bias differs after reading it back"
+    ):
+        parity.compare_read_back(out / "transformer", plain, after)
 
 
 def test_a_mochi_pipeline_makes_our_clip(tmp_path: Path) -> None:

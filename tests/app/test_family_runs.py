@@ -20,6 +20,19 @@ MODELS = {
   dit: {architecture: hunyuan, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 128}
   text: {kind: hunyuan, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
 """,
+    # 16 patches of the first frame in 8 and in 4 rows before those of the caption
+    "hunyuan-concat": """
+  dit:
+    {architecture: hunyuan, first_frame: latent_concat, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16,
+     ffn_dim: 128}
+  text: {kind: hunyuan_i2v, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
+""",
+    "hunyuan-replace": """
+  dit:
+    {architecture: hunyuan, first_frame: token_replace, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16,
+     ffn_dim: 128}
+  text: {kind: hunyuan_i2v, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
+""",
     "flux": """
   dit: {architecture: flux, num_layers: 1, num_single_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256}
   text: {kind: flux, max_length: 40, d_model: 16, num_layers: 1, num_heads: 2, pooled_dim: 20}
@@ -31,6 +44,10 @@ MODELS = {
     "mochi": """
   dit: {architecture: mochi, num_layers: 2, num_heads: 4, head_dim: 16, ffn_dim: 256, context_dim: 32}
   text: {max_length: 40, cleaned: false, empty: none, d_model: 16, num_layers: 1, num_heads: 2}
+""",
+    "stdit3": """
+  dit: {architecture: stdit3, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, frame_rate: 8.0, caption_rows: 6}
+  text: {max_length: 40, empty: none, d_model: 16, num_layers: 1, num_heads: 2}
 """,
     "latte": """
   dit: {architecture: latte, num_layers: 1, num_heads: 4, head_dim: 16, ffn_dim: 256, sample_size: 12}
@@ -59,6 +76,7 @@ data:
   batch: {{memory_tokens: 400, text_tokens: 40, max_batch: 3}}
   items_per_step: 4
   caption_dropout: 0.3
+  fps: {8.0 if family == "stdit3" else 0.0}
   engine: {{decode_workers: 1, decode_cpus: 0.2}}
   cache: {{path: {folder}/cache-{family}}}
 train: {{steps: 4, optimizer: {{learning_rate: 1.0e-3}}}}

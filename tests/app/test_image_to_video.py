@@ -16,7 +16,14 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.plan.costs.profile import Profile
 from app.export import export
 from app.run.resume import Change, is_refused
-from app.sampling.clips import ClipSettings, first_frames, make_clips, sample_run
+from app.sampling.clips import (
+    ClipSettings,
+    clip_requests,
+    first_frames,
+    make_clips,
+    negative_of,
+    sample_run,
+)
 from app.sampling.model import load_model
 from app.sampling.pictures import read_pictures
 from app.sampling.sample import run
@@ -28,9 +35,10 @@ from ops.models.folders import dit_json, resolve
 from ops.models.image import random_clip
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
-from ops.sampling import initial_noise
+from ops.sampling import initial_noise, sample_latents
 from ops.typed import ConfigError, as_plain
 from tests.app.test_export import write_checkpoint
+from tests.ops import test_text_picture
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, first_frame="channels")
 IMAGE = ImageConfig(d_model=16, num_layers=2, num_heads=2)
@@ -171,6 +179,52 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
         output_type="np",
     ).frames[0]
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
+
+
+@pytest.mark.parametrize(("variant", "guidance"), [("latent_concat", 2.0), ("token_replace", 6.0)])
+def test_an_exported_hunyuan_pipeline_makes_the_latent_of_heddle_sample(
+    variant: str, guidance: float, tmp_path: Path
+) -> None:
+    """Both variants: text of caption and picture, the condition, the picture in the first noise, and guidance, which
+    33 channels have by a second forward with a black picture."""
+    base = test_text_picture.publish(tmp_path / "base", variant)
+    model = test_text_picture.settings(base, variant)
+    shown = replace(SHOWN, steps=3, guidance_scale=guidance)
+    config = RunConfig(run=RunSection(name="tiny"), model=model, sample=shown)
+    write_checkpoint(tmp_path / "run", replace(config, train=replace(config.train, flow=FlowConfig(flow_shift=7.0))))
+    done = export.export(tmp_path / "run", tmp_path / "out")
+    assert {"text_encoder", "text_encoder_2", "image_processor", "vae"} <= done.components.keys()
+
+    picture, prompt = save(tmp_path / "a.png", (200, 120, 30)), "a red disc"
+    ours = load_model(tmp_path / "out")
+    settings = ClipSettings.of(ours.config)
+    first = first_frames(ours.config, [prompt], settings, [picture], "--image")
+    (request,), (negative, away) = clip_requests(ours, [prompt], settings, first), negative_of(ours, "", first)
+    (latent,) = sample_latents(ours.dit, [request], negative, ours.geometry, settings.sampler, negative_pooled=away)
+    pipe = test_text_picture.theirs(tmp_path / "out")
+    told = {"guidance_scale": guidance} if ours.config.model.dit.takes_guidance else {"true_cfg_scale": guidance}
+    expected = pipe(
+        image=Image.open(picture),
+        prompt=prompt,
+        negative_prompt="",
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=3,
+        latents=initial_noise(0, (4, 2, 4, 6))[None],
+        output_type="latent",
+        **told,
+    ).frames[0]
+    shown_latent = latent[:, -expected.shape[1] :]
+    torch.testing.assert_close(shown_latent, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    (clip,) = make_clips(ours, [prompt], settings, first)
+    assert len(clip) == {"latent_concat": 1, "token_replace": 5}[variant]
+    assert expected.shape[1] == {"latent_concat": 1, "token_replace": 2}[variant]
+    with pytest.raises(ConfigError, match="starts from a picture: give --image"):
+        run(tmp_path / "out", ["another"], tmp_path / "x.mp4")
+    if variant == "latent_concat":
+        with pytest.raises(ConfigError, match=r"sample.frames 1: of clips of this transformer the first 4 frames"):
+            make_clips(ours, [prompt], replace(settings, frames=1), first)
 
 
 def publish(base: Path) -> Path:

@@ -68,6 +68,16 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return int(ended.value.code or 0), printed.out, printed.err
 
 
+def test_degrees_are_counted_and_shared_heads_are_told(
+    tmp_path: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = {**PROFILE, "num_heads": 3, "degrees": {"vae": [1], "dit": [2]}}
+    files[1].write_text(json.dumps(wide))
+    code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2")
+    assert code == 0 and "degrees   cascade: 5 at 2" in printed
+    assert "2 does not divide 3 heads: ranks share some, and send 1.17 times what Ulysses would" in printed
+
+
 def test_the_json_holds_every_item_and_module_and_adds_up(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

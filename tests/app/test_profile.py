@@ -144,6 +144,34 @@ def test_a_backward_pass_gives_its_gradients_to_the_place_of_the_run(place: str)
     assert len(times.seconds) == 2 and min(times.seconds) > 0 and bench._gradients is None, "its memory is free by then"
 
 
+def test_a_member_of_a_bag_gets_from_the_others_what_they_encoded() -> None:
+    import torch
+
+    from ops.comm import Group
+
+    class FirstOfTwo(Group):
+        """A bag whose other member is only counted."""
+
+        def all_to_all(self, output: Any, input: Any, output_splits: list[int], input_splits: list[int]) -> None:
+            exchanged.append((len(output), len(input)))
+
+        def all_reduce(self, tensor: Any, op: str = "sum") -> None:
+            tensor[1] = torch.tensor([8, 1])  # text rows and soundness of the clip that the other one has
+
+    exchanged: list[tuple[int, int]] = []
+    config = RunConfig.load(DEMO, TINY)
+    model, geometry = resolve(config.model)
+    bench = Bench(config, model, geometry, torch.device("cpu"))
+    grid = geometry.token_grid(5, 32, 32)
+    rows = grid[0] * grid[1] * grid[2]
+    alone = bench._gathering(point(2, 5).shape, grid)
+    assert [alone().bytes_received for _ in range(2)] == [0, 0], "all are in place, in every run"
+    bench.group = FirstOfTwo(None, (0, 1), 0, 0.0)
+    found = bench._gathering(point(2, 5).shape, grid)()
+    assert exchanged == [(rows // 2, rows // 2), (8, 8)], "half of a latent and a whole text each way"
+    assert found.bytes_received == 4 * (rows // 2 * bench.frame.width + 8 * model.dit.text_dim)
+
+
 def clip(degree: int, most: int = 512) -> LongestClip:
     return LongestClip(height=32, width=32, text_tokens=8, degree=degree, most_frames=most)
 
@@ -424,3 +452,4 @@ def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.Cap
     told = capsys.readouterr().out
     assert "all-to-all of 2:" in told and "update  end of a step on 2 workers" in told
     assert profile.update_seconds(2) > 0 and len(profile.exchanges) == 2
+    assert " MiB from the others" in told, "a bag's cascade begins with the handoff of its inputs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from app.sampling.clips import ClipChanges, ClipSettings, make_clips
 from app.sampling.model import config_of, load_model
 from app.sampling.published import flow_of, published_notes, published_run
 from app.sampling.sample import run
-from ops.config import TokenShift
+from ops.config import FlowConfig, TokenShift
 from ops.models.base.family import Published
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES
@@ -26,7 +27,7 @@ from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte, test_mochi
+from tests.ops import test_cogvideox, test_flux, test_latte, test_mochi, test_stdit3
 
 PUBLISHED = {"cogvideox": test_cogvideox, "flux": test_flux, "latte": test_latte, "mochi": test_mochi}
 
@@ -46,6 +47,28 @@ def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders:
     rows = {"cogvideox": test_cogvideox.ROWS, "flux": 512, "latte": 120, "mochi": 256}[name]
     assert config.model == replace(expected, text=replace(expected.text, max_length=rows))
     assert geometry == expected_geometry and config.train.autocast == "none"
+
+
+def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_sampled_as_open_sora_does(
+    tmp_path: Path,
+) -> None:
+    """Its own noise levels, not those of a scheduler, which the folder need not have; what its clips are is told."""
+    folder = test_stdit3.publish(tmp_path / "open-sora")
+    config, geometry = config_of(folder, "cpu")
+    assert config.model == resolve(test_stdit3.settings(folder))[0] and config.model.text.empty == "none"
+    assert config.train.flow == FlowConfig(token_shift=TokenShift(law="root", base_tokens=1024))
+    sampler = ClipSettings.of(config).sampler
+    assert (sampler.steps, sampler.guidance_scale, sampler.token_shift) == (30, 7.0, config.train.flow.token_shift)
+    assert "speak the latents of its own video autoencoder" in published_notes(folder)[0]
+    size = ClipChanges(frames=3, height=16, width=32, steps=2, seed=3)
+    (made,) = make_clips(load_model(folder, device="cpu"), ["a dot"], ClipSettings.of(config).changed(size))
+    model = test_stdit3.settings(folder)
+    text, negative = build_text(resolve(model)[0].text).encode(["a dot", ""])
+    assert len(negative) == 0
+    request = SampleRequest(text=text, frames=3, height=16, width=32, seed=3)
+    sampler = SamplerConfig(steps=2, guidance_scale=7.0, flow_shift=math.sqrt(3 * 1 * 2 / 1024))
+    (latent,) = sample_latents(build_dit(resolve(model)[0].dit, 0), [request], negative, geometry, sampler)
+    assert np.array_equal(made, build_vae(model.vae).decode(latent[None])[0].numpy())
 
 
 def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -81,6 +104,17 @@ def test_a_dynamic_shift_is_a_line_over_tokens() -> None:
     assert flow_of(fields).token_shift == TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
 
 
+def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
+    """By the defaults of its own pipeline."""
+    defaults = inspect.signature(diffusers.HunyuanVideoImageToVideoPipeline.__call__).parameters
+    found = FAMILIES["hunyuan"].published({}, {"image_condition_type": "latent_concat"}, {})
+    assert (found.text["kind"], found.dit) == ("hunyuan_i2v", {"first_frame": "latent_concat"})
+    assert found.text["max_length"] == defaults["max_sequence_length"].default
+    names = {"num_frames": "frames", "num_inference_steps": "steps"}
+    for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale"):
+        assert found.clips[names.get(name, name)] == defaults[name].default, name
+
+
 def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     def published(index: dict[str, Any], inside: int, outside: int) -> Published:
         return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside}, {})
@@ -90,11 +124,16 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     assert (plain.dit, image.dit, experts.dit) == ({}, {"first_frame": "channels"}, {"expert": "high"})
     assert not plain.first_frame and five.first_frame and five.clips["height"] == 704
     assert published({"transformer_2": [None, None]}, 16, 16).dit == {}
+    # by the defaults of A14B's authors, for high and for low noise
+    assert [experts.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 4.0, 3.0]
+    moving = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 36, 16)
+    assert [moving.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 3.5, 3.5]
+    assert moving.dit == {"first_frame": "channels", "expert": "high"} and "guidance_scale_2" not in plain.clips
     assert all(found.text == {"max_length": 512, "pad_to": 512} for found in (plain, image, five, experts))
     assert WanConfig(**image.dit).starts_from_image and TextConfig(**plain.text).pad_to == 512  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.own_code is None])
 def test_clips_are_as_the_pipeline_makes_them_when_it_is_told_a_prompt_alone(name: str) -> None:
     """By the defaults of its `__call__`, where they are numbers: two classes take their size from the transformer."""
     fields = {"in_channels": 16, "out_channels": 16, "guidance_embeds": True, "sample_size": 64}

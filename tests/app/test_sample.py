@@ -18,7 +18,7 @@ from actors.state import checkpoint_files as checkpoint
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling.clips import ClipChanges, ClipSettings, make_clips, sample_run
 from app.sampling.model import load_model
-from app.sampling.sample import cut_prompts, default_out, run
+from app.sampling.sample import cut_prompts, default_out, empty_prompts, run
 from app.settings.config import RunConfig
 from app.settings.prompts import read_prompts
 from app.settings.sections import RunSection, SampleConfig
@@ -140,7 +140,7 @@ def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> N
         ({"prompts": [], "out": "x.avi"}, r"must end in \.mp4"),
         (
             {"prompts": PROMPTS, "out": "x.mp4", "changes": ClipChanges(frames=6)},
-            r"6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1",
+            r"clips of 6 x 16 x 24 .* cannot be made: 6 frames: a causal VAE of temporal stride 4 takes 4\*k\+1",
         ),
         ({"prompts": PROMPTS, "out": "x.mp4", "changes": ClipChanges(steps=0)}, "0 sampling steps"),
         ({"prompts": PROMPTS, "out": "x.mp4", "device": "gpu"}, "--device 'gpu' is not one of auto, cpu, cuda"),
@@ -235,6 +235,12 @@ def test_a_prompt_that_is_cut_is_named() -> None:
     text = TextConfig(max_length=8)
     (note,) = cut_prompts(["a disc", "a red circle", "a red circle"], text)
     assert note.startswith("prompt 'a red circle'... has 13 tokens; those beyond model.text.max_length 8 are cut")
+
+
+def test_an_empty_prompt_is_named() -> None:
+    (note,) = empty_prompts(["a disc", " ", ""])
+    assert note == "prompts 1, 2 are empty: their clips are what the model makes without any text."
+    assert empty_prompts(["a disc"]) == []
 
 
 def test_a_transformer_of_pictures_makes_pictures(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from app.sampling.spread import (
     spread,
 )
 from ops.models.flux.config import FluxConfig
+from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
@@ -41,6 +42,7 @@ from tests.rays import local_ray
 
 torch.set_num_threads(1)
 PROMPTS = [f"a disc number {index}" for index in range(5)]
+GRID = (3, 2, 3)
 
 
 @given(
@@ -197,7 +199,8 @@ def test_clips_of_three_workers_are_those_of_none(checkpoint, alone, tmp_path) -
     *files, sheet = spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 3, batch=2, tell=told.append)
     assert [file.name for file in files] == [f"x-{index:02d}.mp4" for index in range(5)] and sheet.name == "x.png"
     assert_same(files, alone)
-    assert told[-1].startswith("5/5 clips") and not (tmp_path / "x.clips.jsonl").exists()
+    assert told[-2].startswith("5/5 clips") and "until the last prompt was given out" in told[-1]
+    assert not (tmp_path / "x.clips.jsonl").exists()
 
 
 @pytest.mark.cluster
@@ -258,19 +261,21 @@ def test_what_a_worker_cannot_load_is_said_as_it_is(tmp_path: Path) -> None:
         spread(job(tmp_path / "none"), PROMPTS, tmp_path / "x.mp4", 1)
 
 
-def test_a_bag_needs_a_number_that_divides_the_heads() -> None:
-    with pytest.raises(ConfigError, match="--workers 3 --together: degree 3 does not divide 2 attention heads"):
-        check_together(3, WanConfig(num_heads=2), SamplerConfig())
-
-
 def test_workers_together_are_two_halves_where_guidance_has_two_branches() -> None:
     dit, guided, alone = WanConfig(num_heads=6), SamplerConfig(), SamplerConfig(guidance_scale=1.0)
-    assert [workers for workers in range(2, 13) if in_halves(workers, dit, guided)] == [2, 4, 6, 12]
+    assert [workers for workers in range(1, 9) if in_halves(workers, dit, guided)] == [2, 4, 6, 8]
     assert not in_halves(2, dit, alone)
     assert not in_halves(2, FluxConfig(guidance_embeds=True), guided)
-    check_together(4, dit, guided)  # two bags of 2, where one of 4 heads could not be
-    with pytest.raises(ConfigError, match="degree 4 does not divide 6"):
-        check_together(4, dit, alone)
+
+
+def test_a_clip_is_dealt_to_no_more_workers_than_it_has_frames_or_positions() -> None:
+    dit, guided, alone = LatteConfig(num_heads=2, head_dim=64), SamplerConfig(), SamplerConfig(guidance_scale=1.0)
+    check_together(5, dit, alone, GRID)  # no heads are dealt out
+    check_together(6, dit, alone, GRID)
+    check_together(12, dit, guided, GRID)  # two halves of 6
+    with pytest.raises(ConfigError, match="3 frames of 6 positions, which are dealt to at most 6 workers here"):
+        check_together(7, dit, alone, GRID)
+    assert in_halves(6, dit, guided)
 
 
 def test_together_needs_workers() -> None:

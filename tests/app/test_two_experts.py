@@ -15,9 +15,11 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from app.export import export
 from app.run.resume import Change, is_refused
-from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.clips import ClipChanges, ClipSettings, make_clips
 from app.sampling.model import load_model
+from app.sampling.sample import run
 from app.settings.config import RunConfig
+from app.settings.rules import check_sample
 from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -30,7 +32,9 @@ from ops.typed import ConfigError
 from tests.app.test_export import trained, write_checkpoint
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16)
-SHOWN = SampleConfig(prompts=("a disc",), steps=4, frames=5, height=32, width=48)
+SHOWN = SampleConfig(
+    prompts=("a disc",), steps=4, frames=5, height=32, width=48, guidance_scale=4.0, guidance_scale_2=1.5
+)
 
 
 def publish(base: Path) -> Path:
@@ -110,11 +114,15 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
         width=48,
         num_frames=5,
         num_inference_steps=4,
-        guidance_scale=settings.sampler.guidance_scale,
+        guidance_scale=4.0,
+        guidance_scale_2=1.5,
         latents=initial_noise(0, (4, 2, 4, 6))[None],
         output_type="np",
     ).frames[0]
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
+    same = settings.changed(ClipChanges(guidance_scale=4.0))
+    assert same.sampler.guidance_scale_2 is None
+    assert not np.array_equal(clip, make_clips(ours, ["a disc"], same)[0]), "each has guidance of its own"
     alone = replace(ours, low=None)
     assert not np.array_equal(clip, make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
 
@@ -135,10 +143,15 @@ def test_two_runs_are_joined(tmp_path: Path) -> None:
         load_model(tmp_path / "high")
     with pytest.raises(ConfigError, match=r"--other .*high trained noise levels 0\.875 to 1, and this run 0\.875 to 1"):
         load_model(tmp_path / "high", other=tmp_path / "high")
-    plain = replace(high, model=replace(model, dit=DIT))
+    plain = replace(high, model=replace(model, dit=DIT), sample=replace(SHOWN, guidance_scale_2=None))
     write_checkpoint(tmp_path / "plain", plain)
     with pytest.raises(ConfigError, match="this run trained one transformer for all noise levels"):
         load_model(tmp_path / "plain", other=tmp_path / "low")
+
+    with pytest.raises(ConfigError, match=r"--guidance-scale-2 is 2, of the expert for low noise, and this is one tr"):
+        run(tmp_path / "plain", ["a disc"], tmp_path / "x.mp4", changes=ClipChanges(guidance_scale_2=2.0))
+    with pytest.raises(ConfigError, match=r"sample.guidance_scale_2 is 1.5, of the expert for low noise"):
+        check_sample(SHOWN, plain.checkpoint, plain.model, plain.train.flow)
 
     done = export.export(tmp_path / "low", tmp_path / "out")
     assert any("transformer/ is missing, copy it from its export" in note for note in done.notes)

@@ -47,8 +47,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its v
     "latte": ("latte", {"video_length": 3, "sample_size": 8}),
     "latte of a size beyond 64": ("latte", {"video_length": 3, "sample_size": 128, "patch": (1, 4, 4)}),
     "mochi": ("mochi", {"num_layers": 2, "context_dim": 20}),
+    "stdit3": ("stdit3", {"base_size": 96, "caption_rows": 5}),
     "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
+    "hunyuan i2v latent_concat": (
+        "hunyuan",
+        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "latent_concat", "in_channels": 9},
+    ),
+    "hunyuan i2v token_replace": (
+        "hunyuan",
+        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "token_replace", "guidance_embeds": True},
+    ),
 }
+
+
+IN_DIFFUSERS = [case for case, (name, _) in CASES.items() if FAMILIES[name].own_code is None]
 
 
 def small(case: str) -> DiTConfig:
@@ -83,7 +95,7 @@ def test_a_new_folder_is_found_by_configs_without_another_line(tmp_path: Path) -
     assert found.stdout.strip() == "ops.models.loom.config", found.stderr
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", IN_DIFFUSERS)
 def test_diffusers_has_the_named_classes(case: str) -> None:
     family, config = FAMILIES[CASES[case][0]], small(case)
     shift = family.scheduler(config, FlowConfig(flow_shift=5.0))
@@ -101,7 +113,15 @@ def test_every_number_of_a_folder_comes_back(case: str) -> None:
     assert dit_config(dit_json(config), runtime, "here") == runtime
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_diffusers_has_no_class_of_families_with_code_of_their_own() -> None:
+    for family in (FAMILIES[name] for name in NAMES if FAMILIES[name].own_code):
+        assert not hasattr(diffusers, family.diffusers_class)
+        assert VAE_CLASSES[family.vae.name] is family.vae and hasattr(diffusers, family.vae.name)
+        with pytest.raises(AssertionError, match="Diffusers has no class of this family"):
+            family.pipeline_class(family.settings())
+
+
+@pytest.mark.parametrize("case", IN_DIFFUSERS)
 def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_path: Path) -> None:
     config = small(case)
     state = build_dit(config, seed=0).state_dict()
@@ -112,7 +132,7 @@ def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_pa
     assert 0 < compare_forward(tmp_path, config, state) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", IN_DIFFUSERS)
 def test_forward_and_gradients_are_those_of_diffusers(case: str) -> None:
     """Every parameter is random, also those that start at zero, so that a forgotten one shows."""
     compare_with_diffusers(small(case), parity_sample(small(case)))

@@ -10,6 +10,7 @@ import torch
 from ops.comm import Group
 from ops.config import FlowConfig, OptimizerConfig
 from ops.kernels.push.function import ALIGN
+from ops.models.base.config import DiTConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
 from ops.models.forecast import (
     GIB,
@@ -25,6 +26,7 @@ from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.image import CLIPImages, vision_rows
 from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
+from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.noise import NoiseKey
 from ops.objective import FlowObjective
@@ -35,11 +37,12 @@ from ops.train_pass import NoisyClip, train_pass
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
 HUNYUAN = HunyuanConfig(num_layers=2, num_single_layers=2, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24)
+STDIT = STDiT3Config(num_layers=2, num_heads=4, head_dim=16, ffn_dim=256, text_dim=24, caption_rows=5)
 LATTE = LatteConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=256, text_dim=24)
 CLIPS = [Sequence((3, 8, 10), 12), Sequence((1, 6, 6), 5)]
 
 
-def real_peak(config: WanConfig | HunyuanConfig | LatteConfig, autocast: bool) -> int:
+def real_peak(config: DiTConfig, autocast: bool) -> int:
     """Of the same pass on tensors with data."""
     dit = build_dit(config, seed=0).train()
     for parameter in dit.parameters():
@@ -72,11 +75,11 @@ def real_peak(config: WanConfig | HunyuanConfig | LatteConfig, autocast: bool) -
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "config", [WAN, HUNYUAN, pytest.param(LATTE, marks=pytest.mark.long)], ids=lambda c: c.architecture
+    "config",
+    [WAN, HUNYUAN, *(pytest.param(config, marks=pytest.mark.long) for config in (LATTE, STDIT))],
+    ids=lambda c: c.architecture,
 )
-def test_the_prediction_is_what_tensors_with_data_take(
-    config: WanConfig | HunyuanConfig | LatteConfig, checkpointing: bool, autocast: bool
-) -> None:
+def test_the_prediction_is_what_tensors_with_data_take(config: DiTConfig, checkpointing: bool, autocast: bool) -> None:
     config = replace(config, gradient_checkpointing=checkpointing)
     predicted, _ = pass_bytes(config, CLIPS, 1, Precision(autocast=autocast))
     # spatial-temporal: index tensors that NumPy made are counted in the prediction alone
@@ -84,8 +87,12 @@ def test_the_prediction_is_what_tensors_with_data_take(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("config", [WAN, pytest.param(LATTE, marks=pytest.mark.long)], ids=lambda c: c.architecture)
-def test_short_models_stand_for_a_deep_one(config: WanConfig | LatteConfig, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [WAN, *(pytest.param(config, marks=pytest.mark.long) for config in (LATTE, STDIT))],
+    ids=lambda c: c.architecture,
+)
+def test_short_models_stand_for_a_deep_one(config: DiTConfig, checkpointing: bool) -> None:
     deep = replace(config, num_layers=9, gradient_checkpointing=checkpointing)
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
     for degree, clips in ((1, CLIPS), (2, CLIPS), (2, CLIPS[:1] * 2)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from ops.models.latte.family import FAMILY
 from ops.models.load import build_dit, build_text
 from ops.packing import Layout, Sequence
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.spatial_temporal.choice import SliceRates
+from ops.spatial_temporal.packed import Rest
+from ops.spatial_temporal.schedule import Schedule
 from tests.ops.test_families import their_class
 
 torch.set_num_threads(1)
@@ -124,6 +128,38 @@ def test_a_pack_on_a_bag_gives_what_each_clip_gives_alone(run_ranks: Callable) -
         assert max(run_ranks(degree, work)) < 1e-10
 
 
+def test_a_bag_of_any_size_slices_each_stack_by_what_it_costs(run_ranks: Callable) -> None:
+    """Five ranks for four heads, five frames and fewer; `auto` by the rates that all ranks were told."""
+    module = build_dit(DIT, 0).double()
+    numbers = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(clip.tokens, 16, dtype=torch.float64, generator=numbers) for clip in CLIPS]
+    text = torch.randn(sum(clip.text_tokens for clip in CLIPS), 16, dtype=torch.float64, generator=numbers)
+    times = torch.tensor([999.0, 3.0, 500.0, 20.0], dtype=torch.float64)
+    module.rates = SliceRates(row_s=1e-3, key_s=1e-5, moved_s=5e-3, slice_s=1e-4, part_s=1e-5, backward=2.0)
+    alone = Layout(CLIPS)
+    expected = module(alone.local(tokens), times, text, alone, Group.solo())
+    expected.square().sum().backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    whole = list(expected.detach().split([clip.tokens for clip in CLIPS]))
+    modules = {}
+
+    def work(group: Group) -> float:
+        own = modules.setdefault(group.rank, deepcopy(module))
+        own.zero_grad()
+        layout = Layout(CLIPS, group.size, group.rank)
+        splits = [stack.split for stack in Rest.of(layout, own.how_sliced()).stacks]
+        assert {split.schedule for split in splits} != {Schedule()}, "chosen, not the paper's"
+        found = own(layout.local(tokens), times, text, layout, group)
+        found.square().sum().backward()
+        return float((found.detach() - layout.local(whole)).abs().max())
+
+    for degree in (3, 5):
+        assert max(run_ranks(degree, work)) < 1e-10
+        for name, gradient in wanted.items():
+            summed = sum(dict(modules[rank].named_parameters())[name].grad for rank in range(degree))
+            torch.testing.assert_close(summed, gradient, atol=1e-10 * float(gradient.abs().max() + 1), rtol=0)
+
+
 def test_published_variants_that_are_not_computed_are_refused() -> None:
     fields = {**dit_json(DIT), "_class_name": "LatteTransformer3DModel"}
     with pytest.raises(ValueError, match="out_channels 4 is not twice in_channels 4"):
@@ -131,4 +167,4 @@ def test_published_variants_that_are_not_computed_are_refused() -> None:
     with pytest.raises(ValueError, match="norm_type 'layer_norm'; only 'ada_norm_single'"):
         dit_config({**fields, "norm_type": "layer_norm"}, DIT, "here")
     with pytest.raises(ValueError, match=r"model.dit: temporal_lead 3 of temporal_slices 2: a lead lies in"):
-        replace(DIT, temporal_lead=3)
+        replace(DIT, temporal_slices=2, temporal_lead=3)

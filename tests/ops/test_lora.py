@@ -18,6 +18,7 @@ from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, first_values
 from ops.models.lora import A, B, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.mochi.config import MochiConfig
+from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora
 from ops.packing import Layout, Sequence
@@ -47,6 +48,17 @@ CONFIGS = {
         in_channels=4,
         out_channels=4,
         lora_rank=2,
+    ),
+    "stdit3": STDiT3Config(  # one projection of queries, keys and values
+        num_layers=1,
+        num_heads=2,
+        head_dim=16,
+        ffn_dim=128,
+        text_dim=8,
+        in_channels=4,
+        out_channels=4,
+        lora_rank=2,
+        lora_alpha=3.0,
     ),
     "mochi": MochiConfig(  # projections without biases
         num_layers=2,
@@ -107,6 +119,7 @@ def test_only_the_factors_get_gradients(architecture: str) -> None:
     kept = {
         "wan": {"ffn.net.2", "attn2.to_out.0"},
         "hunyuan": {"attn.add_k_proj", "proj_mlp"},
+        "stdit3": {"attn.qkv", "attn.proj", "cross_attn.kv_linear", "cross_attn.proj", "mlp.fc1"},
         "mochi": {"attn1.add_k_proj", "attn1.to_add_out", "ff_context.net.0.proj"},
     }
     assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in kept[architecture])

@@ -1,4 +1,4 @@
-"""Ulysses over packed sequences: every degree computes what one process computes."""
+"""Sequence parallelism over packed sequences: every degree computes what one process computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.lora import add_lora
 from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence
-from ops.sequence_parallel import check_degree, heads_to_rows, rows_to_heads, sequence_parallel_attention
+from ops.sequence_parallel import heads_to_rows, rows_to_heads, sequence_parallel_attention
 
 torch.set_num_threads(1)
 FP64 = {"atol": 1e-10, "rtol": 1e-10}
@@ -90,7 +90,7 @@ def summed(name: str, parts: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> 
     return sum(part[2][name] for part in parts if part[2][name] is not None)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("degree", [2, 4, 5])  # 5 ranks share heads
 @pytest.mark.parametrize("sequences", [MIXED, SHORT], ids=["mixed", "short"])
 @pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
 def test_outputs_and_summed_gradients_equal_one_process(config, sequences, degree, run_ranks) -> None:
@@ -197,18 +197,19 @@ def test_rows_arrive_in_sequence_order_with_their_heads(run_ranks) -> None:
     run_ranks(4, work)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5),
-    st.sampled_from([2, 3, 4, 6]),
+    st.sampled_from([2, 3, 4, 5, 6, 8]),
+    st.sampled_from([1, 3, 12]),
     st.booleans(),
 )
-def test_attention_of_any_lengths_equals_one_process(run_ranks, lengths, degree, joint) -> None:
+def test_attention_of_any_lengths_and_heads_equals_one_process(run_ranks, lengths, degree, heads, joint) -> None:
     sequences = [Sequence((1, 1, length), text) for length, text in lengths]
     seed = torch.Generator().manual_seed(0)
 
     def rows(counts: list[int]) -> list[Tensor]:
-        return [torch.randn(count, 3, HEADS, 2, dtype=torch.float64, generator=seed) for count in counts]
+        return [torch.randn(count, 3, heads, 2, dtype=torch.float64, generator=seed) for count in counts]
 
     video, text = rows([s.tokens for s in sequences]), rows([s.text_tokens for s in sequences])
 
@@ -229,12 +230,6 @@ def test_attention_of_any_lengths_equals_one_process(run_ranks, lengths, degree,
     expected, parts = run(Group.solo()), run_ranks(degree, run)
     for whole, chunks in zip(expected, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(torch.cat(chunks), whole, **FP64)
-
-
-@pytest.mark.parametrize(("degree", "heads"), [(8, 12), (5, 12), (2, 3)])
-def test_a_degree_that_does_not_divide_the_heads_is_refused_by_name(degree: int, heads: int) -> None:
-    with pytest.raises(ValueError, match=f"degree {degree} does not divide {heads} attention heads.*Use one of"):
-        check_degree(degree, heads)
 
 
 def test_a_layout_of_another_bag_is_refused() -> None:

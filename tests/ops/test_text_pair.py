@@ -27,14 +27,13 @@ from ops.models.load import build_dit, build_text, token_counter
 from ops.models.text_pair import split
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 
-RECIPE = FAMILIES["hunyuan"].text
+RECIPE = FAMILIES["hunyuan"].texts["hunyuan"]
 CAPTIONS = ["a red disc", "", "two  blue squares\n&amp; a dot " * 4, "a {dot}", "a red disc"]
 ATOL = 1e-5
 
 
 def tokenizer(bos: str, eos: str) -> PreTrainedTokenizerFast:
     """Words and single characters: more of the template than are dropped, and room for captions."""
-    assert RECIPE is not None
     pieces = re.findall(r"[A-Za-z]+", RECIPE.template + " ".join(CAPTIONS))
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     words = dict.fromkeys(["<pad>", bos, eos, "<unk>", *pieces, *characters])

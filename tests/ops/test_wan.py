@@ -103,12 +103,6 @@ def test_a_shape_that_does_not_fit_the_layout_is_named(change: dict[str, torch.T
         WanDiT(CONFIG)(**inputs, layout=layout, group=Group.solo())
 
 
-def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
-    layout = Layout([Sequence((1, 2, 2), 3)], degree=3)
-    with pytest.raises(ValueError, match=r"degree 3 does not divide 4 attention heads.*\[1, 2, 4\]"):
-        WanDiT(CONFIG)(torch.zeros(layout.local_tokens, 16), torch.zeros(1), torch.zeros(3, 48), layout, Group.solo())
-
-
 def test_bf16_weights_and_an_empty_text_stay_near_fp32() -> None:
     """The dtype of a deployment without autocast; a sequence without text has nothing to attend to."""
     torch.manual_seed(0)

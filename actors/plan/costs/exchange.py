@@ -1,4 +1,4 @@
-"""How long the all-to-all of a bag inside a node takes, as measured. Pure."""
+"""How long the all-to-all of a bag takes inside a node, or across nodes, as measured. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class ExchangePoint:
     workers: int  # of the bag
     num_bytes: int  # that each member has before and after
     seconds: float
+    nodes: int = 1  # of its members
 
     def __post_init__(self) -> None:
         refuse_below(2, self, "workers")
-        refuse_below(1, self, "num_bytes")
+        refuse_below(1, self, "num_bytes", "nodes")
         refuse_unless_positive(self, "seconds")
 
     @property
@@ -28,12 +29,13 @@ class ExchangePoint:
         return self.num_bytes * (self.workers - 1) / self.workers
 
 
-def exchange_speed(found: Iterable[ExchangePoint]) -> tuple[float, float] | None:
-    """(latency in s, bytes a second of a member): medians over the bags, each by the line through its smallest and
-    largest size. None where nobody has measured two sizes."""
-    bags: dict[int, list[ExchangePoint]] = {}
+def exchange_speed(found: Iterable[ExchangePoint], *, across: bool = False) -> tuple[float, float] | None:
+    """(latency in s, bytes a second of a member) inside a node, or `across` nodes: medians over the bags, each by the
+    line through its smallest and largest size. None where nobody has measured two sizes."""
+    bags: dict[tuple[int, int], list[ExchangePoint]] = {}
     for one in found:
-        bags.setdefault(one.workers, []).append(one)
+        if (one.nodes > 1) == across:
+            bags.setdefault((one.workers, one.nodes), []).append(one)
     lines = [line for of in bags.values() if (line := _line(of)) is not None]
     if not lines:
         return None

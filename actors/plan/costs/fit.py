@@ -78,6 +78,8 @@ def model_from(
         source = f"fitted to {len(loads)} points of {device}"
         if exchange_s and all(load.degree == 1 for load in loads):
             fitted = with_exchange(fit_form(prior.form, loads, seconds, source), exchange_s)
+        elif prior.form not in FORMS_OF[module]:  # blocks of another kind, which only its own form describes
+            fitted = fit_form(prior.form, loads, seconds, source)
         else:
             fitted = fit(module, loads, seconds, source)
         if module == "vae" and residual and len(loads) >= RESIDUAL_POINTS:

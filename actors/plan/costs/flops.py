@@ -23,7 +23,7 @@ def flop_coefficients(
 
     `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE.
     MLP width and cross-attention enter through their real sizes; Ulysses moves 4 activations of width d per layer and
-    pass, spatial-temporal parallelism one (ScaleFusion, section 4.1).
+    pass, spatial-temporal parallelism one forward and one backward (ScaleFusion, section 4.1).
     """
     rate = tflops * 1e12
     layers = sum(dit.block_counts)
@@ -31,8 +31,10 @@ def flop_coefficients(
     passes = 4.0 if dit.gradient_checkpointing else 3.0
     linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate
     quadratic = passes * layers * 4.0 * d / rate
-    form, moved = ("spatial_temporal", 1.0) if dit.spatial_temporal else ("arachne", 4.0)
-    exchange = passes * layers * 4.0 * d * moved / (exchange_gbps * 1e9)
+    form, moved = "arachne", 4.0 * passes
+    if dit.spatial_temporal:
+        form, moved = "spatial_temporal" if dit.text_share == 0.5 else "spatial_temporal_text", 2.0
+    exchange = layers * 4.0 * d * moved / (exchange_gbps * 1e9)
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),
         "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, image_flops / rate)),
@@ -61,7 +63,8 @@ class DiTWork:
     ffn_dim: int
     recomputes: bool  # gradient checkpointing computes every forward once more
     frozen: bool = False  # LoRA: of products with frozen weights the backward computes one side of two
-    spatial_temporal: bool = False  # tokens attend within a frame and to the text, or along a position
+    spatial_temporal: bool = False  # tokens attend within a frame, or along a position
+    text_share: float = 0.5  # then: the share of blocks that attend to the text, too
 
     @classmethod
     def of(cls, dit: DiTConfig) -> DiTWork:
@@ -72,6 +75,7 @@ class DiTWork:
             recomputes=dit.gradient_checkpointing,
             frozen=dit.lora_rank > 0,
             spatial_temporal=dit.spatial_temporal,
+            text_share=dit.text_share,
         )
 
     def model_tflop(self, samples: int, length: int, text: int = 0, frames: int = 1) -> float:
@@ -92,5 +96,5 @@ class DiTWork:
         rows, keys = length, float(length)
         if self.spatial_temporal:
             rows = length - text
-            keys = mean_keys(rows, text, frames)
+            keys = mean_keys(rows, text, frames, self.text_share)
         return self.layers * rows * (8.0 * d * d + 4.0 * d * self.ffn_dim), self.layers * 4.0 * rows * keys * d

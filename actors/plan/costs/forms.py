@@ -22,6 +22,9 @@ class Load:
     tokens: int  # video tokens of one sample
     degree: int
     token_frames: int = 1  # frames of its token grid
+    slices: float = 1.0  # that a bag makes of a spatial-temporal layer, mean of the two kinds
+    exposed: float = 1.0  # share of its exchanges that no computation hides
+    exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
 
     @property
     def length(self) -> int:
@@ -43,20 +46,36 @@ def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
     V_comm per GPU of Ulysses is B S (k - 1) / k^2.
     """
     work = load.batch * load.length
-    return 1.0, work / load.degree, work * load.length / load.degree, work * (load.degree - 1) / load.degree**2
+    sent = work * (load.degree - 1) / load.degree**2 * load.exchanged
+    return 1.0, work / load.degree, work * load.length / load.degree, sent
 
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
     """The same for blocks that attend in turn within a frame, to the text there, and along a position. Text is in no
-    block's rows; an exchange moves the activations of a block once."""
-    work = load.batch * load.tokens
-    keys = mean_keys(load.tokens, load.text_tokens, load.token_frames)
-    return 1.0, work / load.degree, work * keys / load.degree, work * (load.degree - 1) / load.degree**2
+    block's rows; an exchange moves the activations of a block once, and counts as far as it is exposed. The member with
+    most frames and most positions decides; every slice has its own launches."""
+    return _in_turn(load, 0)
 
 
-def mean_keys(tokens: int, text_tokens: int, frames: int) -> float:
-    """Keys that a token of a spatial-temporal transformer meets in a block, mean of its two kinds."""
-    return (tokens / frames + text_tokens + frames) / 2
+def _spatial_temporal_text(load: Load, exponent: float) -> tuple[float, ...]:
+    """The same where blocks of both kinds attend to the text."""
+    return _in_turn(load, load.text_tokens)
+
+
+def _in_turn(load: Load, temporal_text: int) -> tuple[float, ...]:
+    frames, degree = load.token_frames, load.degree
+    positions = load.tokens / frames
+    spatial = load.batch * -(-frames // degree) * positions
+    temporal = load.batch * frames * -(-positions // degree)
+    keys = spatial * (positions + load.text_tokens) + temporal * (frames + temporal_text)
+    moved = load.batch * load.tokens * (degree - 1) / degree**2
+    return load.slices, (spatial + temporal) / 2, keys / 2, moved * load.exposed
+
+
+def mean_keys(tokens: int, text_tokens: int, frames: int, text_share: float = 0.5) -> float:
+    """Keys that a token of a spatial-temporal transformer meets in a block, mean of its two kinds, of which a share
+    attends to the text."""
+    return (tokens / frames + frames) / 2 + text_share * text_tokens
 
 
 def _knapformer(load: Load, exponent: float) -> tuple[float, ...]:
@@ -88,6 +107,7 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
 FORMS = {
     "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne),
     "spatial_temporal": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal),
+    "spatial_temporal_text": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal_text),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
     "adaptiveload": CostForm(("a", "b"), _adaptiveload),
     "tiles": CostForm(("constant", "volume"), _tiles),

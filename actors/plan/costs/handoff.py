@@ -5,12 +5,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from actors.plan.types import refuse_below, refuse_unless_positive
 
 _WINDOW = 64
 _LEAST = 6  # fewer measurements say nothing
 _SPREAD = 2.0  # sizes must differ by this factor before a bandwidth is read from them
 _MATTERS = 0.01  # share of a typical DiT cascade
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandoffPoint:
+    """One timed handoff through the object store, from the end of the encode to rows on the consumer's device."""
+
+    num_bytes: int
+    seconds: float
+    nodes: int = 1  # 2: the consumer was on another one
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "num_bytes", "nodes")
+        refuse_unless_positive(self, "seconds")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,6 +58,16 @@ class HandoffEstimate:
             return statistics.median(s for _, s in self.seen), 0.0
         seconds_per_byte = (large[1] - small[1]) / (large[0] - small[0])
         return max(0.0, small[1] - seconds_per_byte * small[0]), 1.0 / (seconds_per_byte * 2**30)
+
+
+def estimate_of(found: Sequence[HandoffPoint]) -> HandoffEstimate:
+    """Of the handoffs across nodes where any were timed, as most other workers are on another node then."""
+    farthest = max((point.nodes for point in found), default=1)
+    estimate = HandoffEstimate()
+    for point in found:
+        if point.nodes == farthest:
+            estimate.add(point.num_bytes, point.seconds)
+    return estimate
 
 
 def _middle(points: list[tuple[int, float]]) -> tuple[float, float]:

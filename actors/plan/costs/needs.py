@@ -2,7 +2,8 @@
 
 A need is a line, GiB = fixed + slope x units, for cascades of one kind (`Footprint.kind`). The DiT's units are rows of
 a rank over all its samples: its need is exactly linear in them. Those of video are divided by the degree, those of text
-count as the part of a row that they take (`Needs.text_rows`). Units of a VAE are clips of one shape, those of a text
+count as the part of a row that they take (`Needs.text_rows`), and where ranks share heads a row counts more
+(`Needs.row_weight`). Units of a VAE are clips of one shape, those of a text
 encoder tokens. A line is predicted from the model, before anything has run, and
 replaced by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
 """
@@ -10,10 +11,11 @@ replaced by the peaks that workers measure. Where memory ran out is a limit unti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.plan.types import Module
+from ops.degrees import surplus
 from ops.models.config import TEXT_BATCH_TOKENS
 
 Kind = tuple[Module, str]
@@ -51,15 +53,16 @@ def footprint(
     samples: Sequence[Samples],
     degree: int,
     tokens: Callable[[int, int, int], int],
-    text_rows: Mapping[str, float] | None = None,
+    needs: Needs | None = None,
 ) -> Footprint:
-    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `text_rows` as
-    `Needs` has them."""
+    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `needs` says
+    what a row counts."""
     if module == "dit":
         kind = SOLO if degree == 1 else BAG
-        share = degree * text_rows[kind] if text_rows and kind in text_rows else 1.0
+        share = degree * needs.text_rows[kind] if needs and kind in needs.text_rows else 1.0
+        weight = needs.row_weight(degree) if needs else 1.0
         rows = sum(s.count * (tokens(s.frames, s.height, s.width) + share * s.text_tokens) for s in samples)
-        return Footprint(module=module, kind=kind, units=rows / degree)
+        return Footprint(module=module, kind=kind, units=weight * rows / degree)
     if module == "text":
         count = sum(s.count for s in samples)
         longest = max(s.text_tokens for s in samples)
@@ -110,6 +113,10 @@ class Needs:
     # By SOLO and BAG: rows of video that take as much of a rank of the DiT as one row of text, which every rank of a
     # bag holds. Where nothing was predicted, text counts as video does, and is divided like it.
     text_rows: dict[str, float] = field(default_factory=dict)
+    # A bag whose ranks share heads holds copies of their keys and values: what a copy of all heads would add to a row,
+    # and the number of heads; 0: nothing was predicted.
+    copied: float = 0.0
+    num_heads: int = 0
     _learned: dict[Kind, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:
@@ -135,6 +142,10 @@ class Needs:
         need = self.gib(found)
         tried = self.tries.get((found.line, _rounded(found.units)), 0)
         return tried < TRIES and (need is None or need <= room_gib)
+
+    def row_weight(self, degree: int) -> float:
+        """What a row of a bag counts, beside one of a bag whose ranks share no heads."""
+        return 1.0 + self.copied * surplus(self.num_heads, degree) if self.num_heads else 1.0
 
     def text_share(self, degree: int) -> float:
         """Rows of video, divided by the degree, that are no less than a row of text in bags up to this one."""

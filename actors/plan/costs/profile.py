@@ -14,21 +14,25 @@ from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
-from actors.plan.costs.handoff import HandoffEstimate
+from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
+from actors.plan.costs.slices import SlicedBlocks
+from actors.plan.costs.spanning import OVERLAP, SpanningPoint, cross_of_points
 from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
+from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
+from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
-# Attention heads of published models: a degree that does not divide them cannot run (Ulysses splits heads).
+# Attention heads of published models: a bag whose degree does not divide them shares heads, and sends more.
 MODEL_HEADS = {
     "wan2.1-1.3b": 12,
     "wan2.1-14b": 40,
@@ -44,6 +48,7 @@ _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance 
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
+MOST_DEGREE = 64  # that is planned where nobody names degrees
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 # A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
@@ -146,6 +151,7 @@ class Profile:
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
     peak_gib: dict[PointKey, float] = field(default_factory=dict)
+    text_tokens: dict[PointKey, int] = field(default_factory=dict)  # of a sample of measured points, where known
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
@@ -154,9 +160,12 @@ class Profile:
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured
+    handoffs: tuple[HandoffPoint, ...] = ()  # as measured
+    over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
-    num_heads: int | None = None
+    num_heads: int | None = None  # that a degree must divide; None: unknown, or nothing is dealt out by heads
+    sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
@@ -166,6 +175,7 @@ class Profile:
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
+    _rates: SliceRates | None = None
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
@@ -188,22 +198,24 @@ class Profile:
         launch_s: float = 2e-4,
         exchange_gbps: float = 1.0,
         degrees: Sequence[int] = (),
-        max_degree: int = 64,
+        max_degree: int = MOST_DEGREE,
         device: str = "cpu",
     ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
-        The defaults fit a CPU core with small models. Legal DiT degrees are the divisors of the heads.
+        The defaults fit a CPU core with small models. DiT degrees are the usual ones (`DiTConfig.degrees`).
         """
         vae, text = vae or VAEConfig(), text or TextConfig()
         if vae_flops_per_pixel is None:
             vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
         if text_flops_per_token is None:
             text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
-        if dit.in_channels > dit.out_channels:
+        # a prompt around the caption, and of a first frame more rows than are text, are computed, too
+        text_flops_per_token *= text.encoded_tokens / text.most_tokens
+        if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
-        allowed = tuple(k for k in range(1, min(dit.num_heads, max_degree) + 1) if dit.num_heads % k == 0)
-        refuse_degrees(degrees, dit.num_heads)
+        heads = None if dit.spatial_temporal else dit.num_heads
+        refuse_degrees(degrees)
         fits = flop_coefficients(
             dit,
             tflops,
@@ -218,8 +230,9 @@ class Profile:
             device=device,
             source="FLOP model",
             models=fits,
-            num_heads=dit.num_heads,
-            degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or allowed},
+            num_heads=heads,
+            sliced=SlicedBlocks.of(dit, fits["dit"]),
+            degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
             gpu_memory_gib=gpu_memory_gib,
         )
@@ -240,6 +253,24 @@ class Profile:
     def load_of(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
+        load = self._plain_load(batch, frames, height, width, degree, text_tokens)
+        if self.sliced is not None and module == "dit" and degree > 1:
+            return self.sliced.sliced(load, self.slice_rates())
+        return load
+
+    def slice_rates(self) -> SliceRates:
+        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by all of them:
+        what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
+        assert self.sliced is not None, "only bags of spatial-temporal transformers are sliced"
+        if self._rates is None:
+            known = self._known("dit")
+            alone = [one for one in known if one[0][5] == 1] or known
+            loads = [self._plain_load(*key[1:], text) for key, _, text in alone]
+            seconds = [seconds for _, seconds, _ in alone]
+            self._rates = self.sliced.rates(loads, seconds, self.device, self.exchanges, self.exchange_s)
+        return self._rates
+
+    def _plain_load(self, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int) -> Load:
         tokens = self.tokens(frames, height, width)
         return Load(
             batch=batch,
@@ -250,6 +281,7 @@ class Profile:
             tokens=tokens,
             degree=degree,
             token_frames=self.tokens(frames, 1, 1),
+            exchanged=exchanged(self.num_heads, degree) if self.num_heads else 1.0,
         )
 
     def price(
@@ -264,6 +296,8 @@ class Profile:
         seconds = self.measured.get(key)
         if seconds is None and module == "text":
             seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
+        if seconds is None and self.over_nodes:
+            seconds = self._measured_over_nodes(key)
         if seconds is not None:
             return seconds * self._file_drift(module).factor(load)
         if not self.extrapolate:
@@ -295,18 +329,27 @@ class Profile:
         text_tokens: int = 0,
         room_gib: float = math.inf,
     ) -> tuple[tuple[int, float], ...]:
-        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending."""
+        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending. A bag
+        of spatial-temporal layers has no more members than there are frames, or positions in one."""
         cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
         found = self._cache.get(cache_key)
         if found is None:
+            most = self._most_members(frames, height, width) if module == "dit" else math.inf
             found = tuple(
                 (k, s)
                 for k in self.candidate_degrees(module)
-                if (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
+                if k <= most
+                and (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
                 and self.fits(module, batch, frames, height, width, k, text_tokens, room_gib)
             )
             self._cache[cache_key] = found
         return found
+
+    def _most_members(self, frames: int, height: int, width: int) -> float:
+        if self.sliced is None:
+            return math.inf
+        token_frames = self.tokens(frames, 1, 1)
+        return max(token_frames, self.tokens(frames, height, width) // token_frames)
 
     def legal_degrees(
         self,
@@ -322,7 +365,7 @@ class Profile:
 
     def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
         """The size of a cascade of these samples, as `needs` knows it."""
-        return footprint(module, samples, degree, self.tokens, self.needs.text_rows)
+        return footprint(module, samples, degree, self.tokens, self.needs)
 
     def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
         """Whether one sample may run at this degree although one ran out of memory there."""
@@ -393,12 +436,35 @@ class Profile:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def measure(self, key: PointKey, seconds: float, peak_gib: float | None = None) -> None:
-        """Add a point as a file has it: measured apart from any run."""
+    def measure(
+        self, key: PointKey, seconds: float, peak_gib: float | None = None, text_tokens: int | None = None
+    ) -> None:
+        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample."""
         self.measured[key] = seconds
+        if text_tokens is not None:
+            self.text_tokens[key] = text_tokens
         if peak_gib is not None:
             self.peak_gib[key] = peak_gib
         self._forget(cast(Module, key[0]))
+        if key[0] == "dit":  # what these are beside
+            self.count_over_nodes()
+            self.count_handoffs()
+
+    def count_over_nodes(self, found: Iterable[SpanningPoint] = ()) -> None:
+        """Add cascades measured over nodes; all of them say what a bag over nodes costs."""
+        self.over_nodes = (*self.over_nodes, *found)
+        if self.over_nodes:
+            self.cross_node = cross_of_points(
+                self.over_nodes, lambda point: self.measured.get(point.key), self._modelled, self.cross_node
+            )
+            self._cache.clear()
+
+    def count_handoffs(self, found: Iterable[HandoffPoint] = ()) -> None:
+        """Add handoffs that were timed apart from any run; all of them say what one costs."""
+        self.handoffs = (*self.handoffs, *found)
+        if self.handoffs:
+            self._handoffs = estimate_of(self.handoffs)
+            self._price_handoffs()
 
     def count_exchange(self, exchange_s: float) -> None:
         """The all-to-alls of the DiT have been measured."""
@@ -500,7 +566,8 @@ class Profile:
 
     def held(self, key: PointKey) -> float:
         """Seconds of a measured point, as far as what ran since lets it stand."""
-        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(self._load(key, 0))
+        load = self._plain_load(*key[1:], self.text_tokens.get(key, 0))
+        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(load)
 
     def observe_need(self, found: Footprint, peak_gib: float) -> None:
         """Learn what a cascade needed beside the states."""
@@ -515,6 +582,10 @@ class Profile:
     def observe_handoff(self, num_bytes: int, seconds: float) -> None:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
         self._handoffs.add(num_bytes, seconds)
+        self._price_handoffs()
+
+    def _price_handoffs(self) -> None:
+        """Where they matter beside the cascades that are known."""
         cascades = sorted(
             [point.seconds for key, point in self.live.items() if key[0] == "dit"]
             or [s for key, s in self.measured.items() if key[0] == "dit"]
@@ -544,17 +615,17 @@ class Profile:
     def points(self, module: Module) -> tuple[list[Load], list[float]]:
         """Measured and observed points of a module, as cost models take them: those of a file as far as they still
         hold."""
+        rows = self._known(module)
+        return [self._load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
+
+    def _known(self, module: Module) -> list[tuple[PointKey, float, int]]:
+        """(point, seconds, text tokens) of what was measured and observed."""
         rows = [(key, point.seconds, point.text_tokens) for key, point in self.ran().items() if key[0] == module]
         known = {key for key, _, _ in rows}
         for key in self.measured:
             if key[0] == module and key not in known:
-                rows.append((key, self.held(key), 0))
-        loads, seconds_list = [], []
-        for (_, batch, frames, height, width, degree), seconds, text in rows:
-            if module == "text" or frames > 0:
-                loads.append(self.load_of(module, batch, frames, height, width, degree, text))
-                seconds_list.append(seconds)
-        return loads, seconds_list
+                rows.append((key, self.held(key), self.text_tokens.get(key, 0)))
+        return [row for row in rows if module == "text" or row[0][2] > 0]
 
     def _load(self, key: PointKey, text_tokens: int) -> Load:
         module, batch, frames, height, width, degree = key
@@ -578,6 +649,7 @@ class Profile:
     def _forget(self, module: Module) -> None:
         """Drop what was derived from the module's points."""
         self._fits.pop(module, None)
+        self._rates = None
         self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
         self._cache.clear()
 
@@ -589,6 +661,16 @@ class Profile:
         overlap, point = max(found, key=lambda one: one[1].count)
         return point.over(self.cross_node.factor(overlap))
 
+    def _measured_over_nodes(self, key: PointKey) -> float | None:
+        """What a point of the file that was measured over nodes only would take on one."""
+        found = [point.seconds for point in self.over_nodes if point.key == key]
+        return statistics.median(found) / self.cross_node.factor(OVERLAP) if found else None
+
+    def _modelled(self, point: SpanningPoint) -> float | None:
+        """Its seconds on one node, by the cost model."""
+        model = self.model_of(point.module)
+        return None if model is None else model.predict(self._load(point.key, point.text_tokens))
+
     def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
         keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
         return {key: point for key in keys if (point := self._on_one_node(key)) is not None}
@@ -597,7 +679,7 @@ class Profile:
         """Of the file's points, by those of them that ran."""
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
-            loads = [self._load(key, self.live[key].text_tokens) for key in both]
+            loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
             ratios = [self.live[key].seconds / self.measured[key] for key in both]
             self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
         return self._drifts[module, "file"]
@@ -632,26 +714,25 @@ class Profile:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
         exchange_s = self.exchange_s if module == "dit" else 0.0
-        prior = prior or PRIORS[module]
+        if prior is None:
+            prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
-        for note in notes:
-            self._note(note)
+        self._note(module, notes)
         return found
 
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-            log.info(note)
+    def _note(self, module: Module, notes: Sequence[str]) -> None:
+        """Notes on the fit of now, in place of those on earlier ones."""
+        for note in notes:
+            if note not in self.notes:
+                log.info(note)
+        self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
 
 
-def refuse_degrees(degrees: Iterable[int], num_heads: int | None) -> None:
-    """Raises PlanError for the first that cannot run: Ulysses splits the heads evenly."""
+def refuse_degrees(degrees: Iterable[int]) -> None:
+    """Raises PlanError for the first that no bag can have."""
     for degree in degrees:
         if degree < 1:
             raise PlanError(f"degree {degree} must be at least 1.")
-        if num_heads is not None and num_heads % degree:
-            legal = [k for k in range(1, num_heads + 1) if num_heads % k == 0]
-            raise PlanError(f"degree {degree} does not divide the {num_heads} attention heads. Use some of {legal}.")
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from actors.plan.costs.exchange import ExchangePoint
-from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting, refuse_degrees
+from actors.plan.costs.handoff import HandoffPoint
+from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting
+from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.topology import CrossNode
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
@@ -28,7 +30,7 @@ class LatencyPoint:
     seconds: float
     peak_gib: float | None = None
     count: int = 0  # cascades of a run that it is the mean of; 0: measured by a benchmark
-    text_tokens: int = 0  # mean of a sample, where a run knows it
+    text_tokens: int = 0  # mean of a sample, where it is known
 
     def __post_init__(self) -> None:
         refuse_below(0, self, "count", "text_tokens")
@@ -78,6 +80,8 @@ class ProfileFile:
     update: UpdateCosts = field(default_factory=UpdateCosts)
     exchanges: tuple[ExchangePoint, ...] = ()
     exchange_s: float = 0.0
+    handoffs: tuple[HandoffPoint, ...] = ()
+    over_nodes: tuple[SpanningPoint, ...] = ()
     geometry: Geometry = field(default_factory=Geometry)
     memory: ProfileMemory | None = None
 
@@ -90,7 +94,6 @@ class ProfileFile:
                 raise ValueError(f"degrees names the unknown module {module!r}. Use one of {', '.join(MODULES)}.")
             if not degrees or min(degrees) < 1:
                 raise ValueError(f"degrees.{module} is {list(degrees)}; it must be a list such as [1, 2, 4].")
-        refuse_degrees(self.degrees.get("dit", ()), self.heads)
         if self.residual == "xgboost" and importlib.util.find_spec("xgboost") is None:
             raise ValueError(  # an extra of the installation: only profiles that name it need it
                 "residual is 'xgboost', and that package is not installed. Install Heddle with its extra "

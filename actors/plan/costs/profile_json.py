@@ -44,6 +44,7 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
         measured={point.key: point.seconds for point in file.latency},
         runs={point.key: (point.count, point.text_tokens) for point in file.latency if point.count},
         peak_gib={point.key: point.peak_gib for point in file.latency if point.peak_gib is not None},
+        text_tokens={point.key: point.text_tokens for point in file.latency if point.text_tokens},
         gpu_memory_gib=file.limits.gpu_memory_gib,
         max_frames=file.limits.max_frames,
         memory=(file.memory.states_gib, file.memory.gib_per_token) if file.memory is not None else None,
@@ -69,6 +70,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
                 **dict(zip(names, key)),
                 "seconds": seconds,
                 "peak_gib": profile.peak_gib.get(key),
+                **({"text_tokens": profile.text_tokens[key]} if key in profile.text_tokens else {}),
                 **({"count": runs[key][0], "text_tokens": runs[key][1]} if key in runs else {}),
             }
             for key, seconds in sorted(points.items())

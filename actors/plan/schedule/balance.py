@@ -39,7 +39,7 @@ class Balance:
         return max(self.load) * sum(self.sizes) / total if total > 0 else 1.0
 
 
-def parse_topology(spec: str, num_workers: int, num_heads: int | None = None) -> tuple[int, ...]:
+def parse_topology(spec: str, num_workers: int) -> tuple[int, ...]:
     """Bag sizes of one balancing group, ascending. Raises PlanError; the group must divide `num_workers` (replicas)."""
     counts: dict[int, int] = {}
     for term in spec.split("+"):
@@ -49,8 +49,6 @@ def parse_topology(spec: str, num_workers: int, num_heads: int | None = None) ->
         size, count = int(match[1]), int(match[2])
         if size in counts:
             raise PlanError(f"topology {spec!r} names size {size} twice. Add the counts up.")
-        if num_heads is not None and num_heads % size:
-            raise PlanError(f"topology {spec!r}: size {size} does not divide the {num_heads} attention heads.")
         counts[size] = count
     group = sum(size * count for size, count in counts.items())
     if num_workers % group:

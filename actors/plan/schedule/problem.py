@@ -14,6 +14,7 @@ from actors.plan.costs.needs import TRIES, Samples
 from actors.plan.costs.profile import Profile, refuse_degrees
 from actors.plan.costs.topology import Topology
 from actors.plan.types import MODULES, Cluster, EarlyEncode, Item, Module, PlanError
+from ops.degrees import default_degrees
 
 ENCODERS: tuple[Module, ...] = ("text", "vae")
 
@@ -156,7 +157,7 @@ class Problem:
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
-        refuse_degrees(options.degrees, profile.num_heads)
+        refuse_degrees(options.degrees)
 
     def modes(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
         """Legal (degree, seconds) that this cluster can hold; seconds without any cross-node factor."""
@@ -338,11 +339,8 @@ class Problem:
         if short and module != "dit":  # what an encoder needs in a bag is not known before it has run there
             return short
         for degree in range(1, 4 * self.cluster.num_workers + 1):
-            if (
-                degree not in profile.degrees.get(module, ())
-                and profile.num_heads is not None
-                and profile.num_heads % degree
-            ):
+            usual = degree if profile.num_heads is None else profile.num_heads
+            if degree not in (*profile.degrees.get(module, ()), *default_degrees(usual, most=degree)):
                 continue
             if profile.price(module, *shape, degree, item.text_tokens) is not None and profile.fits(
                 module, *shape, degree, item.text_tokens, self.room_gib

@@ -60,7 +60,7 @@ def _choose(
     """(bag sizes of a replica, bag of every unit over all replicas, replicas)."""
     spec = problem.options.topology
     if spec:
-        sizes = parse_topology(spec, workers, problem.profile.num_heads)
+        sizes = parse_topology(spec, workers)
         replicas = workers // sum(sizes)
         return sizes, _balance(problem, units, sizes * replicas, rule).bag_of, replicas
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
@@ -131,7 +131,7 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
         tokens[row] = unit.count * (share * item.text_tokens + visual)
     memory, limit = profile.memory, profile.gpu_memory_gib
     caps = [(limit - memory[0]) / memory[1]] if memory is not None and limit is not None else []
-    rows = needs.most_rows(problem.room_gib)
+    rows = needs.most_rows(problem.room_gib) / max(needs.row_weight(size) for size in sizes)
     caps += [rows] if rows < np.inf else []
     return rule(costs, sizes, tokens, min(caps, default=None))
 

@@ -16,7 +16,7 @@ from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse
 from app.bench.papers.figure import Reproduce, Reproduction, papers
 from app.bench.planner import HOMOGENEOUS, SCENARIOS, WIDTH, draw_lengths
 
-GPUS, HEADS = 32, 24
+GPUS = 32
 GAMMA = 0.42
 STEPS, QUICK_STEPS = 50, 8
 BLOCKS, PASSES = 57, 4  # 19 double and 38 single blocks; forward, twice backward, and forward again
@@ -43,7 +43,7 @@ def unbalanced(scenario: str, steps: int) -> list[list[float]]:
 @cache
 def balanced(scenario: str, topology: str, steps: int) -> tuple[list[Balance], list[Balance]]:
     """(ours, by their rule) on the same draws."""
-    sizes = parse_topology(topology, GPUS, HEADS)
+    sizes = parse_topology(topology, GPUS)
     ours = [balance(lengths, sizes, gamma=GAMMA) for lengths in drawn(scenario, steps)]
     theirs = [
         occupancy_rule([workload(length, WIDTH, GAMMA) for length in lengths], sizes)
@@ -123,7 +123,7 @@ def utilisation(flops: float, seconds: float) -> float:
 
 def sensitivity(quick: bool) -> Reproduction:
     """Bags chosen with one gamma, loads counted with another: what a wrong fit costs."""
-    sizes = parse_topology("g4n8", GPUS, HEADS)
+    sizes = parse_topology("g4n8", GPUS)
     gammas = (0.3, 0.42, 0.6, 0.8, 1.0)
     worst = []
     for used in gammas:

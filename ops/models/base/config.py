@@ -11,7 +11,9 @@ from typing import Any, Self
 
 from ops.attention.names import AttentionName
 from ops.config import Diffusion
+from ops.degrees import SequenceSetting, default_degrees
 from ops.ranges import above, between, check_numbers
+from ops.spatial_temporal.choice import Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,21 @@ class DiTConfig:
         return False
 
     @property
+    def encodes_frame_alone(self) -> bool:
+        """Whether the VAE sees the first frame that a clip is made from without grey behind it."""
+        return False
+
+    @property
+    def gives_first_frame(self) -> bool:
+        """Whether the first latent frame of every clip is given as it is (`frame_times`)."""
+        return False
+
+    @property
+    def picture_every(self) -> int:
+        """Of the rows that a text encoder makes of the first frame, every so many-th is text; 0: it sees no frame."""
+        return 0
+
+    @property
     def diffusion(self) -> Diffusion | None:
         """The diffusion that it is trained by; None: it predicts the velocities of a flow."""
         return None
@@ -124,7 +141,7 @@ class DiTConfig:
 
     @property
     def clip_rate(self) -> float | None:
-        """Frames per second that all clips must have, where positions are counted in seconds."""
+        """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
         return None
 
     @property
@@ -169,7 +186,24 @@ class DiTConfig:
     @property
     def spatial_temporal(self) -> bool:
         """Whether blocks attend in turn within a frame and along a position, so that a bag needs no Ulysses."""
-        return False
+        return self.slicing is not None
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """How a bag slices blocks that attend in turn within a frame and along a position; None: it runs Ulysses."""
+        return None
+
+    def degrees(self, most: int, setting: SequenceSetting = "auto") -> tuple[int, ...]:
+        """Sizes, up to `most`, of bags that are planned where nobody names any: those that deal out heads well, and of
+        slices of frames and positions, which may have any lengths, all."""
+        if self.spatial_temporal:
+            return tuple(range(1, most + 1))
+        return default_degrees(self.num_heads, setting, most)
+
+    @property
+    def text_share(self) -> float:
+        """The share of its blocks that attend to the text, where they attend in turn as `spatial_temporal` says."""
+        return 0.5
 
     @property
     def block_counts(self) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True)
-"""Of FLUX.1 and Latte: every frame by itself."""
+"""Of FLUX.1, Latte and STDiT3: every frame by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def even_sigmas(config: DiTConfig, flow: FlowConfig) -> Scheduler:
     """Of a pipeline that passes even sigmas, and the shift of the clip's tokens to a dynamic FlowMatchEuler."""
     del config
     line = flow.token_shift
-    if line is None:
+    if line is None or line.law != "line":
         return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
     settings = {
         "use_dynamic_shifting": True,
@@ -95,13 +95,22 @@ def even_sigmas(config: DiTConfig, flow: FlowConfig) -> Scheduler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PictureRecipe:
+    """How a text encoder sees the first frame of a clip: in place of one token of the prompt, before the caption."""
+
+    mark: str  # the prompt's last such token ends what stands between the caption and the answer
+    dropped: int  # tokens there, the mark among them, whose states are dropped
+    processor: str = "image_processor"  # the folder in a pipeline of what prepares pictures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
     """How published weights saw a caption: as the states of one encoder, and as the pooled vector of CLIP.
 
-    A family that has one gives its name to a value of model.text.kind.
+    Its name in `Family.texts` is a value of model.text.kind.
     """
 
-    states: Literal["llama", "t5"]  # the encoder whose states are the text
+    states: Literal["llama", "llava", "t5"]  # the encoder whose states are the text
     states_parts: tuple[str, str] = ("text_encoder", "tokenizer")  # its folders in a pipeline
     pooled_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of CLIP
     template: str = "{}"  # of the prompt; {} is the caption, which is not cleaned
@@ -110,6 +119,7 @@ class TextRecipe:
     pooled_tokens: int = 77  # rows that CLIP sees, padded
     # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
     keeps_padding: bool = False
+    picture: PictureRecipe | None = None  # of an encoder that sees the first frame, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +130,24 @@ class Published:
     clips: Mapping[str, object]  # size, length, steps, guidance and frame rate: settings of `sample`
     dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that its config.json has not
     first_frame: bool = False  # text to video that also takes a first frame
+    flow: Mapping[str, object] | None = None  # settings of train.flow; None: its scheduler's shift
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnCode:
+    """Whose transformer it is, where Diffusers has no class of it: config.json names the class in `architectures`, the
+    weights lie in `stem`.safetensors, and an export is the transformer with its encoders but no pipeline."""
+
+    name: str
+    stem: str = "model"
+    # (config of the family) -> what its files hold among the weights though it follows from the settings: written, and
+    # passed over when read (`Family.surplus`)
+    constants: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
+
+
+def no_class(*_: object) -> Any:
+    """Stands for what only a family with a class in Diffusers has."""
+    raise AssertionError("Diffusers has no class of this family; ask `Family.own_code` first.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,17 +169,18 @@ class Family:
     # module(tokens, timesteps, text, layout, group, conditions) -> velocity tokens
     model: Callable[[], type[nn.Module]]
 
-    diffusers_class: str  # of the transformer, whose parameter names are ours
-    pipeline_class: Callable[[Any], str]  # of a config of this family
+    diffusers_class: str  # of the transformer, whose parameter names are ours; with `own_code` the class there
+    own_code: OwnCode | None = None  # None: it is a class of Diffusers
+    pipeline_class: Callable[[Any], str] = no_class  # of a config of this family
     vae: VAEClass
-    text: TextRecipe | None = None  # of model.text.kind, where that is the family's name
+    texts: Mapping[str, TextRecipe] = field(default_factory=dict)  # by values of model.text.kind beside t5
     missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run with T5 does not train with
     missing_note: str = ""  # what a user must know of them
     # of diffusers.loaders.single_file_utils, for files in the names of the original code; "": none is offered
     converter: str = ""
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
-    # (latent [C, t, h, w] of a clip's first frame followed by grey, the VAE's stride over time) -> the channels of
-    # `config.fitted` behind the noisy ones, [Q, t, h, w]
+    # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
+    # stride over time) -> the channels of `config.fitted` behind the noisy ones, [Q, t, h, w]
     first_frame: Callable[[Tensor, int], Tensor] | None = None
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
@@ -161,12 +190,13 @@ class Family:
     write_rest: Callable[[Any], dict[str, object]]  # config -> further keys of config.json
 
     lora_names: LoraNames
-    scheduler: Callable[[Any, FlowConfig], Scheduler]  # of a config of this family, and of the flow that was trained
+    # of a config of this family, and of the flow that was trained
+    scheduler: Callable[[Any, FlowConfig], Scheduler] = no_class
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
     spacing: Spacing = "even"  # of the noise levels that its pipeline passes to the scheduler
     # (config of this family, sample) -> what the Diffusers class takes
-    parity_inputs: Callable[[Any, ParitySample], dict[str, Any]]
+    parity_inputs: Callable[[Any, ParitySample], dict[str, Any]] = no_class
     # what that class gives back, without its batch -> [C_out, t, h, w]
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with

@@ -32,6 +32,7 @@ class JointInputs(NamedTuple):
     """What all blocks of one forward share."""
 
     condition: Tensor  # [S, D] after silu, what every modulation is projected from
+    row_condition: Tensor  # the same of video rows: [S, D], or [2 S, D] where frames are clean (`Layout.times`)
     cos: Tensor  # [n + m, d / 2]; text rows are not rotated
     sin: Tensor
     layout: Layout
@@ -64,12 +65,19 @@ class ConditionEmbedding(nn.Module):
     def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
         """timesteps [S], pooled [S, pooled_dim], guidance [S] -> [S, D]."""
         with torch.autocast(timesteps.device.type, enabled=False):
-            dtype = self.timestep_embedder.linear_1.weight.dtype
-            out = self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(pooled)
+            out = self.unguided(timesteps, pooled)
             if self.guidance_embedder is not None:
                 guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
-                out = out + self.guidance_embedder(sinusoidal_embedding(guidance, _TIME_DIM, dtype))
-        return out.to(torch.promote_types(dtype, torch.float32))
+                out = out + self.guidance_embedder(sinusoidal_embedding(guidance, _TIME_DIM, out.dtype))
+        return out.to(torch.promote_types(out.dtype, torch.float32))
+
+    def unguided(self, timesteps: Tensor, pooled: Tensor) -> Tensor:
+        """Without the guidance, in the dtype of the weights: of clean frames, which are not told of it."""
+        with torch.autocast(timesteps.device.type, enabled=False):
+            dtype = self.timestep_embedder.linear_1.weight.dtype
+            return self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(
+                pooled
+            )
 
 
 class Modulation(nn.Module):
@@ -148,7 +156,7 @@ class DoubleStreamBlock(nn.Module):
         """x [n, D], context [m, D] -> the same."""
         layout, rows = shared.layout, shared.layout.local_tokens
         segments, text_segments = layout.segments, layout.local_text_segments
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.norm1(shared.condition)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.norm1(shared.row_condition)
         c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = self.norm1_context(shared.condition)
 
         h = ln_modulate(x, scale, shift, segments, eps=EPS)
@@ -177,7 +185,7 @@ class SingleStreamBlock(nn.Module):
     def forward(self, x: Tensor, shared: JointInputs) -> Tensor:
         """x [n + m, D] -> the same."""
         layout = shared.layout
-        shift, scale, gate = self.norm(shared.condition)
+        shift, scale, gate = self.norm(shared.row_condition)
         h = ln_modulate(x, scale, shift, layout.joint_segments, eps=EPS)
         q, k, v = self.attn.project(h, shared.cos, shared.sin)
         y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.attn.backend).flatten(1)
@@ -217,13 +225,16 @@ class JointTransformer(PackedTransformer):
         mean = layout.text_mean(text.dtype) @ text
         pooled = pooled_of(conditions, mean, self.config.pooled_width)
         x, context = self.embedded(given, mean)
-        condition = F.silu(self.time_text_embed(given.timesteps, pooled, conditions.guidance))
+        condition = row_condition = F.silu(self.time_text_embed(given.timesteps, pooled, conditions.guidance))
+        if layout.has_clean_frames:
+            clean = self.time_text_embed.unguided(torch.zeros_like(given.timesteps), pooled).to(condition.dtype)
+            row_condition = torch.cat([condition, F.silu(clean)])
         cos, sin = joint_rope(layout, self.config.rope_split, self.config.rope_theta, condition.dtype)
-        shared = JointInputs(condition, cos, sin, layout, given.group)
+        shared = JointInputs(condition, row_condition, cos, sin, layout, given.group)
         for block in self.transformer_blocks:
             x, context = self.run(block, x, context, shared)
         x = torch.cat([x, context])
         for block in self.single_transformer_blocks:
             x = self.run(block, x, shared)
         scale, shift = self.norm_out(condition)
-        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.segments, eps=EPS))
+        return self.proj_out(ln_modulate(x[: layout.local_tokens], scale, shift, layout.sequence_segments, eps=EPS))

@@ -20,7 +20,7 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
-from ops.sequence_parallel import check_degree
+from ops.spatial_temporal.choice import ScheduleOf, SliceRates
 
 R = TypeVar("R")
 
@@ -57,6 +57,7 @@ class PackedTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.patch_size = math.prod(config.patch)
+        self.rates: SliceRates | None = None  # by which a bag slices spatial-temporal blocks; equal on all its ranks
 
     def forward(
         self,
@@ -72,15 +73,20 @@ class PackedTransformer(nn.Module):
         `timesteps` are sigma * num_train_timesteps, one per sequence. Features are channel first on both sides, as
         `patchify` makes them. Collective over the group: every rank of the bag calls it (and its backward) for the same
         layouts in the same order, also with n = 0.
-        Raises ValueError for shapes that do not fit the layout and for degrees that do not divide the heads.
+        Raises ValueError for shapes that do not fit the layout.
         """
         self._check(tokens, timesteps, text, layout)
-        check_degree(layout.degree, self.config.num_heads)
         return self.velocity(ForwardInputs(tokens, timesteps, text, layout, group, conditions))
 
     def velocity(self, given: ForwardInputs) -> Tensor:
         """The family's forward pass, of inputs that fit: [n, C_out * patch]."""
         raise NotImplementedError
+
+    def how_sliced(self) -> ScheduleOf:
+        """How its spatial-temporal blocks are sliced on a bag, in this forward."""
+        slicing = self.config.slicing
+        assert slicing is not None, "blocks that attend to all rows are not sliced"
+        return ScheduleOf(slicing=slicing, rates=self.rates, training=torch.is_grad_enabled())
 
     def run(self, block: Callable[..., R], *inputs: object) -> R:
         """Runs a block. With gradient checkpointing its activations are computed again in the backward instead of

@@ -109,7 +109,7 @@ FAMILY = Family(
     pipeline_class=lambda config: "FluxPipeline",
     vae=PICTURE_VAE,
     published=_published,
-    text=_TEXT,
+    texts={"flux": _TEXT},
     missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
     missing_note=(
         "FluxPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler load by "

@@ -1,10 +1,20 @@
-"""HunyuanVideo text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""HunyuanVideo, text to video and image to video: Diffusers' names and numbers, and how they differ from others."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, TextRecipe, VAEClass
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    PictureRecipe,
+    Published,
+    Scheduler,
+    TextRecipe,
+    VAEClass,
+)
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
 
@@ -29,6 +39,24 @@ _TEXT = TextRecipe(
     crop=95,
     skipped_layers=2,
 )
+# Of HunyuanVideoImageToVideoPipeline: 103 tokens stand before the caption, one of them for the picture.
+_TEXT_OF_PICTURE = TextRecipe(
+    states="llava",
+    template=(
+        "<|start_header_id|>system<|end_header_id|>\n\n<image>\nDescribe the video by detailing the following aspects "
+        "according to the reference image: "
+        "1. The main content and theme of the video."
+        "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
+        "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
+        "4. background environment, light, style and atmosphere."
+        "5. camera angles, movements, and transitions used in the video:<|eot_id|>\n\n"
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    crop=103,
+    skipped_layers=2,
+    picture=PictureRecipe(mark="<|end_header_id|>", dropped=4),
+)
 
 
 def _model() -> type[nn.Module]:
@@ -47,6 +75,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     return read_joint(fields, known, "rope_axes_dim") | {
         "patch": (fields.get("patch_size_t", 1), spatial, spatial),
         "ffn_dim": int(fields.get("mlp_ratio", 4.0) * known["num_heads"] * known["head_dim"]),
+        "first_frame": fields.get("image_condition_type") or "none",
     }
 
 
@@ -60,7 +89,18 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
         "mlp_ratio": config.ffn_dim / config.dim,
         "pooled_projection_dim": config.pooled_dim or config.text_dim,
         "rope_axes_dim": list(config.rope_split),
+        "image_condition_type": None if config.first_frame == "none" else config.first_frame,
     }
+
+
+def _first_frame(latent: Tensor, stride_t: int) -> Tensor:
+    """[C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a latent frame is given, behind
+    it."""
+    del stride_t
+    joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
+    joined[:-1] = latent
+    joined[-1, 0] = 1
+    return joined
 
 
 def _scheduler(config: HunyuanConfig, flow: FlowConfig) -> Scheduler:
@@ -85,22 +125,39 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
+def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+    """As HunyuanVideoPipeline or HunyuanVideoImageToVideoPipeline is called by default."""
+    condition = fields.get("image_condition_type")
+    return Published(
+        text={"kind": "hunyuan_i2v" if condition else "hunyuan", "max_length": 256},
+        clips={
+            "frames": 129,
+            "height": 720,
+            "width": 1280,
+            "fps": 15.0,
+            "steps": 50,
+            "guidance_scale": 1.0 if condition else 6.0,
+        },
+        dit={"first_frame": condition} if condition else {},
+    )
+
+
 FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
     diffusers_class="HunyuanVideoTransformer3DModel",
-    pipeline_class=lambda config: "HunyuanVideoPipeline",
+    pipeline_class=lambda config: (
+        "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
+    ),
+    first_frame=_first_frame,
     vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
-    text=_TEXT,
+    texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
         "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
         "load by their own classes; train with model.text.kind hunyuan for a complete pipeline, or give --base."
     ),
-    published=lambda index, fields, scheduler: Published(  # as HunyuanVideoPipeline is called by default
-        text={"kind": "hunyuan", "max_length": 256},
-        clips={"frames": 129, "height": 720, "width": 1280, "fps": 15.0, "steps": 50, "guidance_scale": 6.0},
-    ),
+    published=_published,
     key_map={
         "num_layers": "num_layers",
         "num_single_layers": "num_single_layers",
@@ -113,7 +170,7 @@ FAMILY = Family(
         "num_refiner_layers": "num_refiner_layers",
         "guidance_embeds": "guidance_embeds",
     },
-    fixed_fields={"qk_norm": "rms_norm", "image_condition_type": None},
+    fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,
     write_rest=_write_rest,
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=JOINT_PROJECTIONS),

@@ -34,10 +34,13 @@ class HunyuanDiT(JointTransformer):
         super().__init__(config, _PatchEmbed(config), TokenRefiner(config))
 
     def embedded(self, given: ForwardInputs, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """As `JointTransformer.embedded`. Raises ValueError for clips with clean frames."""
+        """As `JointTransformer.embedded`. Raises ValueError for clips with clean frames, but for `token_replace`."""
         layout = given.layout
-        if layout.has_clean_frames:
-            raise ValueError("a clip with clean frames: HunyuanVideo's blocks take one time for all of a clip.")
+        if layout.has_clean_frames and not self.config.frame_times:
+            raise ValueError(
+                "a clip with clean frames: these blocks take one time for all of a clip. model.dit.first_frame "
+                "token_replace has blocks that take two."
+            )
         context = self.context_embedder(given.text, mean, given.timesteps, layout)
         return self.x_embedder(given.tokens), context.index_select(0, layout.text_rows)
 

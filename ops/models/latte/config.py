@@ -6,67 +6,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ops.config import Diffusion
-from ops.models.base.config import DiTConfig
+from ops.models.base.spatial_temporal_config import SpatialTemporalDiTConfig
 from ops.ranges import between, check_numbers
-from ops.spatial_temporal.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatteConfig(DiTConfig):
-    """Latte-1, text to video, trained by diffusion: `num_layers` spatial blocks and as many temporal ones, in turn.
+class LatteConfig(SpatialTemporalDiTConfig):
+    """Latte-1, text to video, trained by diffusion.
 
-    A bag runs it by spatial-temporal parallelism (ops/spatial_temporal/), sliced as the settings say; results are the
-    same for any slices. Sinusoids of times have 256 numbers whatever `freq_dim` says. `out_channels` are those of the
-    predicted noise; the learned variances behind them in published weights are kept as they are and not trained.
+    `out_channels` are those of the predicted noise; the learned variances behind them in published weights are kept as
+    they are and not trained.
     """
 
     architecture: Literal["latte"] = "latte"
     sample_size: int = 64  # latents in height and width to whose positions other sizes are scaled
     video_length: int = 16  # frames of a clip that Diffusers' class takes, no more and no less, beside pictures
-    temporal_slices: int = 2  # of the frames, in which a bag runs spatial blocks
-    spatial_slices: int = 2  # of the positions of a frame, in which it runs temporal blocks
-    temporal_lead: int = 1  # slices of the next spatial block that are sent while the block before computes
-    spatial_lead: int = 1  # the same of the next temporal block
 
     def __post_init__(self) -> None:
-        DiTConfig.__post_init__(self)
-        check_numbers(
-            "model.dit",
-            self,
-            sample_size=between(2, 1 << 16),
-            video_length=between(1, 1 << 16),
-            temporal_slices=between(1, 64),
-            spatial_slices=between(1, 64),
-        )
-        if self.patch[0] != 1 or self.patch[1] != self.patch[2]:
-            raise ValueError(f"model.dit.patch {self.patch}: Latte's tokens are squares of one frame, as [1, 2, 2].")
-        if self.dim % 4:
-            raise ValueError(f"the width {self.dim} is not a multiple of 4, as Latte's positions need.")
-        if self.ffn_dim != 4 * self.dim:
-            raise ValueError(f"model.dit.ffn_dim {self.ffn_dim} is not 4 times the width {self.dim}, as Latte has it.")
-        try:
-            self.schedule  # noqa: B018  (checks the leads)
-        except ValueError as error:
-            raise ValueError(f"model.dit: {error}") from None
-
-    @property
-    def schedule(self) -> Schedule:
-        """When a bag sends and computes which slice."""
-        return Schedule(
-            temporal_slices=self.temporal_slices,
-            spatial_slices=self.spatial_slices,
-            temporal_lead=self.temporal_lead,
-            spatial_lead=self.spatial_lead,
-        )
+        SpatialTemporalDiTConfig.__post_init__(self)
+        check_numbers("model.dit", self, sample_size=between(2, 1 << 16), video_length=between(1, 1 << 16))
 
     @property
     def diffusion(self) -> Diffusion:
         return Diffusion(predicts="noise")
-
-    @property
-    def spatial_temporal(self) -> bool:
-        return True
-
-    @property
-    def block_counts(self) -> tuple[int, ...]:
-        return (2 * self.num_layers,)

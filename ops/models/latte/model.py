@@ -8,18 +8,24 @@ S sequences, B of one stack, T frames, P positions of a frame (h w), n rows of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.kernels.base.segments import Segments
 from ops.models.base.layers import FeedForward, TimeModulation, TwoLayerMLP, gelu_tanh, init_linear
-from ops.models.base.transformer import ForwardInputs, PackedTransformer
+from ops.models.base.spatial_temporal import (
+    FlatPatches,
+    SpatialTemporalTransformer,
+    StackInputs,
+    first_channels,
+    frame_positions,
+    sinusoids,
+)
+from ops.models.base.transformer import ForwardInputs
 from ops.models.latte.config import LatteConfig
 from ops.spatial_temporal.layers import Layer, run_layers
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
@@ -27,13 +33,14 @@ from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 _OUT_EPS = 1e-6
 
 
-class LatteDiT(PackedTransformer):
+class LatteDiT(SpatialTemporalTransformer):
     config: LatteConfig
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
         dim = config.dim
-        self.pos_embed = PatchProjection(config)
+        patch = config.patch[1:]
+        self.pos_embed = FlatPatches(nn.Conv2d(config.in_channels, dim, patch, patch))
         self.adaln_single = TimeModulation(dim)
         self.caption_projection = TwoLayerMLP(config.text_dim, dim, gelu_tanh)
         self.transformer_blocks = nn.ModuleList(LatteSpatialBlock(config) for _ in range(config.num_layers))
@@ -46,26 +53,21 @@ class LatteDiT(PackedTransformer):
     def velocity(self, given: ForwardInputs) -> Tensor:
         """The predicted noise."""
         layout, group = given.layout, given.group
-        rest = Rest.of(layout, self.config.schedule)
+        rest = Rest.of(layout, self.how_sliced())
         time, modulation = self.adaln_single(given.timesteps)
         texts = self.caption_projection(given.text).split(layout.text_lengths)
         tables = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)  # shift and scale [S, D]
         finished = []
         for stack, tokens in zip(rest.stacks, to_rest(given.tokens, rest, group)):
-            members = torch.tensor(stack.members, device=layout.device)
-            shared = StackInputs(
-                modulation=modulation[members],
-                text=torch.cat([texts[member] for member in stack.members]),
-                text_lengths=Lengths.of([layout.text_lengths[member] for member in stack.members], layout.device),
-                device=layout.device,
-            )
+            shared = StackInputs.of(stack.members, modulation, texts, layout)
             x = self.pos_embed(tokens)
             x = x + spatial_positions(stack, self.config)[stack.positions].to(x.dtype)
             x = run_layers(x, self._layers(stack, shared), stack.split, group)
-            shift, scale = (table[members] for table in tables)
+            shift, scale = (table[torch.tensor(stack.members, device=layout.device)] for table in tables)
             segments = shared.segments(x.shape[1] * x.shape[2])
             rows = ln_modulate(x.flatten(0, 2), scale, shift, segments, eps=_OUT_EPS)
-            finished.append(self._noise(self.proj_out(rows)).unflatten(0, x.shape[:3]))
+            noise = first_channels(self.proj_out(rows), self.patch_size, self.config.out_channels)
+            finished.append(noise.unflatten(0, x.shape[:3]))
         return from_rest(finished, rest, group)
 
     def _layers(self, stack: Stack, shared: StackInputs) -> list[Layer]:
@@ -82,57 +84,12 @@ class LatteDiT(PackedTransformer):
         return layers
 
     def _on_frames(self, block: nn.Module, shared: StackInputs, x: Tensor, numbers: Tensor) -> Tensor:
-        """x [B, t, P, D]: rows by frame."""
-        batch, frames, positions, _ = x.shape
-        rows: Tensor = self.run(block, x.flatten(0, 2), shared, positions, batch * frames)
-        return rows.view(x.shape)
+        return self.on_frames(block, shared, x)
 
     def _on_positions(
         self, block: nn.Module, shared: StackInputs, moments: Tensor | None, x: Tensor, numbers: Tensor
     ) -> Tensor:
-        """x [B, T, s, D]: rows by position."""
-        batch, frames, positions, _ = x.shape
-        if moments is not None:
-            x = x + moments.to(x.dtype)
-        by_position = x.transpose(1, 2)
-        rows: Tensor = self.run(block, by_position.flatten(0, 2), shared, frames, batch * positions)
-        return rows.view(by_position.shape).transpose(1, 2)
-
-    def _noise(self, rows: Tensor) -> Tensor:
-        """Of [n, patch (noise, variance)], channel last as in Diffusers, the noise [n, C patch], channel first."""
-        return rows.unflatten(-1, (self.patch_size, -1))[..., : self.config.out_channels].transpose(-1, -2).flatten(-2)
-
-
-@dataclass(slots=True)
-class StackInputs:
-    """What all blocks share for the sequences of one stack; index tensors are kept by size of the slice."""
-
-    modulation: Tensor  # [B, 6, D]
-    text: Tensor  # [T, D]
-    text_lengths: Lengths
-    device: torch.device
-    _segments: dict[int, Segments] = field(default_factory=dict)
-    _lengths: dict[tuple[int, int], Lengths] = field(default_factory=dict)
-
-    def segments(self, rows: int) -> Segments:
-        """The modulation row of each of `rows` rows of each sequence."""
-        if rows not in self._segments:
-            self._segments[rows] = Segments.dense(len(self.modulation), rows, self.device)
-        return self._segments[rows]
-
-    def lengths(self, length: int, count: int) -> Lengths:
-        """Of `count` sequences of attention."""
-        if (length, count) not in self._lengths:
-            self._lengths[length, count] = Lengths.of([length] * count, self.device)
-        return self._lengths[length, count]
-
-
-def sinusoids(places: Tensor, dim: int) -> Tensor:
-    """places [n] -> [n, dim] in fp64, sines first, as Diffusers' get_1d_sincos_pos_embed_from_grid."""
-    half = dim // 2
-    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=places.device) / half)
-    angles = places.double()[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
+        return self.on_positions(block, shared, x if moments is None else x + moments.to(x.dtype))
 
 
 def spatial_positions(stack: Stack, config: LatteConfig) -> Tensor:
@@ -142,21 +99,7 @@ def spatial_positions(stack: Stack, config: LatteConfig) -> Tensor:
     # in fp32 as published, so that places that fp32 cannot hold are the same ones
     device = stack.positions.device
     rows, columns = (torch.arange(n, dtype=torch.float32, device=device) / (n / base) / scale for n in (h, w))
-    half = config.dim // 2
-    return torch.cat([sinusoids(columns, half).repeat(h, 1), sinusoids(rows, half).repeat_interleave(w, dim=0)], dim=1)
-
-
-class PatchProjection(nn.Module):
-    """Diffusers' PatchEmbed without its positions."""
-
-    def __init__(self, config: LatteConfig) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(config.in_channels, config.dim, config.patch[1:], config.patch[1:])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[..., C * patch] -> [..., D]"""
-        weight = self.proj.weight
-        return nn.functional.linear(tokens.to(weight.dtype), weight.flatten(1), self.proj.bias)
+    return frame_positions(rows, columns, config.dim)
 
 
 class LatteAttention(nn.Module):

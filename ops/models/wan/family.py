@@ -80,7 +80,8 @@ def _scheduler(config: WanConfig, flow: FlowConfig) -> Scheduler:
 
 def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     """As WanPipeline is called by default, but for Wan2.2: TI2V-5B, whose latents have 48 channels, has a size of its
-    own, and A14B the guidance of its authors, which is 4 and not the pipeline's 5."""
+    own, and A14B the steps and the guidance of its authors, for high and for low noise (wan/configs/wan_t2v_A14B.py and
+    wan_i2v_A14B.py of Wan-Video/Wan2.2), where the pipeline's are 50 and 5 for both."""
     from_image, experts = (
         fields["in_channels"] > fields["out_channels"],
         bool((index.get("transformer_2") or [None])[0]),
@@ -89,9 +90,13 @@ def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     if fields["out_channels"] == 48:
         size = {"frames": 121, "height": 704, "width": 1280, "fps": 24.0}
     dit = {"first_frame": "channels"} if from_image else {}
+    steps: dict[str, object] = {"steps": 50, "guidance_scale": 5.0}
+    if experts:
+        high, low = (3.5, 3.5) if from_image else (4.0, 3.0)
+        steps = {"steps": 40, "guidance_scale": high, "guidance_scale_2": low}
     return Published(
         text={"max_length": _IMAGE_TO_VIDEO_TEXT, "pad_to": _IMAGE_TO_VIDEO_TEXT},
-        clips={**size, "steps": 50, "guidance_scale": 4.0 if experts else 5.0},
+        clips={**size, **steps},
         dit=dit | ({"expert": "high"} if experts else {}),
         first_frame=bool(index.get("expand_timesteps")),
     )

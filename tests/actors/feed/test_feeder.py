@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.feed.encoders import Encoders, plan_item
+from actors.feed.encoders import Encoders, plan_item, text_keys
 from actors.feed.feeder import Feeder
 from actors.feed.step_source import StepSource
 from actors.step import StepBatches
@@ -233,6 +233,66 @@ def test_cached_text_of_two_encoders_has_the_rows_of_the_vector(
     for name in names:
         feeder._cache.put("text", name, np.ones((rows, 16), np.float32))
     assert (feeder._load("text", 0, item, names) is not None) == found
+
+
+def of_pictures(clips: Path, folder: Path) -> tuple[Feeder, ModelConfig, Geometry]:
+    """A feeder for a text encoder that sees first frames."""
+    text = TextConfig(kind="hunyuan_i2v", max_length=20, d_model=16, num_heads=2, num_layers=1, pooled_dim=16)
+    dit = HunyuanConfig(num_single_layers=1, first_frame="token_replace")
+    model, geometry = resolve(replace(MODEL, dit=dit, text=text))
+    return Feeder(config(clips, folder / "cache"), geometry, 0, Encoders.of(model), str(folder)), model, geometry
+
+
+def keep(feeder: Feeder, model: ModelConfig, geometry: Geometry, texts: bool = True) -> DataItem:
+    """Results of the first item, as workers would have put them."""
+    item, cache = feeder.dataset.step(0).items[0], feeder._cache
+    assert cache is not None
+    latent_names, text_names = feeder._cache_keys(item)
+    tokens = geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
+    for name in latent_names:
+        cache.put("latents", name, np.ones((tokens, feeder._encoders.latent_width), np.float32))
+    for name in text_names if texts else ():
+        cache.put("text", name, np.ones((model.text.most_tokens + model.text.tail, 16), np.float32))
+    return item
+
+
+def test_a_text_of_a_first_frame_is_named_by_it_and_counted_with_its_rows(clips: Path, tmp_path: Path) -> None:
+    feeder, model, _ = of_pictures(clips, tmp_path)
+    step = feeder.dataset.step(0)
+    (item, *_) = step.items
+    named = feeder._text_names(item)
+    job, encoders = feeder.dataset.job(item), feeder._encoders
+    later = replace(item, samples=tuple(replace(s, start_frame=s.start_frame + 1) for s in item.samples))
+    larger = replace(item, bucket=replace(item.bucket, height=2 * item.bucket.height))
+    for other in (later, larger):
+        assert not set(text_keys(other, job, encoders, feeder._config)) & set(named)
+    assert text_keys(item, job, encoders, feeder._config) == named
+    alone = replace(encoders, picture_rows=0)
+    assert text_keys(later, job, alone, feeder._config) == text_keys(item, job, alone, feeder._config)
+    assert encoders.picture_rows == model.text.picture_rows == 4
+    assert (
+        plan_item(item, encoders, ()).text_tokens == plan_item(item, replace(alone, least_text=0), ()).text_tokens + 4
+    )
+
+
+def test_pixels_are_spared_only_where_the_texts_of_first_frames_are_kept_too(clips: Path, tmp_path: Path) -> None:
+    """The answer stands when workers fill the cache between the planner's question and the engine's."""
+    feeder, model, geometry = of_pictures(clips, tmp_path)
+    item = keep(feeder, model, geometry, texts=False)
+    assert feeder.items(0).items[0].cached == ("vae",) and feeder.dataset.needs_pixels(item)
+    keep(feeder, model, geometry)
+    assert feeder.dataset.needs_pixels(item)
+    again, _, _ = of_pictures(clips, tmp_path)
+    assert not again.dataset.needs_pixels(item) and again.items(0).items[0].cached == ("text", "vae")
+
+
+def test_a_damaged_text_of_a_first_frame_has_its_item_decoded(clips: Path, tmp_path: Path) -> None:
+    feeder, model, geometry = of_pictures(clips, tmp_path)
+    item = keep(feeder, model, geometry)
+    assert feeder._cache is not None and not feeder.dataset.needs_pixels(item)
+    zero_the_end(feeder._cache._path("text", feeder._text_names(item)[0]))
+    assert feeder.items(0).items[0].cached == ()
+    assert feeder.dataset.needs_pixels(item) and feeder.dataset.latents_denied(item)
 
 
 def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> None:

@@ -41,7 +41,7 @@ def test_a_topology_keeps_its_larger_bags(topology: str, count: int, expected: s
     assert not expected or sum(parse_topology(expected, count)) <= count
 
 
-@pytest.mark.parametrize(("wanted", "count", "expected"), [(4, 8, 4), (8, 8, 6), (12, 8, 6), (6, 4, 4), (5, 3, 3)])
+@pytest.mark.parametrize(("wanted", "count", "expected"), [(4, 8, 4), (8, 7, 6), (12, 8, 8), (6, 4, 4), (5, 3, 3)])
 def test_a_static_degree_becomes_the_nearest_legal_one(wanted: int, count: int, expected: int) -> None:
     options, told = adapted(PlanOptions(strategy="static", static_degree=wanted), [STEP], SMALL, workers(count))
     assert options.static_degree == expected

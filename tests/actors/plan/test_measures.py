@@ -18,6 +18,7 @@ from actors.plan.measures import (
     workload_imbalance,
 )
 from ops.models.latte.config import LatteConfig
+from ops.models.stdit3.config import STDiT3Config
 
 
 def test_cv_step_is_the_gap_over_the_longest() -> None:
@@ -76,6 +77,13 @@ def test_spatial_temporal_blocks_attend_to_frames_positions_and_text() -> None:
     )["dit"]
     load = Load(batch=1, frames=16, height=512, width=512, text_tokens=text, tokens=tokens, degree=1, token_frames=16)
     assert fit.predict(load) == pytest.approx(tflop)
+    both = STDiT3Config(num_layers=28, num_heads=16, head_dim=72, ffn_dim=4608)  # where every block attends to the text
+    more = DiTWork.of(both).model_tflop(1, tokens + text, text, 16)
+    assert more == pytest.approx(tflop + 3 * 28 * 4 * d * tokens * text / 1e12)
+    costs = flop_coefficients(
+        both, 1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0
+    )
+    assert costs["dit"].predict(load) == pytest.approx(more)
     full = replace(DiTWork.of(dit), spatial_temporal=False)
     assert tflop < 0.5 * full.model_tflop(1, tokens + text, text, 16)
 

@@ -89,8 +89,9 @@ def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers()
     [
         (WanConfig(num_layers=1, num_heads=4, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24), (1, 2, 4)),
         (HunyuanConfig(num_layers=1, num_single_layers=1, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24), (1, 4)),
+        (WanConfig(num_layers=1, num_heads=6, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24), (1, 2, 4)),
     ],
-    ids=["wan", "hunyuan"],
+    ids=["wan", "hunyuan", "wan with shared heads"],
 )
 def test_no_caption_makes_a_cascade_need_more_than_was_predicted(
     dit: WanConfig | HunyuanConfig, degrees: tuple[int, ...]
@@ -102,7 +103,7 @@ def test_no_caption_makes_a_cascade_need_more_than_was_predicted(
     predict_dit(needs, model, geometry, [clip, (1, 64, 96)], degrees, Precision())
     for count, text, degree in ((3, 5, 1), (1, 64, 1), (1, 3, 4)):
         samples = [Samples(count=count, frames=17, height=64, width=96, text_tokens=text)]
-        predicted = needs.gib(footprint("dit", samples, degree, geometry.tokens, needs.text_rows))
+        predicted = needs.gib(footprint("dit", samples, degree, geometry.tokens, needs))
         real = dit_need_gib(dit, [PackedSequence(geometry.token_grid(*clip), text)] * count, degree, Precision())
         assert predicted is not None and 0.98 * real <= predicted <= 1.1 * real, (count, text, degree)
 
@@ -130,7 +131,7 @@ def test_in_bags_neither_few_nor_many_rows_of_a_rank_need_more_than_was_predicte
     for frames, height, width in clips:
         for degree in degrees[1:]:
             one = Samples(count=1, frames=frames, height=height, width=width, text_tokens=512)
-            predicted = needs.gib(footprint("dit", [one], degree, geometry.tokens, needs.text_rows))
+            predicted = needs.gib(footprint("dit", [one], degree, geometry.tokens, needs))
             sequence = PackedSequence(geometry.token_grid(frames, height, width), 512)
             real = counted_for_wan_14b(dit, [sequence], degree, Precision())
             assert predicted is not None and real <= predicted * (1 + 1e-6) <= 1.1 * real, (frames, height, degree)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.config import PlannerConfig
 from actors.plan.costs.fit import fit, fit_form, fit_memory, knapformer_constants
 from actors.plan.costs.forms import FORMS, Load, vae_tiles
 from actors.plan.costs.profile import Profile
@@ -17,6 +18,9 @@ from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.make_plan import make_plan
+from actors.planning.options import profile_of
+from ops.geometry import Geometry
+from ops.models.config import ModelConfig
 from ops.models.wan.config import WanConfig
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}
@@ -76,6 +80,10 @@ def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
     found = profile.model_of("dit")
     assert found is not None and found.source.startswith("FLOP model")
     assert any("poor" in note for note in profile.notes)
+    profile.measure(("dit", 1, 25, 480, 832, 1), 9.0)
+    profile.model_of("dit")
+    (note,) = profile.notes
+    assert "fit to 7 points" in note, "of the fit that counts alone"
 
 
 def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
@@ -172,7 +180,7 @@ def test_cross_node_factor_follows_common_rails() -> None:
         ({"latency": [{**ENTRY, "module": "audio"}]}, r"latency\.0\.module is 'audio'; expected one of text, vae, dit"),
         ({"latency": []}, "nothing can be priced"),
         ({"latency": [{**ENTRY, "degree": 0}]}, "degree is 0"),
-        ({"latency": [ENTRY], "degrees": {"dit": [5]}, "num_heads": 12}, "does not divide the 12"),
+        ({"latency": [ENTRY], "degrees": {"dit": [0]}, "num_heads": 12}, r"degrees.dit is \[0\]"),
         ({"latency": [ENTRY], "residual": "trees"}, "residual is 'trees'; expected one of none, xgboost"),
         ({"latency": [ENTRY], "degrees": []}, "degrees is .*; expected a mapping"),
         ({"latency": [ENTRY], "cross_node": {"decay": "x"}}, "decay"),
@@ -222,14 +230,47 @@ def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
         )
 
 
-def test_degrees_must_divide_the_heads() -> None:
-    with pytest.raises(PlanError, match="degree 5 does not divide the 4"):
-        make_plan(
-            [[Item(id="x", batch=1, frames=17, height=64, width=64)]],
-            Profile.from_flops(WanConfig(num_heads=4)),
-            Cluster(nodes=(8,)),
-            PlanOptions(degrees=(5,)),
-        )
+def test_a_degree_that_shares_heads_costs_what_it_sends_more() -> None:
+    """8 ranks of 12 heads hold 16 copies of heads: q and the output travel once, k and v 4 / 3 times."""
+    clip = ("dit", 1, 81, 480, 832)
+    free = Profile.from_flops(WanConfig(num_heads=12), exchange_gbps=1e9)
+    paid = Profile.from_flops(WanConfig(num_heads=12), exchange_gbps=1.0)
+    sent = {k: paid.seconds(*clip, k) - free.seconds(*clip, k) for k in (6, 8)}
+    assert sent[8] / sent[6] == pytest.approx((7 / 64) / (5 / 36) * (1 + 4 / 12 / 2), rel=1e-6)
+    paid.num_heads = 8
+    assert paid.seconds(*clip, 8) - free.seconds(*clip, 8) == pytest.approx(sent[8] / (1 + 1 / 6), rel=1e-6)
+
+
+def wan_plan(gbps: float, setting: str) -> set[int]:
+    """Degrees of one clip of a 12-head model on 8 workers."""
+    model = ModelConfig(dit=WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960))
+    profile = profile_of(PlannerConfig(sequence=setting), model, Geometry())
+    profile.models = Profile.from_flops(model.dit, tflops=400.0, exchange_gbps=gbps).models
+    items = [Item(id="x", batch=1, frames=81, height=480, width=832, text_tokens=100)]
+    plan = make_plan([items], profile, Cluster(nodes=(8,)), PlanOptions(budget_s=0.0))
+    return {cascade.degree for cascade in plan.steps[0].cascades if cascade.module == "dit"}
+
+
+def test_eight_workers_run_a_clip_of_twelve_heads_together_where_that_is_cheaper() -> None:
+    assert wan_plan(300.0, "auto") == {8}
+    assert wan_plan(300.0, "ulysses") == {6}
+
+
+def test_settings_say_which_degrees_are_planned() -> None:
+    model = ModelConfig(dit=WanConfig(num_heads=12))
+
+    def degrees(**settings: object) -> tuple[int, ...]:
+        return profile_of(PlannerConfig(**settings), model, Geometry()).degrees["dit"]
+
+    assert degrees() == (1, 2, 3, 4, 6, 8, 12)
+    assert degrees(sequence="ulysses") == (1, 2, 3, 4, 6, 12)
+    assert degrees(degrees=(5, 16)) == (1, 2, 3, 4, 5, 6, 8, 12, 16)
+    assert degrees(topology="g1n2+g10n1") == (1, 2, 3, 4, 6, 8, 10, 12)
+
+
+def test_no_bag_has_no_workers() -> None:
+    with pytest.raises(PlanError, match="degree 0 must be at least 1"):
+        make_plan([[]], Profile.from_flops(WanConfig()), Cluster(nodes=(8,)), PlanOptions(degrees=(0,)))
 
 
 def test_profiles_are_json(h100: Profile) -> None:

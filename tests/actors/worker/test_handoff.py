@@ -22,7 +22,7 @@ from data.cache import Cache
 from data.config import CacheConfig
 from ops.comm import Group
 from ops.geometry import Geometry
-from tests.actors.exactness import items_of, make_hosts, one_worker, run_step, train_config
+from tests.actors.exactness import MODELS, items_of, make_hosts, one_worker, run_step, train_config
 
 GEOMETRY = Geometry(vae_stride=(4, 8, 8))
 SAMPLES = StepSamples.of(3, [("a", (5, 32, 32), ["0/0/7", "0/0/8"]), ("b", (1, 32, 32), ["0/0/9"])], GEOMETRY, "sample")
@@ -213,6 +213,25 @@ class InBf16:
 
     def encode_tile(self, video: torch.Tensor, tile: Any) -> torch.Tensor:
         return self.real.encode_tile(video, tile).bfloat16()
+
+
+def test_a_text_of_a_frame_that_did_not_decode_is_not_kept(tmp_path: Path) -> None:
+    """Its name says a frame that it was not made of."""
+    kept: list[tuple[str, str]] = []
+    writer = SimpleNamespace(
+        cache=Cache(CacheConfig(path=str(tmp_path))), submit=lambda kind, key, array: kept.append((kind, key))
+    )
+    cache = ResultCache(writer)  # type: ignore[arg-type]
+
+    def to_cache(task: CascadeTask, results: list[EncodeResult]) -> None:
+        named = tuple(replace(s, text_key=f"t{s.index}", latent_key=f"l{s.index}") for s in task.samples)
+        cache(replace(task, samples=named), results)
+
+    model = MODELS["hunyuan i2v token_replace"]
+    hosts = make_hosts(1, torch.float32, train_config(), config=model, on_encoded=to_cache)
+    items = [Item(id="s0.0", batch=2, frames=5, height=32, width=32, text_tokens=12)]
+    run_step(hosts, items, one_worker(items), bad=frozenset({("s0.0", 1)}))
+    assert kept == [("text", "t0"), ("latents", "l0")]
 
 
 def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""What transformers with spatial and temporal blocks in turn share: rows of a stack by frame and by position.
+
+S sequences, B of one stack, T frames, P positions of a frame (h w), n rows of a slice, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ops.attention.lengths import Lengths
+from ops.kernels.base.segments import Segments
+from ops.models.base.transformer import PackedTransformer
+from ops.packing import Layout
+
+RowBlock = Callable[..., Tensor]
+"""(rows [n, D], inputs of the stack, length of a sequence of its attention, their number, ...) -> [n, D]"""
+
+
+@dataclass(slots=True)
+class StackInputs:
+    """What all blocks share for the sequences of one stack; index tensors are kept by size of the slice."""
+
+    modulation: Tensor  # [B, 6, D]
+    text: Tensor  # [T, D]
+    text_lengths: Lengths
+    device: torch.device
+    _segments: dict[int, Segments] = field(default_factory=dict)
+    _lengths: dict[tuple[int, int], Lengths] = field(default_factory=dict)
+
+    @staticmethod
+    def of(members: Sequence[int], modulation: Tensor, texts: Sequence[Tensor], layout: Layout) -> StackInputs:
+        """Those of some sequences of a layout: modulation [S, 6, D] and text [rows, D] of each of all sequences."""
+        chosen = [texts[member] for member in members]
+        return StackInputs(
+            modulation=modulation[torch.tensor(members, device=layout.device)],
+            text=torch.cat(chosen),
+            text_lengths=Lengths.of([len(text) for text in chosen], layout.device),
+            device=layout.device,
+        )
+
+    def segments(self, rows: int) -> Segments:
+        """The modulation row of each of `rows` rows of each sequence."""
+        if rows not in self._segments:
+            self._segments[rows] = Segments.dense(len(self.modulation), rows, self.device)
+        return self._segments[rows]
+
+    def lengths(self, length: int, count: int) -> Lengths:
+        """Of `count` sequences of attention."""
+        if (length, count) not in self._lengths:
+            self._lengths[length, count] = Lengths.of([length] * count, self.device)
+        return self._lengths[length, count]
+
+
+class SpatialTemporalTransformer(PackedTransformer):
+    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.Layer` for who calls what."""
+
+    def on_frames(self, block: RowBlock, shared: StackInputs, x: Tensor, *rest: object) -> Tensor:
+        """x [B, t, P, D]: rows by frame."""
+        batch, frames, positions, _ = x.shape
+        return self.run(block, x.flatten(0, 2), shared, positions, batch * frames, *rest).view(x.shape)
+
+    def on_positions(self, block: RowBlock, shared: StackInputs, x: Tensor, *rest: object) -> Tensor:
+        """x [B, T, s, D]: rows by position."""
+        batch, frames, positions, _ = x.shape
+        by_position = x.transpose(1, 2)
+        rows = self.run(block, by_position.flatten(0, 2), shared, frames, batch * positions, *rest)
+        return rows.view(by_position.shape).transpose(1, 2)
+
+
+class FlatPatches(nn.Module):
+    """Squares of a frame as tokens: a convolution `proj` whose stride is its kernel, as one matrix product."""
+
+    def __init__(self, proj: nn.Conv2d | nn.Conv3d) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[..., C * patch] -> [..., D]"""
+        weight = self.proj.weight
+        return nn.functional.linear(tokens.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+def sinusoids(places: Tensor, dim: int) -> Tensor:
+    """places [n] -> [n, dim] in fp64, sines first (Diffusers' get_1d_sincos_pos_embed_from_grid)."""
+    half = dim // 2
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=places.device) / half)
+    angles = places.double()[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def frame_positions(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """rows [h], columns [w] -> [h w, dim] in fp64: sinusoids of w, then of h."""
+    half, h, w = dim // 2, len(rows), len(columns)
+    return torch.cat([sinusoids(columns, half).repeat(h, 1), sinusoids(rows, half).repeat_interleave(w, dim=0)], dim=1)
+
+
+def first_channels(rows: Tensor, patch: int, channels: int) -> Tensor:
+    """Of [n, patch (C, more)], channel last as in published heads, the first `channels`: [n, channels patch], channel
+    first. The rest are learned variances, which are not trained."""
+    first: Tensor = rows.unflatten(-1, (patch, -1))[..., :channels].transpose(-1, -2).flatten(-2)
+    return first

@@ -1,0 +1,51 @@
+"""Settings of transformers with spatial and temporal blocks in turn. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ops.models.base.config import DiTConfig
+from ops.spatial_temporal.choice import Slicing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialTemporalDiTConfig(DiTConfig):
+    """`num_layers` spatial blocks and as many temporal ones, in turn (Latte, STDiT3).
+
+    A base, as `DiTConfig` is. A bag runs them by spatial-temporal parallelism (ops/spatial_temporal/), sliced as the
+    settings say; results are the same for any slices. Sinusoids of times have 256 numbers whatever `freq_dim` says.
+    """
+
+    # In numbers, or auto: by what computation and exchanges cost, for each grid and degree
+    temporal_slices: int | Literal["auto"] = "auto"  # of the frames, in which a bag runs spatial blocks
+    spatial_slices: int | Literal["auto"] = "auto"  # of the positions of a frame, in which it runs temporal blocks
+    temporal_lead: int | Literal["auto"] = "auto"  # slices of the next spatial block that are sent under the one before
+    spatial_lead: int | Literal["auto"] = "auto"  # the same of the next temporal block
+
+    def __post_init__(self) -> None:
+        DiTConfig.__post_init__(self)
+        name = self.architecture
+        if self.patch[0] != 1 or self.patch[1] != self.patch[2]:
+            raise ValueError(f"model.dit.patch {self.patch}: tokens of {name} are squares of one frame, as [1, 2, 2].")
+        if self.dim % 4:
+            raise ValueError(f"the width {self.dim} is not a multiple of 4, as positions of {name} need.")
+        if self.ffn_dim != 4 * self.dim:
+            raise ValueError(f"model.dit.ffn_dim {self.ffn_dim} is not 4 times the width {self.dim}, as in {name}.")
+        try:
+            self.slicing  # noqa: B018  (checks the numbers)
+        except ValueError as error:
+            raise ValueError(f"model.dit: {error}") from None
+
+    @property
+    def slicing(self) -> Slicing:
+        return Slicing(
+            temporal_slices=self.temporal_slices,
+            spatial_slices=self.spatial_slices,
+            temporal_lead=self.temporal_lead,
+            spatial_lead=self.spatial_lead,
+        )
+
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        return (2 * self.num_layers,)
