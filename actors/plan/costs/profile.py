@@ -164,7 +164,8 @@ class Profile:
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
-    num_heads: int | None = None  # that a degree must divide; None: unknown, or nothing is dealt out by heads
+    # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
+    num_heads: int | None = None
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
