@@ -262,7 +262,7 @@ class FlatSync:
         norm = math.sqrt(squares) * share
         lr = lr_at(self.config, step, self.total_steps)
         applied = math.isfinite(norm)
-        self._settle()
+        self.held_up_s = self._settle()
         if applied:
             phase("update")
             pending = self._update(lr, share * clip_factor(norm, self.config.max_grad_norm))
@@ -288,6 +288,7 @@ class FlatSync:
 
     def begin_export(self) -> ShardExport:
         """As `export_shard`; where there is a GPU the copy is made while the next cascades run."""
+        self._settle()
         arrays = {"master": self._master, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
         if self._ema is not None:
             arrays["ema"] = self._ema
@@ -371,13 +372,14 @@ class FlatSync:
         # An EMA switched on later starts from the weights.
         self._ema = state.get("ema", self._master.clone()) if self.config.ema_decay > 0 else None
 
-    def _settle(self) -> None:
-        """Before the state changes: the copy that was begun has read all of it."""
+    def _settle(self) -> float:
+        """Before the state changes or is copied again: the copy that was begun has read all of it. Returns the seconds
+        that took."""
         started = time.perf_counter()
         export, self._export = self._export, None
         if export is not None:
             export.wait()
-        self.held_up_s = time.perf_counter() - started
+        return time.perf_counter() - started
 
     # The step ---------------------------------------------------------------------------------------------------
 

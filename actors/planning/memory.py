@@ -234,9 +234,9 @@ def predict_dit(
     text_gib = max(0.0, with_text - few) / (longest - 1)  # of a row
     line = NeedLine(fixed_gib=few - slope * small.tokens - text_gib, gib_per_unit=slope)
     needs.predicted["dit", SOLO], needs.text_rows[SOLO] = line, text_gib / slope
-    heads = model.dit.num_heads
+    heads = None if model.dit.spatial_temporal else model.dit.num_heads  # that are dealt out over a bag
     wanted = sorted({degree for degree in degrees if degree > 1})
-    bags = [degree for degree in wanted if heads % degree == 0] or wanted[:1]
+    bags = [degree for degree in wanted if heads is None or heads % degree == 0] or wanted[:1]
     if bags:
         rows = {degree: large.tokens / degree for degree in {bags[0], bags[-1]}}
         peaks = {degree: dit_need_gib(model.dit, [large], degree, precision) - text_gib for degree in rows}
@@ -250,12 +250,14 @@ def predict_dit(
             fixed = max(fixed, peak - slope * least.tokens / bags[-1])
         needs.predicted["dit", BAG] = NeedLine(fixed_gib=fixed, gib_per_unit=slope)
         needs.text_rows[BAG] = text_gib / slope
-        shared = sorted(set(wanted) - set(bags), key=lambda degree: surplus(heads, degree))
-        needs.num_heads, needs.copied = heads, 0.0
-        for degree in {*shared[:1], *shared[-1:]}:
+        needs.num_heads, needs.copied = heads or 0, 0.0
+        if heads is None:
+            return
+        by_surplus = sorted((surplus(heads, degree), degree) for degree in set(wanted) - set(bags))
+        for share, degree in {*by_surplus[:1], *by_surplus[-1:]}:
             peak = dit_need_gib(model.dit, [large], degree, precision) - text_gib
             extra = (peak - fixed) * degree / large.tokens / slope - 1
-            needs.copied = max(needs.copied, extra / surplus(heads, degree))
+            needs.copied = max(needs.copied, extra / share)
 
 
 def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:

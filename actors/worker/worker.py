@@ -78,9 +78,8 @@ class Worker:
         self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
         self._snapshot_to: tuple[ShardKeeper, ...] = ()
         self._exports: list[Snapshot] = []
-        self._copying: dict[
-            tuple[int, int], ShardExport
-        ] = {}  # by generation and step, until their copies are handed out
+        # By generation and step, until their copies are handed out.
+        self._copying: dict[tuple[int, int], ShardExport] = {}
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()

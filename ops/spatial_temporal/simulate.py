@@ -27,9 +27,9 @@ from ops.spatial_temporal.schedule import (
     forward_program,
     length_of,
 )
+from ops.spatial_temporal.slicing import SLICES
 
 Direction = Literal["forward", "backward"]
-SLICES = (1, 2, 3, 4, 6, 8)  # that are tried; the paper looks at 2 to 8 (Fig. 10, 11)
 PAIRS = 3  # of layers, enough for a steady state
 
 

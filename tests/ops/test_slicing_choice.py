@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.spatial_temporal.choice import AUTO, ScheduleOf, SliceRates, Slicing, choose
+from ops.spatial_temporal.choice import ScheduleOf, SliceRates, choose
 from ops.spatial_temporal.schedule import DSP, Schedule
 from ops.spatial_temporal.simulate import LayerCosts, best_schedule, simulate
+from ops.spatial_temporal.slicing import AUTO, Slicing
 
 COSTS = LayerCosts(spatial_s=4.0, temporal_s=4.0, exchange_s=0.5)  # at degree 2 slices take four times their parts
 RATES = SliceRates(row_s=1e-3, key_s=1e-6, moved_s=1e-3, slice_s=1e-3, part_s=1e-4, backward=3.0)

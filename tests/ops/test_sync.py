@@ -500,9 +500,13 @@ def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     assert late.waited == 1 and sync.updates == 2 and export.shard.updates == 1
     assert not np.array_equal(before, flat_weights(model))
     np.testing.assert_array_equal(export.shard.arrays["master"], before)
+    held_up = sync.held_up_s
     sync.begin_export()
+    sync.begin_export()
+    assert late.waited == 2, "two copies at once: the update would wait for the later one alone"
     sync.form(Group.solo(), [export.shard])
-    assert late.waited == 2, "a state that is replaced has been read, too"
+    assert late.waited == 3, "a state that is replaced has been read, too"
+    assert sync.held_up_s == held_up, "what a step waited for, nothing else"
 
 
 class LateCopy:

@@ -164,7 +164,8 @@ class Profile:
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
     geometry: Geometry = field(default_factory=Geometry)
-    num_heads: int | None = None  # that a degree must divide; None: unknown, or nothing is dealt out by heads
+    # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
+    num_heads: int | None = None
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
@@ -254,9 +255,11 @@ class Profile:
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
         load = self._plain_load(batch, frames, height, width, degree, text_tokens)
-        if self.sliced is not None and module == "dit" and degree > 1:
+        if module != "dit" or degree == 1:
+            return load
+        if self.sliced is not None:
             return self.sliced.sliced(load, self.slice_rates())
-        return load
+        return replace(load, exchanged=exchanged(self.num_heads, degree)) if self.num_heads else load
 
     def slice_rates(self) -> SliceRates:
         """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by all of them:
@@ -281,7 +284,6 @@ class Profile:
             tokens=tokens,
             degree=degree,
             token_frames=self.tokens(frames, 1, 1),
-            exchanged=exchanged(self.num_heads, degree) if self.num_heads else 1.0,
         )
 
     def price(
@@ -334,7 +336,10 @@ class Profile:
         cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
         found = self._cache.get(cache_key)
         if found is None:
-            most = self._most_members(frames, height, width) if module == "dit" else math.inf
+            most = math.inf
+            if module == "dit" and self.sliced is not None:
+                token_frames = self.tokens(frames, 1, 1)
+                most = max(token_frames, self.tokens(frames, height, width) // token_frames)
             found = tuple(
                 (k, s)
                 for k in self.candidate_degrees(module)
@@ -344,12 +349,6 @@ class Profile:
             )
             self._cache[cache_key] = found
         return found
-
-    def _most_members(self, frames: int, height: int, width: int) -> float:
-        if self.sliced is None:
-            return math.inf
-        token_frames = self.tokens(frames, 1, 1)
-        return max(token_frames, self.tokens(frames, height, width) // token_frames)
 
     def legal_degrees(
         self,

@@ -13,7 +13,8 @@ from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.fit import Fit, model_from, with_exchange
 from actors.plan.costs.forms import Load
 from ops.models.base.config import DiTConfig
-from ops.spatial_temporal.choice import SliceRates, Slicing, choose
+from ops.spatial_temporal.choice import SliceRates, choose
+from ops.spatial_temporal.slicing import Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -338,9 +338,10 @@ class Problem:
         short = short and f"{short} Use fewer frames or a smaller size for this bucket, or GPUs with more memory."
         if short and module != "dit":  # what an encoder needs in a bag is not known before it has run there
             return short
+        heads = profile.num_heads
         for degree in range(1, 4 * self.cluster.num_workers + 1):
-            usual = degree if profile.num_heads is None else profile.num_heads
-            if degree not in (*profile.degrees.get(module, ()), *default_degrees(usual, most=degree)):
+            usual = heads is None or degree in default_degrees(heads, most=degree)
+            if not usual and degree not in profile.degrees.get(module, ()):
                 continue
             if profile.price(module, *shape, degree, item.text_tokens) is not None and profile.fits(
                 module, *shape, degree, item.text_tokens, self.room_gib

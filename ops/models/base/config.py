@@ -13,7 +13,7 @@ from ops.attention.names import AttentionName
 from ops.config import Diffusion
 from ops.degrees import SequenceSetting, default_degrees
 from ops.ranges import above, between, check_numbers
-from ops.spatial_temporal.choice import Slicing
+from ops.spatial_temporal.slicing import Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ops.models.base.config import DiTConfig
-from ops.spatial_temporal.choice import Slicing
+from ops.spatial_temporal.slicing import Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

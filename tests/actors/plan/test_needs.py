@@ -19,6 +19,7 @@ from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.forecast import Precision, dit_need_gib
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.packing import Sequence as PackedSequence
 
@@ -135,6 +136,20 @@ def test_in_bags_neither_few_nor_many_rows_of_a_rank_need_more_than_was_predicte
             sequence = PackedSequence(geometry.token_grid(frames, height, width), 512)
             real = counted_for_wan_14b(dit, [sequence], degree, Precision())
             assert predicted is not None and real <= predicted * (1 + 1e-6) <= 1.1 * real, (frames, height, degree)
+
+
+def test_a_family_that_deals_out_positions_holds_no_head_twice() -> None:
+    """Four heads in bags of three: blocks over space and time cut frames or positions, of which no rank has a copy."""
+    dit = LatteConfig(num_layers=1, num_heads=4, head_dim=16, ffn_dim=256, text_dim=24)
+    model = ModelConfig(dit=dit, text=TextConfig(max_length=64), vae=VAEConfig(kind="haar"))
+    geometry, clip, needs = Geometry(), (17, 64, 96), Needs()
+    predict_dit(needs, model, geometry, [clip, (1, 64, 96)], (1, 2, 3, 4), Precision())
+    assert needs.num_heads == 0 and needs.copied == 0.0
+    for degree in (2, 3, 4):
+        samples = [Samples(count=1, frames=17, height=64, width=96, text_tokens=8)]
+        predicted = needs.gib(footprint("dit", samples, degree, geometry.tokens, needs))
+        real = dit_need_gib(dit, [PackedSequence(geometry.token_grid(*clip), 8)], degree, Precision())
+        assert predicted is not None and 0.95 * real <= predicted <= 1.15 * real, (degree, predicted, real)
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "static", "flexsp_greedy", "knapsack", "longest_first"])

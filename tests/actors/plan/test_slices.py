@@ -62,7 +62,7 @@ def test_a_bag_has_any_size_up_to_the_frames_or_positions() -> None:
 
 
 def test_settings_allow_any_degree_where_no_heads_are_dealt_out() -> None:
-    planner, workers = PlannerConfig(degrees=(1, 3, 5)), WorkersConfig()
+    planner, workers = PlannerConfig(degrees=(1, 3, 5), sequence="ulysses"), WorkersConfig()
     check_degrees(ModelConfig(dit=DIT), planner, workers)
     with pytest.raises(ConfigError, match=r"planner\.degrees has 3, which does not divide the 4 attention heads"):
         check_degrees(ModelConfig(dit=WanConfig(num_heads=4)), planner, workers)
