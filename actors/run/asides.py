@@ -140,6 +140,17 @@ class AsideTurns:
         self._source, self._tell = source, tell
         self._queue = AsideQueue()
         self._asked: dict[Ref[TurnReport], str] = {}  # -> worker
+        self._practised: set[str] = set()  # workers that have made one: nothing of the next is compiled there
+        self._longest_s = 0.0  # turn of theirs
+
+    def deal(self, world: Sequence[Seat]) -> float | None:
+        """Before a step is dispatched to these workers: who of them has an aside. Returns the seconds of the longest
+        turn that they have had; 0 where none has an aside, None where one that has has never made any."""
+        self._queue.add(self._source.wanted())
+        self._hear(0.0)
+        self._queue.deal([seat.name for seat in world])
+        holders = self._queue.held.keys()
+        return None if holders - self._practised else self._longest_s if holders else 0.0
 
     def give(
         self,
@@ -151,9 +162,7 @@ class AsideTurns:
         patience: Patience,
     ) -> None:
         """Ask the workers for turns in this step, whose cascades are dispatched and whose end is not. `outlasted` are
-        ranks with an encode that outlasts it."""
-        self._hear(0.0)
-        self._queue.deal([seat.name for seat in world])
+        ranks with an encode that outlasts it. `deal` comes before."""
         if not self._queue.held:
             return
         gaps = gaps_of(cascades, step, len(world))
@@ -161,23 +170,21 @@ class AsideTurns:
             if rank not in outlasted:
                 self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience)
 
-    def are_under_way(self) -> bool:
-        """Whether a step that is dispatched now may have turns."""
-        self._queue.add(self._source.wanted())
-        return self._queue.left > 0
-
     def finish(self, generation: int, world: Sequence[Seat]) -> None:
         """All steps are done: make what is left, on all workers at once. Never raises."""
         until, alive = time.monotonic() + FINISH_S, list(world)
         try:
-            while self.are_under_way() and alive and time.monotonic() < until:
+            while alive and time.monotonic() < until:
+                gone = self._hear(_LOOK_S)
+                alive = [seat for seat in alive if seat.name not in gone]
+                self._queue.add(self._source.wanted())
                 self._queue.deal([seat.name for seat in alive])
+                if not self._queue.left:
+                    return
                 asked = set(self._asked.values())
                 for seat in alive:
                     if seat.name not in asked:
                         self._ask(seat, generation, -1, whole=True)
-                gone = self._hear(_LOOK_S)
-                alive = [seat for seat in alive if seat.name not in gone]
         except Exception:
             log.exception("the last samples were not made")
         if self._queue.left:
@@ -224,6 +231,10 @@ class AsideTurns:
                 work = self._queue.held.get(worker)
                 why = " ".join(str(error).split())[-300:]
                 report = TurnReport(aside=work.name if work else "", ended=True, failed=why)
+            if worker in self._practised:
+                self._longest_s = max(self._longest_s, report.took_s)
+            elif report.ended and not report.failed:
+                self._practised.add(worker)
             if report.ended and self._queue.end(report.aside):
                 self._ended(report)
         while self._queue.hopeless:

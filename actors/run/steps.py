@@ -104,14 +104,13 @@ class StepRunner:
             bags.left,
         )
         tasks_of = [(call.rank, call.task) for call in calls]
-        asides, rates = self.asides.are_under_way(), assignment.rates
-        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s, asides)
+        rates, aside_s = assignment.rates, self.asides.deal(self.world)
+        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s, aside_s)
         calls = [replace(call, task=replace(call.task, patience=patience, rates=rates)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
-        if asides:
-            outlasted = {call.rank for call in calls if call.task.outlasts}
-            self.asides.give(self.generation, step, self.world, assignment.cascades, outlasted, patience)
+        outlasted = {call.rank for call in calls if call.task.outlasts}
+        self.asides.give(self.generation, step, self.world, assignment.cascades, outlasted, patience)
         export = self.exports(step)
         mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
         tasks = [

@@ -35,20 +35,20 @@ class StepWaits:
         cascades: Sequence[Cascade],
         tasks: Sequence[tuple[int, CascadeTask]],
         update_s: float = 0.0,
-        asides: bool = False,
+        aside_s: float | None = 0.0,
     ) -> Patience:
         """For every wait of this dispatch; `tasks` are (rank, task), `update_s` is what the plan expects of the step's
-        end: until a step has ended, nothing else says that. With `asides` workers may come to it later by a piece of
-        one, which may have to be compiled like anything else."""
+        end: until a step has ended, nothing else says that. A worker may come to that end later by a turn of an aside,
+        `aside_s`; None: there may be one for the first time, and it may be compiled like anything else."""
         config = self.config
         planned_s = max((c.end_s for c in cascades), default=0.0) - min((c.start_s for c in cascades), default=0.0)
-        wanted = planned_s + max(self._end_s, update_s) if self.measured else 0.0
+        wanted = planned_s + max(self._end_s, update_s) + (aside_s or 0.0) if self.measured else 0.0
         least, factor = config.collective_timeout_s, config.patience_factor
         limit_s, why = least, f"workers.collective_timeout_s for step {step}"
         if factor * wanted > least:
             limit_s = factor * wanted
             why = f"workers.patience_factor {factor:g} x {wanted:.1f} s that step {step} should take"
-        if self._has_new(tasks) or asides:
+        if self._has_new(tasks) or aside_s is None:
             limit_s += config.first_step_s
             why += f", and workers.first_step_s {config.first_step_s:g} for what may run for the first time"
         return Patience(limit_s=round(limit_s, 3), why=why)

@@ -91,6 +91,11 @@ class Asides:
         now = self._clock()
         if self._now is None or self._now.work.name != task.aside.name:
             self.drop()
+            try:
+                self._check_room()
+            except NoRoom as error:  # nothing is read for nothing
+                self._last = TurnReport(aside=task.aside.name, ended=True, failed=str(error), no_room=True)
+                return self._last
             self._now, self._seen_at = AsideThread(task.aside, self._modules, self._device), now
         one = self._now
         self._allowance.passed(now - self._seen_at, task.share)
@@ -143,14 +148,8 @@ class Asides:
     @contextmanager
     def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """The transformer's trained parameters are `weights`, on the device. Raises NoRoom."""
+        self._check_room()
         parameters = dict(trainable(self._modules.dit))
-        need_gib = sum(p.numel() * p.element_size() for p in parameters.values()) / GIB
-        room_gib = self._meter.room_gib()
-        if room_gib is not None and need_gib > room_gib:
-            raise NoRoom(
-                f"the weights of a clip take {need_gib:.2f} GiB in its turn, and the worker has {room_gib:.2f} GiB "
-                f"left beside training; more workers, or train.memory.state: host, leave more."
-            )
         homes = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -159,6 +158,16 @@ class Asides:
         finally:
             for name, parameter in parameters.items():
                 parameter.data = homes[name]
+
+    def _check_room(self) -> None:
+        """Raises NoRoom."""
+        need_gib = sum(p.numel() * p.element_size() for _, p in trainable(self._modules.dit)) / GIB
+        room_gib = self._meter.room_gib()
+        if room_gib is not None and need_gib > room_gib:
+            raise NoRoom(
+                f"the weights of a clip take {need_gib:.2f} GiB in its turn, and the worker has {room_gib:.2f} GiB "
+                f"left beside training; more workers, or train.memory.state: host, leave more."
+            )
 
 
 class AsideThread:

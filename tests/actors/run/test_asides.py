@@ -86,7 +86,7 @@ class Answers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **kinds: str) -> None:
         self.asked: list[tuple[str, TurnTask]] = []
-        self._kinds = kinds
+        self.kinds = kinds
         monkeypatch.setattr(asides, "wait", lambda refs, num_returns, timeout: (list(refs), []))
         monkeypatch.setattr(asides, "get", self._get)
 
@@ -102,7 +102,7 @@ class Answers:
 
     def _get(self, reference: tuple[str, str, int]) -> TurnReport:
         name, aside, _ = reference
-        kind = self._kinds.get(name, "made")
+        kind = self.kinds.get(name, "made")
         if kind == "gone":
             raise ray.exceptions.ActorDiedError
         if kind == "slow":
@@ -111,8 +111,8 @@ class Answers:
 
 
 def give(turns: AsideTurns, world: Sequence[Seat], outlasted: Container[int] = ()) -> None:
-    if turns.are_under_way():
-        turns.give(1, 4, world, [cascade("dit", 4, (0,), 0, 2)], outlasted, Patience(limit_s=60.0))
+    turns.deal(world)
+    turns.give(1, 4, world, [cascade("dit", 4, (0,), 0, 2)], outlasted, Patience(limit_s=60.0))
 
 
 def test_every_step_asks_who_has_an_aside_and_is_not_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +131,23 @@ def test_every_step_asks_who_has_an_aside_and_is_not_outlasted(monkeypatch: pyte
     give(turns, world)
     give(turns, world)
     assert [name for name, _ in answers.asked[4:]] == ["w1", "w1"], "only one is left"
+
+
+def test_a_step_waits_for_what_a_worker_does_for_the_first_time_and_then_for_its_longest_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, answers = Wanting(works("a", "b")), Answers(monkeypatch)
+    turns, world = AsideTurns(source, lambda event: None), answers.seats("w0", "w1", "w2")
+    assert turns.deal(world) is None
+    give(turns, world)
+    assert turns.deal(world) == 0.0, "nobody has one"
+    source.first = works("c")
+    assert turns.deal(world) == 0.0, "w0 has made one; what w2 might do does not count"
+    answers.kinds["w0"] = "slow"
+    give(turns, world)
+    assert turns.deal(world) == 0.1
+    source.first = works("d", "e")
+    assert turns.deal(world) is None, "w2 has its first"
 
 
 def test_without_asides_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +172,7 @@ def test_a_failure_is_told_and_the_others_of_its_round_are_dropped(monkeypatch: 
     give(turns, answers.seats("w0"))
     give(turns, answers.seats("w0"))
     assert told == [SamplesFailed(step=1, why="no file")]
-    assert len(answers.asked) == 1 and not turns.are_under_way()
+    assert len(answers.asked) == 1 and turns.deal(answers.seats("w0")) == 0.0
 
 
 def test_the_end_of_the_run_makes_the_rest_also_when_a_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,4 +180,4 @@ def test_the_end_of_the_run_makes_the_rest_also_when_a_worker_dies(monkeypatch: 
     turns = AsideTurns(source, lambda event: None)
     turns.finish(1, answers.seats("w0", "w1"))
     assert sorted(report.aside for report in source.reports) == ["a", "b", "c"]
-    assert all(task.whole for _, task in answers.asked) and not turns.are_under_way()
+    assert all(task.whole for _, task in answers.asked)

@@ -58,6 +58,7 @@ def test_the_end_of_a_step_counts_as_long_as_the_last_one_took() -> None:
     of = waits()
     of.finished([report(20.0, 5.0), report(30.0, 1.0)])
     assert after_the_first(of, 60.0) == 5 * (60.0 + 31.0)
+    assert of.of(4, [cascade(60.0)], [(0, task())], aside_s=2.0).limit_s == 5 * (60.0 + 31.0 + 2.0)
 
 
 def test_what_a_worker_runs_for_the_first_time_may_be_compiled_before() -> None:
@@ -68,6 +69,7 @@ def test_what_a_worker_runs_for_the_first_time_may_be_compiled_before() -> None:
     assert of.of(5, [cascade(1.0)], [(2, task())]).limit_s == 120.0 + FIRST_S, "new to that worker"
     assert of.of(6, [cascade(1.0)], [(0, task(module="vae"))]).limit_s == 120.0 + FIRST_S
     assert of.of(7, [cascade(1.0)], [(0, task(module="vae", batch=2))]).limit_s == 120.0 + FIRST_S
+    assert of.of(8, [cascade(1.0)], [(0, task())], aside_s=None).limit_s == 120.0 + FIRST_S, "the first aside"
     of.begin()
     assert of.of(8, [cascade(1.0)], [(0, task())]).limit_s == 120.0 + FIRST_S, "its process may be new"
 

@@ -146,6 +146,11 @@ def test_an_aside_that_is_dropped_ends_where_it_stands() -> None:
     assert not thread.is_alive()
 
 
+class Unread(Steps):
+    def weights(self, modules: Any) -> Mapping[str, Tensor]:
+        raise AssertionError("a checkpoint was read for nothing")
+
+
 class Short:
     """A meter of a device with too little room."""
 
@@ -155,6 +160,6 @@ class Short:
 
 def test_without_room_for_the_weights_nothing_is_tried() -> None:
     of, dit = asides(meter=Short())
-    report = of.turn(task(Steps(), whole=True))
+    report = of.turn(task(Unread(), whole=True))
     assert report.no_room and report.ended and "the worker has 0.00 GiB left beside training" in report.failed
     assert float(dit.weight.detach().sum()) == 2.0
