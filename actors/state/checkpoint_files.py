@@ -210,11 +210,14 @@ def load(folder: Path) -> tuple[Meta, list[ShardState]]:
     return _meta(folder, files), [_open_shard(folder / file.name) for file in files if file.name != META]
 
 
-def model_state(folder: Path, ema: bool = True) -> dict[str, Tensor]:
-    """Trained weights by name, fp32: the EMA, or the weights themselves (`ema=False`, or the run kept no EMA)."""
+def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str, Tensor]:
+    """Trained weights by name, fp32: the EMA, or the weights themselves (`ema=False`, or the run kept no EMA).
+
+    `verify` reads all of the checkpoint first, moments too, and compares checksums.
+    """
     import torch  # here: who writes checkpoints needs no torch
 
-    if is_complete(folder) and (why := damage(folder)):
+    if verify and is_complete(folder) and (why := damage(folder)):
         raise CheckpointError(f"{folder} is damaged: {why}. Use another checkpoint of the run.")
     meta, shards = load(folder)
     if "parameters" not in meta:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
@@ -81,7 +82,8 @@ class LiveSamples:
                 return self._made(self._round, clip, cast("MadeClip", report.made))
             except OSError as error:  # a full disk
                 report = replace(report, failed=f"{error.strerror or error}: {self._run_dir / 'samples'}")
-        step, self._dropped, self._round = self._round.step, {one.name for one in self._round.clips}, None
+        step, self._dropped = self._round.step, {one.name for one in self._round.clips}
+        self._end_round()
         self._wanted = []
         if not report.no_room:
             return SamplesFailed(step=step, why=report.failed)
@@ -103,7 +105,7 @@ class LiveSamples:
         now.shown[clip.number] = made.shown
         if len(now.shown) < len(prompts):
             return None
-        self._round = None
+        self._end_round()
         _replaced(sheet.with_suffix(".json"), json.dumps(list(prompts)).encode())
         shown = [now.shown[index] for index in range(len(prompts))]
         contact_sheet(sheet, shown, prompts, columns=1 if len(prompts) <= 4 else 2)
@@ -126,15 +128,19 @@ class LiveSamples:
         if self._config.model.dit.two_experts:
             self._start_task()
             return
-        folder = str(step_folder(root_of(self._run_dir), step).resolve())
         try:
             first = self._first
         except (ConfigError, OSError) as error:
             log.warning("no samples after %d steps: %s", step + 1, error)
             return
+        folder = _held(step_folder(root_of(self._run_dir), step), self._held_at)
         self._wanted = [
             LiveClip(
-                folder=folder, step=step, number=number, config=self._config, first=tuple(first[number : number + 1])
+                folder=str(folder.resolve()),
+                step=step,
+                number=number,
+                config=self._config,
+                first=tuple(first[number : number + 1]),
             )
             for number in range(len(self._config.sample.prompts))
         ]
@@ -147,8 +153,17 @@ class LiveSamples:
             log.warning(
                 "%d samples after %d steps are not made; make them with `heddle sample`", left, self._round.step + 1
             )
+            self._end_round()
         if self._running is not None and not self._collect(self._running, FINISH_S):
             log.warning("samples are not ready after %.0f s; make them with `heddle sample`", FINISH_S)
+
+    @property
+    def _held_at(self) -> Path:
+        return self._run_dir / "samples" / ".checkpoint"
+
+    def _end_round(self) -> None:
+        self._round = None
+        shutil.rmtree(self._held_at, ignore_errors=True)
 
     @cached_property
     def _config(self) -> RunConfig:
@@ -191,6 +206,22 @@ class LiveSamples:
             log.warning("sampling failed: %s", error)
         self._running = None
         return True
+
+
+def _held(checkpoint: Path, at: Path) -> Path:
+    """Links to the files of a checkpoint, which stay when the run removes it before its last clip has begun; the
+    checkpoint itself where the file system has no links."""
+    shutil.rmtree(at, ignore_errors=True)  # of a run that ended in the middle
+    try:
+        files = list(checkpoint.iterdir())
+        at.mkdir(parents=True)
+        for file in files:
+            os.link(file, at / file.name)
+    except OSError as error:
+        log.info("%s is read where it is: %s", checkpoint.name, error)
+        shutil.rmtree(at, ignore_errors=True)
+        return checkpoint
+    return at
 
 
 def _replaced(path: Path, content: bytes) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,10 +49,7 @@ def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(
     live.on_checkpoint(19)
     assert live.wanted() == []
     live.on_checkpoint(39)
-    assert [(clip.step, clip.number, Path(clip.folder).name) for clip in live.wanted()] == [
-        (39, 0, "step-39"),
-        (39, 1, "step-39"),
-    ]
+    assert [(clip.step, clip.number) for clip in live.wanted()] == [(39, 0), (39, 1)]
     live.on_checkpoint(79)
     assert live.wanted() == [] and "samples after 80 steps are left out" in caplog.text
 
@@ -133,6 +132,26 @@ def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
     with caplog.at_level(logging.WARNING):
         live.close()
     assert "sampling failed: the node is gone" in caplog.text
+
+
+def test_a_checkpoint_that_the_run_removes_stays_until_its_last_clip(tmp_path: Path) -> None:
+    run = tiny_run()
+    prompts = ("a disc", "a square")
+    config = replace(
+        run, sample=replace(run.sample, prompts=prompts, every=4), checkpoint=replace(run.checkpoint, every=4)
+    )
+    folder = write_checkpoint(tmp_path, config)
+    modules: Any = SimpleNamespace(dit=build_dit(resolve(config.model)[0].dit, 5))
+    live = LiveSamples(config, tmp_path)
+    live.on_checkpoint(3)
+    first, second = live.wanted()
+    before = first.weights(modules)
+    shutil.rmtree(folder)
+    after = second.weights(modules)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert live.ended(report(first)) is None
+    assert isinstance(live.ended(report(second)), SamplesMade)
+    assert not any(path.name.startswith(".") for path in (tmp_path / "samples").iterdir()), "its disk space is free"
 
 
 def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
