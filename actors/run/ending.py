@@ -48,6 +48,7 @@ class Ending:
         state.writer.wait()
         if state.step_on_disk() < last:
             state.keep_last(world)
+            state.seal_last()
         if state.step_on_disk() < last:
             reason = (
                 f"all steps are done, but the checkpoint of step {last} was not written (see "
@@ -63,6 +64,7 @@ class Ending:
         self.events.end()
         try:
             self.committer.commit_until(self.committer.state.keep_last(world))
+            self.committer.state.seal_last()
         except Exception:  # whatever it is, the rest of the end must come
             log.exception("the last committed step was not written")
         try:

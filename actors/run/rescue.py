@@ -47,6 +47,7 @@ def rescue(config: RuntimeConfig) -> str:
     commits.restart(state.standing.committed)
     try:
         commits.restart(max(commits.committed, state.keep_last(())))
+        state.seal_last()
     except Exception:  # a full disk, or keepers that are gone, too: the caller's error is the one that is told
         log.exception("step %d was not written", commits.committed)
     if not state.free_memory():

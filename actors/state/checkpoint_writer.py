@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -41,22 +42,28 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFiles:
+    """Shards of a step in its folder, which is no checkpoint yet."""
+
+    meta: Meta
+    bounds: list[tuple[int, int]]
+    files: list[checkpoint.File]
+
+
 class Writer:
     """Checkpoints of one run. What becomes whole, or could not be written, is told to `events`."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events) -> None:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
-        self._writing: dict[Ref[None], tuple[int, Path]] = {}
+        self._writing: dict[Ref[WrittenFiles | None], tuple[int, Path]] = {}
+        self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._owed = False  # shards were lost with their workers before they were read
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this step: every so many steps, after the last, and soon after one that
         was lost with its workers."""
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
-
-    def writes(self, step: int) -> bool:
-        """Whether this step is being written."""
-        return any(s == step for s, _ in self._writing.values())
 
     def puts_off(self, step: int) -> bool:
         """Whether an earlier checkpoint is still being written: then a later step is taken instead. Never the last."""
@@ -69,15 +76,34 @@ class Writer:
         return True
 
     def save(self, snapshots: Sequence[Snapshot], meta: Meta) -> None:
-        """Begin to write a step; `meta` is what the checkpoint says about itself, with that step."""
+        """Begin to write a step; `meta` is what the checkpoint says about itself, with that step. Not when the last
+        state of the run has been written."""
         self._owed = False
+        if self._last_state is not None:
+            return
         self._begin([s.shard for s in snapshots], (), meta)
 
-    def save_origin(self, origin: Origin, meta: Meta) -> None:
-        """Write the last committed step from keepers and living workers, and wait for it: the run is about to stop."""
+    def save_origin(self, origin: Origin, meta: Meta) -> bool:
+        """Write the last step from keepers and living workers, and wait for it: the run is about to stop. It becomes
+        a checkpoint by `seal_last`. False when it could not be written, or is one."""
         self.wait()  # for an attempt at this step that may have lost its shards with their workers
-        self._begin(origin.exports, origin.keepers, meta)
+        self._begin(origin.exports, origin.keepers, meta, seal=False)
         self.wait()
+        return self._last_state is not None
+
+    def seal_last(self) -> None:
+        """Make a checkpoint of what `save_origin` has written, if anything."""
+        if (written := self._last_state) is None:
+            return
+        self._last_state, step = None, written.meta["step"]
+        folder = checkpoint.step_folder(self._root, step)
+        try:
+            checkpoint.seal(folder, written.meta, written.bounds, written.files)
+        except (OSError, checkpoint.CheckpointError) as error:
+            self._give_up(step, str(error))
+            checkpoint.remove_torn(folder)
+        else:
+            self._is_whole(step, folder)
 
     def poll(self) -> None:
         """Seal what has been written; never waits."""
@@ -92,13 +118,15 @@ class Writer:
                     self._give_up(step, f"{folder} was not written in {_WRITE_S:.0f} s")
                 self._writing.clear()
 
-    def _begin(self, shards: Sequence[Ref[ShardState]], keepers: Sequence[ShardKeeper], meta: Meta) -> None:
+    def _begin(
+        self, shards: Sequence[Ref[ShardState]], keepers: Sequence[ShardKeeper], meta: Meta, seal: bool = True
+    ) -> None:
         step: int = meta["step"]
         folder = checkpoint.step_folder(self._root, step)
         if any(f == folder for _, f in self._writing.values()):
             return
         named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
-        reference: Ref[None] = named.remote(str(folder), meta, list(shards), list(keepers))
+        reference: Ref[WrittenFiles | None] = named.remote(str(folder), meta, list(shards), list(keepers), seal)
         self._writing[reference] = (step, folder)
 
     def _give_up(self, step: int, why: str) -> None:
@@ -113,7 +141,7 @@ class Writer:
         for reference in done:
             step, folder = self._writing.pop(reference)
             try:
-                get(reference)
+                unsealed = get(reference)
             except ray.exceptions.RayTaskError as error:
                 self._owed |= isinstance(error.cause, ray.exceptions.ObjectLostError)
                 self._give_up(step, str(error.cause))
@@ -122,18 +150,27 @@ class Writer:
                 self._give_up(step, str(error))
                 checkpoint.remove_torn(folder)
                 continue
-            for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
-                log.info("removed %s", removed.name)
-            self._events.checkpoint(folder, step)
+            if unsealed is not None:
+                self._last_state = unsealed
+            else:
+                self._is_whole(step, folder)
         return bool(done)
 
+    def _is_whole(self, step: int, folder: Path) -> None:
+        for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
+            log.info("removed %s", removed.name)
+        self._events.checkpoint(folder, step)
 
-def _write(folder: str, meta: Meta, shards: list[Ref[ShardState]], keepers: list[ShardKeeper]) -> None:
+
+def _write(
+    folder: str, meta: Meta, shards: list[Ref[ShardState]], keepers: list[ShardKeeper], seal: bool = True
+) -> WrittenFiles | None:
     """Runs as a Ray task. Every range is written once, also when several holders have it. What a failed attempt has
-    written is removed: on a full disk it would make the next one fail, too."""
+    written is removed: on a full disk it would make the next one fail, too. Returns what is to be sealed, if not
+    `seal`."""
     target = Path(folder)
     if not checkpoint.begin(target):
-        return
+        return None
     written: dict[tuple[int, int], checkpoint.File] = {}
     try:
         for shard in _one_by_one(meta["step"], shards, keepers):
@@ -147,7 +184,11 @@ def _write(folder: str, meta: Meta, shards: list[Ref[ShardState]], keepers: list
                 checkpoint.check_free_space(target, needed)
             if (shard.lo, shard.hi) not in written and shard.lo < shard.hi:
                 written[shard.lo, shard.hi] = checkpoint.write_shard(target, shard)
-        checkpoint.seal(target, meta, sorted(written), list(written.values()))
+        done = WrittenFiles(meta=meta, bounds=sorted(written), files=list(written.values()))
+        if not seal:
+            return done
+        checkpoint.seal(target, meta, done.bounds, done.files)
+        return None
     except BaseException:
         checkpoint.remove_torn(target)
         raise

@@ -200,26 +200,31 @@ class RunState:
         return (snapshot.enabled and self.interval.is_due(step)) or self.writer.due(step)
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint of this step is being written."""
-        return self.writer.writes(step)
+        """Whether a checkpoint is taken of this step."""
+        return self.writer.due(step)
 
     def finished(self, done: CollectedStep) -> None:
-        """All workers have finished a step. Where a checkpoint is due, it begins to be written."""
+        """All workers have finished a step."""
         if not self._forecast_told:
             self._forecast_told = True
             self._forecast(done.snapshots)
-        step, copied_s = done.running.step, max((r.snapshot_s for r in done.reports), default=0.0)
-        self.interval.finished(step, done.collected_at, copied_s, bool(done.snapshots))
-        if done.snapshots and self.writer.due(step) and not self.writer.puts_off(step):
-            self.writer.save(done.snapshots, self._meta(step))
+        copied_s = max((r.snapshot_s for r in done.reports), default=0.0)
+        self.interval.finished(done.running.step, done.collected_at, copied_s, bool(done.snapshots))
 
     def committed(self, done: CollectedStep, position: Position | None) -> None:
         """The step is safe: older ones may go. `position` is that of the data after it, with its counts: kept with
-        the state, so that whoever goes on from that state has them exactly."""
+        the state, so that whoever goes on from that state has them exactly.
+
+        Where a checkpoint is due, it begins to be written: not before, as a run that goes on from it has no other line
+        of metrics of this step.
+        """
+        step = done.running.step
         self._survivors.outlived(done.running.generation)
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self.keepers.commit(done.running.step, position)
+            if self.writer.due(step) and not self.writer.puts_off(step):
+                self.writer.save(done.snapshots, self._meta(step))
+            self.keepers.commit(step, position)
             self.interval.held(time.time() - done.collected_at)
             if self._config.snapshot.enabled and self.interval.choose():
                 log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
@@ -293,9 +298,10 @@ class RunState:
 
     def keep_last(self, world: Sequence[Seat]) -> int:
         """The run ends before its last step: the last one whose state is whole goes from memory to disk. `world` are
-        workers that wait between two steps. Returns the step that this put on disk, -1: none.
+        workers that wait between two steps. Returns the step whose state is on disk now, -1: none.
 
-        Finished steps up to it that no keeper has taken yet are safe, too: their state is on disk.
+        Finished steps up to it that no keeper has taken yet are safe, too, and counted next. A new checkpoint becomes
+        complete after that, by `seal_last`: who goes on from it would miss their metrics.
         """
         if self._silent:
             return -1
@@ -303,10 +309,14 @@ class RunState:
         found = self._find(exports, newest)
         if world and (found.step if found is not None else -1) < newest:  # they may be slow to answer
             found = self._find([*exports, *exports_of(world, newest)], newest)
-        if found is not None and found.checkpoint is None:
-            self.writer.save_origin(found, self._meta(found.step))
+        if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(found.step)):
+            return found.step
         self.writer.wait()
         return found.step if found is not None and found.step <= self.step_on_disk() else -1
+
+    def seal_last(self) -> None:
+        """What `keep_last` has put on disk becomes a checkpoint."""
+        self.writer.seal_last()
 
     def free_memory(self) -> bool:
         """End the keepers. False when a step is held nowhere else: then they stay."""

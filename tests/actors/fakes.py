@@ -131,10 +131,12 @@ class Writing:
     def due(self, step: int) -> bool:
         return False
 
-    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> None:
+    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> bool:
         self.saved.append(origin.step)
         self._write(origin.step)
+        return True
 
+    def seal_last(self) -> None: ...
     def poll(self) -> None: ...
     def wait(self) -> None: ...
 
@@ -209,6 +211,9 @@ class StateHere:
         if self._full is not None:
             raise self._full
         return -1
+
+    def seal_last(self) -> None:
+        self.asked.append("seal_last")
 
     def free_memory(self) -> bool:
         self.asked.append("free_memory")

@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from actors.names import run_id
 from actors.outcome import Events, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.records.events import RunFinished
 from actors.run.controller import Controller
+from actors.run.ending import Ending
 from actors.state.checkpoint_files import load
 from app.bench.lab import OPEN_END, Lab, LabRun
 from data.errors import DataError
-from tests.actors.fakes import Handle, Listening, SourceHere, StateHere, controller_of, pool_here
+from tests.actors.fakes import Handle, Listening, SourceHere, StateHere, config_of, controller_of, pool_here
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -135,7 +137,7 @@ def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_
     monkeypatch.setattr(ray, "kill", lambda monitor, no_restart: None)
     state, listener = StateHere(-1, 5), Listening()
     outcome = controller_of(state, events=Events(listener)).train()
-    assert state.asked == ["keep_last", "free_memory"]
+    assert state.asked == ["keep_last", "seal_last", "free_memory"]
     assert outcome.code == 0 and listener.kinds[-1] is RunFinished
 
 
@@ -153,6 +155,21 @@ def test_what_no_disk_has_taken_stays_in_memory_and_is_named() -> None:
     assert monitor.stopped.asked == [()]
     assert made.left == only_in_memory(5, 3, Path("runs/fake"))
     assert "6 steps are committed" in made.left and "checkpoint after 4 steps" in made.left and "--resume" in made.left
+
+
+def test_steps_are_counted_before_the_last_checkpoint_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the two, a run would go on from a step of which it has no metrics."""
+    monkeypatch.setattr(ray, "kill", lambda monitor, no_restart: None)
+    heard: list[object] = []
+    state: Any = SimpleNamespace(
+        keep_last=lambda world: heard.append("written") or 7,
+        seal_last=lambda: heard.append("whole"),
+        free_memory=lambda: True,
+    )
+    committer: Any = SimpleNamespace(state=state, commit_until=lambda step: heard.append(("counted", step)))
+    ends = Ending(config=config_of(), events=Events(Listening()), committer=committer, monitor=Handle(), parts=())  # type: ignore[arg-type]
+    ends.keep_last(())
+    assert heard == ["written", ("counted", 7), "whole"]
 
 
 def no_pool() -> None:
@@ -182,14 +199,14 @@ def test_every_error_but_those_that_another_controller_answers_keeps_the_last_st
     with pytest.raises(type(error)):
         made.train()
     state: Any = made.state
-    assert state.asked == (["keep_last", "free_memory"] if kept else [])
+    assert state.asked == (["keep_last", "seal_last", "free_memory"] if kept else [])
     source, planner = made.source, made.planner
     assert source.closed and planner.closed, "what cannot be ended does not keep the others"  # type: ignore[attr-defined]
 
 
 def test_an_outcome_keeps_the_last_step_too() -> None:
     made = ending(StopRun(Outcome(code=75, reason="Ctrl-C", last_step=5)))
-    assert made.train().code == 75 and made.state.asked == ["keep_last", "free_memory"]  # type: ignore[attr-defined]
+    assert made.train().code == 75 and made.state.asked == ["keep_last", "seal_last", "free_memory"]  # type: ignore[attr-defined]
 
 
 def test_the_clusters_faults_are_told_from_those_of_what_ran_on_it() -> None:

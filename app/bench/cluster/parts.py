@@ -212,12 +212,11 @@ class VirtualWriter:
     def due(self, step: int) -> bool:
         return False
 
-    def writes(self, step: int) -> bool:
-        return False
-
-    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> None:
+    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> bool:
         self.step = origin.step
+        return True
 
+    def seal_last(self) -> None: ...
     def poll(self) -> None: ...
     def wait(self) -> None: ...
     def close(self) -> None: ...

@@ -235,7 +235,7 @@ def test_a_run_takes_every_step_once_and_ends_with_the_last_on_disk() -> None:
         RunFinished,
     ]
     assert run.told(GenerationFormed)[0].workers == ("w0", "w1") and run.told(GenerationFormed)[0].from_step == 0
-    assert run.state.asked == ["keep_last", "free_memory"] and run.controller.left == ""
+    assert run.state.asked == ["keep_last", "seal_last", "free_memory"] and run.controller.left == ""
 
 
 def test_the_step_in_which_a_worker_dies_is_computed_again_by_the_others() -> None:

@@ -14,7 +14,7 @@ import ray
 from actors.config import CheckpointConfig
 from actors.messages import Handover, Origin
 from actors.outcome import Events
-from actors.records.events import CheckpointDamaged, CheckpointPassedOver
+from actors.records.events import CheckpointDamaged, CheckpointFailed, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state.commit_log import CommitLog
@@ -90,6 +90,8 @@ class Tasks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[Any, ...]] = []
         self.done: set[int] = set()
+        self.results: dict[int, Any] = {}
+        monkeypatch.setattr(ray, "get", lambda reference, timeout=None: self.results.get(reference))
         monkeypatch.setattr(ray, "remote", lambda function: Remote(self._begin))
         monkeypatch.setattr(ray, "wait", self._wait)
 
@@ -134,7 +136,58 @@ def test_the_last_state_never_passes_through_the_controller(tmp_path: Path, monk
     keeper: Any = Handle()
     export: Any = "export"
     writer.save_origin(Origin(step=7, keepers=(keeper,), exports=(export,)), {"step": 7, **META})
-    assert tasks.begun[0][2:] == (["export"], [keeper]) and keeper.get.asked == []
+    assert tasks.begun[0][2:] == (["export"], [keeper], False) and keeper.get.asked == []
+
+
+def test_the_last_state_is_a_checkpoint_once_its_steps_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = write(tmp_path, 3)
+    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
+    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, shards(9), [], seal=False)
+    tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
+    tasks.done.add(0)
+    tasks.results[0] = unsealed
+    assert writer.save_origin(Origin(step=9, keepers=(), exports=()), {"step": 9, **META})
+    assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [older]
+    save(writer, 9)
+    assert len(tasks.begun) == 1, "counting the step does not write it again"
+    writer.seal_last()
+    assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [older, folder] and not checkpoint.damage(folder)
+
+
+def test_a_last_state_that_cannot_be_sealed_leaves_nothing_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
+    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, shards(9), [], seal=False)
+    tasks, listener = Tasks(monkeypatch), Listening()
+    tasks.done.add(0)
+    tasks.results[0] = unsealed
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    assert writer.save_origin(Origin(step=9, keepers=(), exports=()), {"step": 9, **META})
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "seal", full)
+    writer.seal_last()
+    assert [type(event) for event in listener.told] == [CheckpointFailed] and not folder.exists()
+
+
+def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is killed between would leave a checkpoint of a step whose metrics nobody has written."""
+    tasks = Tasks(monkeypatch)
+    state = state_of(tmp_path, writer=writer_of(tmp_path), model=MODEL)
+    done = collected(9, 1)
+    done.reports, done.collected_at = (), 0.0
+    done.snapshots = (snapshot(9, "shard 9", total=TOTAL),)
+    state.finished(done)
+    assert state.saves(9) and tasks.begun == []
+    state.committed(done, None)
+    assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (["shard 9"], [], True)
 
 
 def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_says_so(tmp_path: Path) -> None:
