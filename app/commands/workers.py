@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,6 +17,12 @@ from app.run.operator import OperatorHandle, monitor_of
 from app.run.outcomes import read_outcome
 from ops.typed import ConfigError
 
+if TYPE_CHECKING:
+    from actors.refs import Ref
+
+T = TypeVar("T")
+ANSWER_S = 30.0
+
 app = typer.Typer(no_args_is_help=True)
 
 Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
@@ -25,10 +31,7 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 @app.command("list")
 def list_workers(run: Run) -> None:
     """Every worker with what it does right now."""
-    actor = monitor(run)
-    from actors.ray_calls import get
-
-    report = get(actor.report.remote(), timeout=30)
+    report = answer(run, monitor(run).report.remote())
     print(f"generation {report.generation}")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
@@ -45,15 +48,13 @@ def drain(
 ) -> None:
     """Let these workers finish their work, hand over their state and leave at a step boundary."""
     actor = monitor(run)
-    from actors.ray_calls import get
-
-    known = get(actor.report.remote(), timeout=30).seen
+    known = answer(run, actor.report.remote()).seen
     if missing := [name for name in names if name not in known]:
         raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {', '.join(sorted(known))}.")
-    get(actor.drain.remote(tuple(names)), timeout=30)
+    answer(run, actor.drain.remote(tuple(names)))
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        left = [name for name in names if name in get(actor.report.remote(), timeout=30).seen]
+        left = [name for name in names if name in answer(run, actor.report.remote()).seen]
         if not left:
             print(f"{', '.join(names)} left")
             return
@@ -64,10 +65,7 @@ def drain(
 @app.command()
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
-    actor = monitor(run)
-    from actors.ray_calls import get
-
-    get(actor.scale.remote(count), timeout=30)
+    answer(run, monitor(run).scale.remote(count))
     print(f"the run keeps {count} workers from the next step boundary on, within workers.min and workers.max")
 
 
@@ -81,16 +79,34 @@ def stop(
 
     from actors.ray_calls import get
 
-    get(actor.stop.remote("stopped by `heddle workers stop`"), timeout=30)
+    answer(run, actor.stop.remote("stopped by `heddle workers stop`"))
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         try:
-            get(actor.ping.remote(), timeout=30)
+            get(actor.ping.remote(), timeout=ANSWER_S)
         except RayActorError:
             print("the run has ended; continue it with --resume")
             return
         time.sleep(0.5)
     print("the run will end after its running steps")
+
+
+def answer(run: Path, reference: Ref[T]) -> T:
+    """What the monitor says. Raises ConfigError when it ended before it could, or says nothing."""
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from actors.ray_calls import get
+
+    try:
+        return get(reference, timeout=ANSWER_S)
+    except RayActorError:
+        raise ConfigError(
+            how_it_ended(run)
+            or f"the monitor of run {run} ended before it answered. The run is ending, or starts another one: "
+            f"`heddle workers list {run}` says whether it lives; then ask again."
+        ) from None
+    except GetTimeoutError:
+        raise ConfigError(f"the monitor of run {run} has not answered for {ANSWER_S:g} s; ask again.") from None
 
 
 def how_it_ended(run: Path) -> str:

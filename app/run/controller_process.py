@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, TypedDict
 
 from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
-from actors.records.events import SettingsChanged
 from app.run.lock import FolderLock, holder, lock_path
 from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
 from app.run.recorder import Recorder
@@ -86,9 +84,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     try:
         guard()
         samples = LiveSamples(config, folder)
-        with Recorder(folder, samples, guard, config) as recorder:
-            if changes := settings["changes"]:
-                recorder.on_event(SettingsChanged(time=time.time(), settings=tuple(changes)))
+        with Recorder(folder, samples, guard, config, settings["changes"]) as recorder:
             controller = start_controller(runtime_config(config, folder), recorder, asides=samples)
             outcome = controller.train()
             left = controller.left

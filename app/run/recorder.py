@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from actors.records.events import RunEvent
+from actors.records.events import RunEvent, RunFinished, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord
@@ -18,6 +19,7 @@ from app.records.rundir import OLDER_TIMELINE, TIMELINE
 from app.records.tails import cut_torn_line
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
+from app.settings.run_folder import save_config
 from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
@@ -35,13 +37,15 @@ class Recorder:
         samples: LiveSamples | None = None,
         guard: Callable[[], None] = lambda: None,
         config: RunConfig | None = None,
+        changes: Sequence[str] = (),
     ) -> None:
         """Inside Ray Train `samples` is given: then checkpoints are reported to Ray Train, and samples are made from
         them. `guard` raises once this process must no longer write here. `config` names the trackers, which are told
-        of it."""
+        of it; it is saved with the first step, and `changes` say what differs from the start before."""
         from app.records.metrics import Metrics
 
         self._run_dir, self._samples, self._guard = run_dir, samples, guard
+        self._unsaved, self._changes = config, tuple(changes)
         if config is None:
             self._metrics = Metrics(run_dir)
         else:
@@ -64,6 +68,7 @@ class Recorder:
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self._guard()
+        self._save_settings()
         self._metrics.step(metrics)
         for span in timeline:
             self._timeline.write(json.dumps(span.line()) + "\n")
@@ -82,8 +87,19 @@ class Recorder:
         if (old := step - _PLANS) % _PLANS:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
+    def _save_settings(self) -> None:
+        """Those of this start become the run's: a start that was refused before it got here has changed nothing."""
+        config, self._unsaved = self._unsaved, None
+        if config is not None and save_config(config, self._run_dir) and self._changes:
+            self._write_event(SettingsChanged(time=time.time(), settings=self._changes))
+
     def on_event(self, event: RunEvent) -> None:
         self._guard()
+        if isinstance(event, RunFinished):
+            self._save_settings()  # a resume that had nothing left to do
+        self._write_event(event)
+
+    def _write_event(self, event: RunEvent) -> None:
         self._events.write(json.dumps(event.line(), default=str) + "\n")
         self._events.flush()
 

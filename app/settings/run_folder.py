@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from app.settings.config import RunConfig
 from ops.models.folders import resolve
 from ops.typed import ConfigError, as_plain
+
+CONFIG = "config.yaml"
 
 
 def run_dir(config: RunConfig) -> Path:
@@ -48,13 +51,28 @@ def check_place(folder: Path) -> None:
 
 
 def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = False) -> Path:
-    """Make the run's folder, empty with `overwrite`, and save the resolved config in it. Raises as check_run_dir."""
+    """Make the run's folder, empty with `overwrite`, and save the resolved config in it. Raises as check_run_dir.
+
+    A resume leaves the config as it is until its first step is done (`save_config`): till then it may be refused.
+    """
     folder = check_run_dir(config, resume, overwrite)
     if overwrite and folder.is_dir():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(_true_numbers(config) + config.to_yaml(), encoding="utf-8")
+    if not (resume and (folder / CONFIG).is_file()):
+        save_config(config, folder)
     return folder
+
+
+def save_config(config: RunConfig, folder: Path) -> bool:
+    """Write the resolved config into the run's folder, whole or not at all. Returns whether it was another one."""
+    path, text = folder / CONFIG, _true_numbers(config) + config.to_yaml()
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return True
 
 
 def _true_numbers(config: RunConfig) -> str:

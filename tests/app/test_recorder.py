@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from actors.plan.types import StepPlan
+from actors.records.events import RunFinished, SettingsChanged, WorkersAwaited
 from actors.records.metrics_line import metrics_of
 from actors.records.span_record import span_of
 from actors.step import StepAssignment
 from app.records.rundir import RunDir
 from app.run import recorder
 from app.run.recorder import Recorder
+from app.settings.config import RunConfig
+from app.settings.run_folder import prepare_run_dir
 
 
 def plan() -> Any:
@@ -39,3 +42,41 @@ def test_the_timeline_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.
     steps = [span.step for span in run.spans()]
     assert steps == list(range(steps[0], 40)) and 9 < len(steps) < 30
     assert run.metrics().count() == 40
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> tuple[RunConfig, Path, str]:
+    """A resume with one worker more: its settings, the folder, and what its config.yaml was."""
+    text = f"run: {{name: one, dir: {tmp_path}}}\nworkers: {{max: %d}}\ndata: {{sources: [{{path: x.tar}}]}}"
+    run = prepare_run_dir(RunConfig.from_yaml(text % 2))
+    before = (run / "config.yaml").read_text()
+    config = RunConfig.from_yaml(text % 3)
+    assert prepare_run_dir(config, resume=True) == run
+    return config, run, before
+
+
+def test_the_settings_of_a_resume_are_the_runs_with_its_first_step(resumed: tuple[RunConfig, Path, str]) -> None:
+    config, run, before = resumed
+    for _ in range(2):  # the controller's process was started again
+        with Recorder(run, config=config, changes=["workers.max 2 -> 3"]) as writer:
+            writer.on_event(WorkersAwaited(time=1.0, detail="0 of 1"))
+            writer.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
+    assert (run / "config.yaml").read_text() != before
+    assert RunConfig.load(run / "config.yaml") == config and not list(run.glob("*.part"))
+    told = [event.settings for event in RunDir(run).events() if isinstance(event, SettingsChanged)]
+    assert told == [("workers.max 2 -> 3",)]
+
+
+def test_a_resume_that_is_refused_leaves_the_settings(resumed: tuple[RunConfig, Path, str]) -> None:
+    config, run, before = resumed
+    with Recorder(run, config=config, changes=["workers.max 2 -> 3"]) as writer:
+        writer.on_event(WorkersAwaited(time=1.0, detail="0 of 1"))
+    assert (run / "config.yaml").read_text() == before
+    assert not [event for event in RunDir(run).events() if isinstance(event, SettingsChanged)]
+
+
+def test_a_resume_with_nothing_left_to_do_has_its_settings(resumed: tuple[RunConfig, Path, str]) -> None:
+    config, run, _ = resumed
+    with Recorder(run, config=config) as writer:
+        writer.on_event(RunFinished(time=1.0, step=9, ledger={}))
+    assert RunConfig.load(run / "config.yaml") == config

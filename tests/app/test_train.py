@@ -321,6 +321,23 @@ def test_another_training_is_refused_before_anything_is_touched(folder: Path, wh
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
+def test_a_resume_that_is_refused_for_its_data_leaves_the_settings(folder: Path, whole: list[dict]) -> None:
+    """The controller finds it, after the driver has accepted another schedule."""
+    run = copied(folder, "swapped")
+    before = files(run)
+    shards = sorted((folder / "data" / "shards").glob("*.tar"))
+    kept = shards[0].read_bytes()
+    shards[0].write_bytes(shards[1].read_bytes())
+    try:
+        more = ("--set", f"train.steps={STEPS + 2}")
+        done = train(folder, "--set", "run.name=swapped", *more, "--resume")
+    finally:
+        shards[0].write_bytes(kept)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert files(run) == before and "settings changed" not in done.stdout
+
+
 @pytest.mark.faults
 def test_the_end_of_a_terminal_ends_a_run_as_ctrl_c_does(folder: Path) -> None:
     process = running(folder, "hangup", steps=3)

@@ -14,10 +14,12 @@ import ray
 
 from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
-from app.commands.workers import address_of, drain, how_it_ended, list_workers, scale, stop
+from actors.outcome import Outcome
+from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop
 from app.run.cluster import ClusterAddress, must_answer
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
+from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 from tests.rays import local_ray
@@ -69,6 +71,20 @@ def test_drain_and_scale_reach_the_run(live_run: tuple[Path, Any], capsys: pytes
     assert (wishes.drain, wishes.target) == (("w1",), 4)
     list_workers(folder)
     assert capsys.readouterr().out.splitlines()[-1].endswith("leaving")
+
+
+@pytest.mark.parametrize("outcome", ["", "finished after 9 steps"])
+def test_a_monitor_that_ends_before_it_answers_is_one_sentence(
+    live_run: tuple[Path, Any], tmp_path: Path, outcome: str
+) -> None:
+    from actors.pool.workers import start_monitor
+
+    if outcome:
+        write_outcome(tmp_path, ended_run(Outcome(code=0, reason=outcome, last_step=8)), "")
+    monitor = start_monitor(run_id(tmp_path))
+    ray.kill(monitor)
+    with pytest.raises(ConfigError, match=outcome or "ended before it answered. The run is ending, or starts another"):
+        answer(tmp_path, monitor.scale.remote(3))
 
 
 def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,13 +436,19 @@ def _other_training(scene: Scene) -> str:
     return f"resume with {changed}: refused"
 
 
+def _another_schedule(scene: Scene) -> dict[str, object]:
+    """A setting that a resume may change, and that a refused one must not."""
+    return {"snapshot.every": scene.rng.randint(2, 9)}
+
+
 def _shard_overwritten(scene: Scene) -> str:
     """A shard with other content than the run has trained on: refused; put back before the next start."""
     shards = scene.place.shards()
     path, other = scene.rng.sample(shards, 2)
     swapped = damage.Swapped(path, other.read_bytes())
     try:
-        _must_be_refused(scene, f"a resume after {path.name} was replaced by {other.name}", (DATA, USAGE))
+        what = f"a resume after {path.name} was replaced by {other.name}"
+        _must_be_refused(scene, what, (DATA, USAGE), settings=_another_schedule(scene))
     finally:
         swapped.back()
     return f"{path.name} was replaced by {other.name}: refused"
@@ -451,7 +457,7 @@ def _shard_overwritten(scene: Scene) -> str:
 def _shard_missing(scene: Scene) -> str:
     away = damage.Away(scene.rng.choice(scene.place.shards()))
     try:
-        _must_be_refused(scene, f"a resume without {away.path.name}", (DATA, USAGE))
+        _must_be_refused(scene, f"a resume without {away.path.name}", (DATA, USAGE), settings=_another_schedule(scene))
     finally:
         away.back()
     return f"resume without {away.path.name}: refused"
