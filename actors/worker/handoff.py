@@ -249,8 +249,10 @@ def _agree(
     group: Group,
     device: torch.device,
 ) -> tuple[list[int], list[bool]]:
-    """Text lengths and ok flags are known where the result is: share them over the bag. A sample is ok where both of its
-    results are: of a first frame that did not decode, the latent may lie in a cache."""
+    """Text lengths and ok flags are known where the result is: share them over the bag.
+
+    A sample is ok where both of its results are: of a first frame that did not decode, the latent may lie in a cache.
+    """
     facts = torch.zeros(len(samples), 3, dtype=torch.int64, device=device)
     for i in range(len(samples)):
         speaks = {module: source[i] if source[i] != STORE else 0 for module, source in sources.items()}
