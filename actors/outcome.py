@@ -72,9 +72,15 @@ class Events:
             log.warning("not written: %s", event)
 
     def checkpoint(self, folder: Path, step: int) -> None:
-        """This folder holds the whole state after `step`."""
+        """This folder holds the whole state after `step`. Raises as `tell`: at the end of a run another state may still
+        have to be written."""
         self.tell(CheckpointWritten(step=step, folder=folder.name))
-        self._listener.on_checkpoint(folder, step)
+        try:
+            self._listener.on_checkpoint(folder, step)
+        except Exception:
+            if not self._ending:
+                raise
+            log.warning("nobody was told of %s", folder.name, exc_info=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -238,11 +238,16 @@ class CachedLatents:
     def _answer(self, item: DataItem) -> tuple[bool, bool]:
         if item.id not in self._answers:
             latents = all(self._cache.has("latents", key) for key in self.keys(item))
-            texts = self._texts(item) if latents and self._texts is not None else ()
-            self._answers[item.id] = latents, latents and all(self._cache.has("text", key) for key in texts)
+            self._answers[item.id] = latents, latents and self._has_texts(item)
             if len(self._answers) > ANSWERS_KEPT:
                 self._answers.popitem(last=False)
         return self._answers[item.id]
+
+    def _has_texts(self, item: DataItem) -> bool:
+        """Whether the cache has all texts of the item that are made of pixels, and is asked for them at all."""
+        if self._texts is None:
+            return True
+        return self._cache.config.text and all(self._cache.has("text", key) for key in self._texts(item))
 
     def deny(self, item: DataItem) -> None:
         """Some latent of the item could not be read, or a text that is made of pixels."""

@@ -126,7 +126,7 @@ class CudaHostCopy:
         self.device = device
 
     def to_host(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """In the current stream, into pinned memory that PyTorch keeps for the next copies."""
+        """As `HostCopy.to_host`: in the current stream, into pinned memory that PyTorch keeps for the next copies."""
         copy = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
         copy.copy_(gradient, non_blocking=True)
         arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter adds, and spins on no core
@@ -140,7 +140,7 @@ class CudaHostCopy:
         try:
             _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _REGISTER_PORTABLE)
         except RuntimeError as error:
-            log.warning("%.1f GiB of the node's gradient are not pinned: %s", num_bytes / 2**30, error)
+            log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", num_bytes / 2**30, error)
 
     def unpin(self, memory: Tensor) -> None:
         """Where it was pinned. Nothing that was launched here reads it any more."""
@@ -148,7 +148,7 @@ class CudaHostCopy:
             torch.cuda.synchronize(self.device)
             _call("cuMemHostUnregister", ctypes.c_void_p(_pages(memory)[0]))
         except RuntimeError as error:
-            log.debug("the node's gradient was not pinned: %s", error)
+            log.debug("host memory was not pinned: %s", error)
 
 
 def _pages(memory: Tensor) -> tuple[int, int]:

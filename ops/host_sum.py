@@ -21,7 +21,7 @@ from ops.node_memory import RangeLock
 from ops.node_sum import SharedSum, share
 from ops.shards import Slot
 
-_AHEAD_BYTES = 1 << 30  # of copies in host memory that are not added yet; more are waited for
+_AHEAD_BYTES = 1 << 30  # that copies take in host memory until they are added; more are waited for
 _LOOK_S = 0.05  # between looks whether the generation still lives
 
 
@@ -54,7 +54,7 @@ class HostSum(SharedSum):
         self._given: queue.SimpleQueue[tuple[Slot, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._state = threading.Condition()
-        self._ahead = 0  # bytes given and not yet added
+        self._ahead = 0  # bytes taken by what is not added yet
         self._error: BaseException | None = None
 
     def form(self, group: Group, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
@@ -76,7 +76,7 @@ class HostSum(SharedSum):
         copy, arrived = self._copies.to_host(gradient)
         self._wait(lambda: self._ahead <= _AHEAD_BYTES)
         with self._state:
-            self._ahead += copy.nbytes
+            self._ahead += _taken(copy)
         self._given.put((slot, copy, arrived))
 
     def flush(self) -> None:
@@ -125,5 +125,10 @@ class HostSum(SharedSum):
                     self._error = self._error or error
             finally:
                 with self._state:
-                    self._ahead -= copy.nbytes
+                    self._ahead -= _taken(copy)
                     self._state.notify_all()
+
+
+def _taken(copy: Tensor) -> int:
+    """Bytes; PyTorch rounds what it pins up to a power of two."""
+    return 1 << (copy.nbytes - 1).bit_length() if copy.nbytes else 0

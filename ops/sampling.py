@@ -137,8 +137,14 @@ def sample_latents(
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
     schedules = [_steps(config, length, dit.config.diffusion) for length in prompt.layout.lengths]  # type: ignore[union-attr, arg-type]
-    cast = torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext()
-    with _evaluating(dit), _evaluating(low.dit if low else dit), cast:
+
+    def velocity_of(chosen: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
+        # Around each forward alone: what autocast has cast of weights is kept for the whole process, all its threads,
+        # and beside a run these are other weights than those that train when `progress` returns to them.
+        with torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
+            return _velocity(chosen, x, timesteps, prompts, own)
+
+    with _evaluating(dit), _evaluating(low.dit if low else dit):
         for index, steps in enumerate(zip(*schedules, strict=True)):
             timesteps, keep, change = torch.tensor(steps, dtype=torch.float64).to(device, torch.float32).T
             keep, change = keep[prompt.layout.seq_index, None], change[prompt.layout.seq_index, None]
@@ -147,12 +153,12 @@ def sample_latents(
             chosen = _expert(dit, low, timesteps, config)
             second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
             scale = config.guidance_scale if second is None else second
-            velocity = _velocity(chosen, x, timesteps, prompt, own)
+            velocity = velocity_of(chosen, x, timesteps, prompt)
             if halves is not None:
                 velocity, base = halves.both(velocity)
                 velocity = base + scale * (velocity - base)
             if plain is not None:
-                base = _velocity(chosen, x, timesteps, plain, own)
+                base = velocity_of(chosen, x, timesteps, plain)
                 velocity = base + scale * (velocity - base)
             x = keep * x + change * velocity
             if progress is not None:

@@ -19,9 +19,9 @@ def share_units(
     with all of them, the others with their own. Collective. Shapes travel first, then fp32 data."""
     dims = torch.zeros(units, _MAX_DIMS, dtype=torch.int64, device=device)
     for u, unit in found.items():
-        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device)
+        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device) + 1  # 0: no such dimension
     group.all_reduce(dims)
-    shapes = [tuple(n for n in row if n) for row in dims.tolist()]
+    shapes = [tuple(n - 1 for n in row if n) for row in dims.tolist()]
     sizes = [math.prod(shape) for shape in shapes]
     owned = [range(r, units, group.size) for r in range(group.size)]
     takers = [r for r in range(group.size) if r != group.rank and only in (None, r)]

@@ -173,9 +173,10 @@ class Feeder(Answering):
             results = self._load("text", step, item, text_names)
             if results is not None:
                 found["text", item.id] = put(results)
-            elif self._encoders.picture_rows and latents is not None:  # its pixels may have been spared
-                latents.deny(item)
-                named.discard("vae")
+        seen = self._encoders.picture_rows > 0 and ("text", item.id) not in found  # a text to be made of pixels
+        if seen and latents is not None and latents.spares_pixels(item):  # damaged, or gone since it was named
+            latents.deny(item)
+            named.discard("vae")
         if "vae" in named:
             assert latents is not None
             results = self._load("vae", step, item, latent_names)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -170,8 +170,8 @@ class AsideTurns:
             if rank not in outlasted:
                 self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience)
 
-    def finish(self, generation: int, world: Sequence[Seat]) -> None:
-        """All steps are done: make what is left, on all workers at once. Never raises."""
+    def finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool] = lambda: False) -> None:
+        """All steps are done: make what is left, on all workers at once, until it is `unwanted`. Never raises."""
         until, alive = time.monotonic() + FINISH_S, list(world)
         try:
             while alive and time.monotonic() < until:
@@ -181,6 +181,8 @@ class AsideTurns:
                 self._queue.deal([seat.name for seat in alive])
                 if not self._queue.left:
                     return
+                if unwanted():
+                    break
                 asked = set(self._asked.values())
                 for seat in alive:
                     if seat.name not in asked:

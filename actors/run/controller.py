@@ -97,7 +97,8 @@ class Controller:
                 self._look()
                 self._advance()
             self.ending.finish(self.generations.world)
-            self.asides.finish(self.generations.view.generation, self.generations.world)
+            self.asides.finish(self.generations.view.generation, self.generations.world, self._is_stopped)
+            self.ending.free_memory()
             self.planner.save_learned()
             return self.committer.outcome(Exit.OK, "all steps are committed")
         except StopRun as stop:
@@ -114,6 +115,13 @@ class Controller:
             raise
         finally:
             self.ending.close()
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody has asked the run to end, after its last step."""
+        if time.monotonic() - self._looked_at > self._look_s:
+            self._looked_at = time.monotonic()
+            self.lookout.look()  # who comes or goes matters to nobody now
+        return bool(self.lookout.stop)
 
     def _begin(self) -> None:
         origin = self.state.first()

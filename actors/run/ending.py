@@ -29,7 +29,7 @@ class Closable(Protocol):
 class Ending:
     """Ends one run, whatever ended its steps.
 
-    ending.finish(world)        # all steps are committed; or, where they are not:
+    ending.finish(world); ending.free_memory()      # all steps are committed; or, where they are not:
     ending.keep_last(world)
     ending.close()              # in any case, last
     """
@@ -56,7 +56,6 @@ class Ending:
             )
             raise StopRun(self.committer.outcome(Exit.FAILURE, reason))
         self.events.tell(RunFinished(step=self.committer.committed, ledger=self.committer.source.ledger()))
-        self._free_memory()
 
     def keep_last(self, world: Sequence[Seat]) -> None:
         """The run ends before its last step: what can be resumed goes to disk, nothing stays behind. `world` are
@@ -68,7 +67,7 @@ class Ending:
         except Exception:  # whatever it is, the rest of the end must come
             log.exception("the last committed step was not written")
         try:
-            self._free_memory()
+            self.free_memory()
         except Exception:
             log.exception("keepers and monitor could not be ended")
 
@@ -81,7 +80,7 @@ class Ending:
             except Exception:  # Ray may be gone: the others are ended all the same, and the first error is the one told
                 log.warning("%s could not be ended", type(part).__name__, exc_info=True)
 
-    def _free_memory(self) -> None:
+    def free_memory(self) -> None:
         """End keepers and monitor, unless a step is held nowhere else."""
         if self.committer.state.free_memory():
             kill(self.monitor)

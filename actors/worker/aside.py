@@ -3,9 +3,10 @@
     asides = Asides(modules, device, meter)
     report = asides.turn(task)          # on the task thread, in the gap at the end of the worker's step
 
-An aside runs in a thread of its own, so that its autograd mode and autocast are never those of training; it draws no
-random number from PyTorch. It stands still but for its turns, in which the task thread waits: the two never compute at
-the same time. Only its weights are read meanwhile.
+An aside runs in a thread of its own, so that its autograd mode is never that of training; it draws no random number
+from PyTorch, and stands before no piece under autocast, whose casts of weights all threads share. It stands still but
+for its turns, in which the task thread waits: the two never compute at the same time. Only its weights are read
+meanwhile.
 
 **Which weights.** Those of the checkpoint that asks for it, its EMA where the run keeps one: a worker holds the trained
 parameters of the step it has reached, which may be some steps later, and of the EMA its own shard alone. In a turn the
@@ -105,7 +106,7 @@ class Asides:
             try:
                 with self._lent(one.weights):
                     took_s = self._pieces(one, task)
-            except NoRoom as error:
+            except Exception as error:  # the weights found no room after all, or they are other ones
                 one.end()
                 one.failure = error
         if not task.whole:

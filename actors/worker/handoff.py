@@ -238,7 +238,8 @@ def _local_facts(
     mine: dict[str, dict[int, EncodeResult]], samples: Sequence[StepSample]
 ) -> tuple[list[int], list[bool]]:
     order = range(len(samples))
-    return [mine["text"][i].rows.shape[0] for i in order], [mine["vae"][i].ok for i in order]
+    lengths = [mine["text"][i].rows.shape[0] for i in order]
+    return lengths, [mine["vae"][i].ok and mine["text"][i].ok for i in order]
 
 
 def _agree(
@@ -248,17 +249,21 @@ def _agree(
     group: Group,
     device: torch.device,
 ) -> tuple[list[int], list[bool]]:
-    """Text lengths and ok flags are known where the result is: share them over the bag."""
-    facts = torch.zeros(len(samples), 2, dtype=torch.int64, device=device)
+    """Text lengths and ok flags are known where the result is: share them over the bag.
+
+    A sample is ok where both of its results are: of a first frame that did not decode, the latent may lie in a cache.
+    """
+    facts = torch.zeros(len(samples), 3, dtype=torch.int64, device=device)
     for i in range(len(samples)):
         speaks = {module: source[i] if source[i] != STORE else 0 for module, source in sources.items()}
         if speaks["text"] == group.rank:
             facts[i, 0] = mine["text"][i].rows.shape[0]
-        if speaks["vae"] == group.rank:
-            facts[i, 1] = int(mine["vae"][i].ok)
+        for place, (module, rank) in enumerate(speaks.items(), start=1):
+            if rank == group.rank:
+                facts[i, place] = int(mine[module][i].ok)
     group.all_reduce(facts)
     agreed = facts.cpu()
-    return agreed[:, 0].tolist(), [bool(x) for x in agreed[:, 1].tolist()]
+    return agreed[:, 0].tolist(), [bool(x) for x in agreed[:, 1:].all(dim=1).tolist()]
 
 
 def _exchange(

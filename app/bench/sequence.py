@@ -25,6 +25,9 @@ from app.bench.planner import CONFIGS
 from app.settings.config import RunConfig
 from ops.degrees import default_degrees, exchanged
 from ops.geometry import Geometry
+from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
+from ops.typed import ConfigError
 
 _PASSES = 4.0  # of a forward: one, its recomputation, and a backward that counts as two
 SHARED, USP, RING, HIDDEN = "shared heads", "USP, K and V gathered", "ring", "ring, hidden by attention"
@@ -66,6 +69,21 @@ def priced(fit: Fit, load: Load, heads: int) -> Iterator[PricedWay]:
         yield PricedWay(degree=load.degree, way=way, sent=sent, seconds=seconds)
 
 
+def geometry_of(preset: str, model: ModelConfig) -> Geometry:
+    """By the usual numbers of the family's VAE, as no folder is read. Raises ConfigError where the transformer was
+    trained with another VAE."""
+    if model.vae.kind == "diffusers":
+        channels, stride = FAMILIES[model.dit.architecture].vae.numbers({})
+        if channels != model.dit.out_channels:
+            raise ConfigError(
+                f"--preset {preset} takes latents of {model.dit.out_channels} channels, and the VAE of its family "
+                f"usually makes {channels}: its strides are not known. Use another preset."
+            )
+    else:
+        stride = model.vae.temporal, model.vae.spatial, model.vae.spatial
+    return Geometry(vae_stride=stride, patch=model.dit.patch)
+
+
 def run(
     preset: Annotated[str, typer.Option(help="A model of configs/models.")] = "wan2.1-1.3b",
     clip: Annotated[str, typer.Option(help="FRAMESxHEIGHTxWIDTH.")] = "81x480x832",
@@ -75,11 +93,21 @@ def run(
 ) -> None:
     """Seconds of one clip, by degree and way."""
     model = RunConfig.load(CONFIGS / "models" / f"{preset}.yaml", ["run.name=bench"]).model
-    profile = flop_profile(model, Geometry(), device)
-    fit = profile.model_of("dit")
+    if model.dit.spatial_temporal:
+        raise ConfigError(
+            f"--preset {preset} deals out no attention heads: its bags run by spatial-temporal parallelism."
+        )
+    geometry, shape = geometry_of(preset, model), clip.split("x")
+    if len(shape) != 3 or not all(size.isdecimal() for size in shape):
+        raise ConfigError(f"--clip {clip} is not FRAMESxHEIGHTxWIDTH, such as 81x480x832.")
+    frames, height, width = map(int, shape)
+    try:
+        geometry.token_grid(frames, height, width)
+    except ValueError as error:
+        raise ConfigError(f"--clip {clip} of {preset}: {error}") from None
+    profile = flop_profile(model, geometry, device)
+    fit, heads = profile.model_of("dit"), model.dit.num_heads
     assert fit is not None and fit.form == "arachne", "the FLOP model of families with full attention"
-    heads, shape = model.dit.num_heads, tuple(int(size) for size in clip.split("x"))
-    frames, height, width = shape
     print(f"{preset}, {heads} heads, {clip}, {device}: {fit.source}")
     print("| degree | way | sent, of Ulysses | seconds | GPU-seconds |\n|---|---|---|---|---|")
     degrees = {k for k in (*default_degrees(heads, most=most), *default_degrees(most)) if k <= most}

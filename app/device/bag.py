@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 from actors.plan.types import Module
 from app.device.points import PointTimes, ProfiledShape, timed
 from app.settings.config import RunConfig
+from ops.spatial_temporal.choice import SliceRates
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _CAUSE_S = 5.0  # a member that fails may be one that another has left, which sa
 _WARM_UP = 1
 
 Order = (
-    tuple[Literal["measure"], Module, ProfiledShape, int]
+    tuple[Literal["measure"], Module, ProfiledShape, SliceRates | None, int]
     | tuple[Literal["exchange"], int, int]
     | tuple[Literal["update"], int]
 )
@@ -48,10 +49,13 @@ class MeasuredBag:
     def __init__(self, degree: int) -> None:
         self.degree = degree
 
-    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
-        """Forward and backward of a packed batch, or an encode with what its members then share. Raises MemoryError
-        where a member ran out of memory: the bag is of no use then."""
-        answers = self._ask(("measure", module, shape, repeats))
+    def measure(
+        self, module: Module, shape: ProfiledShape, repeats: int, rates: SliceRates | None = None
+    ) -> PointTimes:
+        """Forward and backward of a packed batch, or an encode with what its members then share. `rates`: by which
+        spatial-temporal blocks are sliced, as a plan brings them. Raises MemoryError where a member ran out of memory:
+        the bag is of no use then."""
+        answers = self._ask(("measure", module, shape, rates, repeats))
         times = [answer for answer in answers if isinstance(answer, PointTimes)]
         peaks = [one.peak_gib for one in times if one.peak_gib is not None]
         longest = tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True))
@@ -239,7 +243,8 @@ def come_up(
 def carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
     """A member's part of an order."""
     if order[0] == "measure":
-        return bench.measure(order[1], order[2], order[3])
+        _, module, shape, rates, repeats = order
+        return bench.measure(module, shape, repeats, rates)
     if order[0] == "update":
         return bench.update(order[1])
     import torch

@@ -15,6 +15,7 @@ from app.device.points import PointTimes, ProfiledShape, timed
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.spatial_temporal.choice import SliceRates
 
 if TYPE_CHECKING:
     import torch
@@ -184,14 +185,18 @@ class Bench:
         self._let_go(sync.gradients)
         return PointTimes(seconds=seconds, peak_gib=None)
 
-    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(
+        self, module: Module, shape: ProfiledShape, repeats: int, rates: SliceRates | None = None
+    ) -> PointTimes:
         """Seconds of a cascade, several times after a warm-up, and the peak GiB of a worker with all modules where the
-        device counts."""
+        device counts. `rates`: by which a bag slices spatial-temporal blocks, the same on all members."""
         import torch
 
         if self.device.type == "cuda":
             _ = self.dit, self.vae, self.text, self.image
         work = getattr(self, f"_{module}")(shape)
+        if module == "dit":
+            self.dit.rates = rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
         self._gathered.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -109,14 +109,16 @@ class Measuring:
         print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{peak}{_handed(times)}", flush=True)
 
     def _in_bag(self, point: ProfilePoint) -> PointTimes:
+        # by what is known now: a plan brings such rates, and its bags then run as this one does
+        rates = self._profile.slice_rates() if self._profile.sliced is not None else None
         try:
-            return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats)
+            return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats, rates)
         except MemoryError:
             self._close(point.degree, point.nodes)
             if self._device != "cuda":
                 raise
         self._make_room(point.nodes)
-        return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats)
+        return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats, rates)
 
     def _make_room(self, nodes: int) -> None:
         """On the GPUs: modules of this process lie on the first one beside those of a member, and those of bags of this

@@ -110,7 +110,10 @@ class Recorder:
 
         # Without the checkpoint itself: at the next start Ray Train would insist that all it was told of still exist.
         ray.train.report({"step": step})
-        self._samples.on_checkpoint(step)
+        try:
+            self._samples.on_checkpoint(step)
+        except Exception:  # whatever it is, the run goes on
+            log.exception("no samples after %d steps", step + 1)
 
 
 def _appending(path: Path) -> IO[str]:

@@ -173,14 +173,10 @@ def make_clips(
     """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
     group every rank calls it and the first gets the clips, the others none: they denoise and decode together. With a
     `half` of it, guidance's two branches run side by side."""
+    _check_frames(model, settings, from_picture=bool(first))
     requests = clip_requests(model, prompts, settings, first)
     negative, away = negative_of(model, settings.negative_prompt, first)
     dropped = FirstFrame.of(model.config.model).dropped_frames
-    if settings.frames <= dropped:
-        raise ConfigError(
-            f"sample.frames {settings.frames}: of clips of this transformer the first {dropped} frames are not shown. "
-            f"Ask for more."
-        )
     clips = []
     for batch in _batches(requests, batch_limit(settings, model.geometry)):
         latents = sample_latents(
@@ -198,6 +194,23 @@ def make_clips(
         videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
         clips += [video[dropped:].cpu().numpy() for video in videos]
     return clips
+
+
+def _check_frames(model: Model, settings: ClipSettings, from_picture: bool) -> None:
+    """Raises ConfigError for clips without a frame of their own, ValueError for a size that the model cannot make."""
+    told, geometry, frames = FirstFrame.of(model.config.model), model.geometry, settings.frames
+    if frames <= told.dropped_frames:
+        raise ConfigError(
+            f"sample.frames {frames}: of clips of this transformer the first {told.dropped_frames} frames are not "
+            f"shown. Ask for more."
+        )
+    grid = geometry.token_grid(frames, settings.height, settings.width)
+    if from_picture and not told.channels and grid[0] == 1:
+        unit = geometry.vae_stride[0] * geometry.patch[0]
+        raise ConfigError(
+            f"sample.frames {frames}: a clip of one latent frame that starts from a picture is that picture. Ask for "
+            f"{frames + unit} frames or more (--frames)."
+        )
 
 
 def clip_requests(

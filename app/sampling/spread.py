@@ -33,6 +33,7 @@ from app.sampling.occupancy import Occupancy
 from ops.models.base.config import DiTConfig
 from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
+from ops.waiting import GroupError
 
 log = logging.getLogger(__name__)
 
@@ -401,11 +402,12 @@ def _make_together(
             while queue.unfinished:
                 chunk = queue.take(crew.size)
                 answers = [handle.make.remote(work_of(chunk)) for handle in crew.members]
-                keep(chunk, ray.get(answers)[0])
+                keep(chunk, _first_of(answers))
                 queue.finish(chunk)
             return
         except ray.exceptions.RayTaskError as error:
-            if not _somebody_died(crew):
+            # what is not an exchange that failed is a fault of its own: it would come again
+            if not isinstance(error.cause, GroupError | TimeoutError) or not _somebody_died(crew):
                 raise error.cause from None
             _give_up(queue.lose(chunk), work_of, error)
         except ray.exceptions.RayActorError as error:
@@ -414,6 +416,18 @@ def _make_together(
             _give_up(queue.lose(chunk), work_of, error)
         log.warning("a worker died with prompts %s; all start again", chunk)
         crew.close()
+
+
+def _first_of(answers: Sequence[Any]) -> Any:
+    """What the first rank has made, when all have ended. Raises what any of them has raised, at once: the others may
+    still wait for it in an exchange."""
+    import ray
+
+    waiting = list(answers)
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        ray.get(done)
+    return ray.get(answers[0])
 
 
 def _form(crew: _Crew) -> None:

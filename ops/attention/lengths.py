@@ -27,6 +27,11 @@ class Lengths:
         """One sequence, or several of one length that is not 0."""
         return bool(self.longest) and len(set(self.host)) == 1
 
+    def cut(self, sequences: slice) -> Lengths:
+        """Those of some neighbouring sequences."""
+        host, (first, last, _) = self.host[sequences], sequences.indices(len(self.host))
+        return Lengths(host, self.offsets[first : last + 1] - self.offsets[first], max(host, default=0))
+
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
         host = tuple(int(length) for length in lengths)

@@ -41,6 +41,10 @@ PREFERENCES = (
 )
 
 
+# The kernels of flash and of scaled_dot_product_attention have sequences in a dimension of CUDA's grid that ends here.
+# Temporal blocks have one for each position of each clip: 65 pictures of 512x512 have more.
+MOST_SEQUENCES = 65535
+
 _stand_in: Backend | None = None
 
 
@@ -69,6 +73,8 @@ def attention(
     """
     if len(q_lengths.host) != len(k_lengths.host):
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")
+    if len(q_lengths.host) > MOST_SEQUENCES:
+        return torch.cat([attention(*part, backend) for part in _parts(q, k, v, q_lengths, k_lengths)])
     lengths = q_lengths, k_lengths
     if _stand_in is not None:
         return _stand_in.run(q, k, v, q_lengths, k_lengths)
@@ -76,6 +82,19 @@ def attention(
     if backend != "auto" and (reason := chosen.why_not(q, lengths)):
         raise ValueError(reason)
     return chosen.run(q, k, v, q_lengths, k_lengths)
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Lengths, Lengths]]:
+    """The call as several, of MOST_SEQUENCES each."""
+    q_row = k_row = 0
+    for first in range(0, len(q_lengths.host), MOST_SEQUENCES):
+        sequences = slice(first, first + MOST_SEQUENCES)
+        q_part, k_part = q_lengths.cut(sequences), k_lengths.cut(sequences)
+        q_rows, k_rows = slice(q_row, q_row + q_part.total), slice(k_row, k_row + k_part.total)
+        yield q[q_rows], k[k_rows], v[k_rows], q_part, k_part
+        q_row, k_row = q_rows.stop, k_rows.stop
 
 
 def choose(q: Tensor, lengths: Pair) -> Backend:

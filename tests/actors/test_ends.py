@@ -172,6 +172,18 @@ def test_steps_are_counted_before_the_last_checkpoint_is_whole(monkeypatch: pyte
     assert heard == ["written", ("counted", 7), "whole"]
 
 
+def test_a_checkpoint_that_nobody_could_be_told_of_does_not_keep_the_last_state_from_the_disk() -> None:
+    class Deaf(Listening):
+        def on_checkpoint(self, folder: Path, step: int) -> None:
+            raise RuntimeError("Ray Train has ended")
+
+    events = Events(Deaf())
+    with pytest.raises(RuntimeError):
+        events.checkpoint(Path("step-3"), 3)
+    events.end()
+    events.checkpoint(Path("step-3"), 3)
+
+
 def no_pool() -> None:
     raise ValueError("Ray is gone")
 

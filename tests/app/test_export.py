@@ -472,6 +472,18 @@ def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path)
         parity.compare_read_back(out / "transformer", plain, after)
 
 
+def test_frequencies_of_rope_stay_as_they_are_beside_rounded_weights(tmp_path: Path) -> None:
+    """Open-Sora multiplies them by the number of a frame: bf16 would be two radians off after 256 of them."""
+    base = test_stdit3.publish(tmp_path / "base")
+    model = test_stdit3.settings(base, frame_rate=8.0)
+    config = RunConfig(run=RunSection(name="tiny"), model=model, data=DataConfig(fps=8.0))
+    export.run(write_checkpoint(tmp_path / "run", config), tmp_path / "out", dtype="bfloat16")
+    before = load_file(base / "transformer" / "model.safetensors")["rope.freqs"]
+    after = load_file(tmp_path / "out" / "transformer" / "model.safetensors")
+    assert after.pop("rope.freqs").dtype == torch.float32 and after["y_embedder.y_embedding"].dtype == torch.bfloat16
+    assert torch.equal(load_file(tmp_path / "out" / "transformer" / "model.safetensors")["rope.freqs"], before)
+
+
 def test_a_mochi_pipeline_makes_our_clip(tmp_path: Path) -> None:
     """Trained in full; the scheduler with its levels upside down, the setting for empty prompts."""
     base = test_mochi.publish(tmp_path / "base")

@@ -225,6 +225,11 @@ def test_an_exported_hunyuan_pipeline_makes_the_latent_of_heddle_sample(
     if variant == "latent_concat":
         with pytest.raises(ConfigError, match=r"sample.frames 1: of clips of this transformer the first 4 frames"):
             make_clips(ours, [prompt], replace(settings, frames=1), first)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"sample.frames 1: a clip of one latent .* 5 frames or more \(--frames\)"
+        ):
+            make_clips(ours, [prompt], replace(settings, frames=1), first)
 
 
 def publish(base: Path) -> Path:

@@ -16,7 +16,7 @@ from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile
-from app.device.bag import Bag, degrees_here
+from app.device.bag import Bag, carried_out, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
 from app.device.measuring import Measuring, is_known
@@ -25,7 +25,9 @@ from app.device.profile import by_information, figures_of, longest_of, points_of
 from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket
+from ops.comm import Group
 from ops.models.folders import resolve
+from ops.spatial_temporal.choice import WHOLE
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -108,7 +110,7 @@ def test_figures_of_a_degree_come_before_the_middle_of_its_lines() -> None:
 def test_a_file_without_the_figures_is_continued_by_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         asked.append(module)
         return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
@@ -156,7 +158,7 @@ def test_a_member_of_a_bag_gets_from_the_others_what_they_encoded() -> None:
             exchanged.append((len(output), len(input)))
 
         def all_reduce(self, tensor: Any, op: str = "sum") -> None:
-            tensor[1] = torch.tensor([8, 1])  # text rows and soundness of the clip that the other one has
+            tensor[1] = torch.tensor([8, 1, 1])  # text rows and soundness of what the other one has of its clip
 
     exchanged: list[tuple[int, int]] = []
     config = RunConfig.load(DEMO, TINY)
@@ -180,7 +182,7 @@ def probed(clip: LongestClip, profile: Profile, longest: int, tmp_path: Path) ->
     """The lengths that the search tries where longer clips than `longest` run out of memory."""
     asked: list[int] = []
 
-    def measure(module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         asked.append(shape.bucket.frames)
         if shape.bucket.frames > longest:
             raise MemoryError("full")
@@ -258,7 +260,7 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
 
         def __init__(self, *settings: object) -> None: ...
 
-        def measure(self, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+        def measure(self, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
             return PointTimes(seconds=(0.06 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
         def exchange(self, num_bytes: int) -> float:
@@ -269,7 +271,7 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
 
         def close(self) -> None: ...
 
-    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
     monkeypatch.setattr(Bench, "measure", measure)
@@ -288,6 +290,44 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
     assert dict(profile.modes("vae", 3, 5, 32, 48))[2] == pytest.approx(
         0.6 * dict(profile.modes("vae", 3, 5, 32, 48))[1]
     )
+
+
+def test_bags_are_measured_by_the_slices_that_plans_bring_them(tmp_path: Path) -> None:
+    """Without rates blocks are sliced by the paper's numbers, and the run's bags by what is cheapest."""
+    seen: list[tuple[int, object]] = []
+
+    def alone(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
+        seen.append((1, rates))
+        return PointTimes(seconds=(1.0 * shape.batch,), peak_gib=None)
+
+    def in_bag(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
+        seen.append((2, rates))
+        return PointTimes(seconds=(0.6 * shape.batch,), peak_gib=None)
+
+    config = RunConfig.load(DEMO.with_name("demo-stdit.yaml"))
+    model, geometry = resolve(config.model)
+    profile = Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    assumed = profile.slice_rates()
+    bench = SimpleNamespace(device=torch_cpu(), measure=alone)
+    measuring = Measuring(config, bench, profile, tmp_path / "p.json", 1)  # type: ignore[arg-type]
+    measuring._bags[2, 1] = SimpleNamespace(measure=in_bag, close=lambda: None)  # type: ignore[assignment]
+    measuring.run([point(1), point(1, degree=2)], 0.0)
+    known = profile.slice_rates()
+    assert seen == [(1, None), (2, known)] and known != assumed
+
+
+def test_a_bag_slices_by_the_rates_that_it_is_measured_with() -> None:
+    import torch
+
+    config = RunConfig.load(DEMO.with_name("demo-stdit.yaml"))
+    model, geometry = resolve(config.model)
+    bench = Bench(config, model, geometry, torch.device("cpu"))
+    carried_out(
+        ("measure", "dit", ProfiledShape(batch=1, bucket=Bucket(1, 32, 32), text_tokens=8), WHOLE, 1),
+        bench,
+        Group.solo(),
+    )
+    assert bench.dit.rates == WHOLE
 
 
 def test_a_member_without_a_caption_makes_no_text_encode_quicker() -> None:
@@ -314,7 +354,7 @@ def test_what_runs_out_of_memory_is_a_limit_and_larger_points_are_spared(
 ) -> None:
     asked = []
 
-    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         asked.append((module, shape.bucket.frames, shape.batch))
         if module == "dit" and shape.bucket.frames * shape.batch >= 5:
             raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
@@ -334,7 +374,7 @@ def test_a_limit_holds_for_pictures_too_and_is_not_tried_again(
 ) -> None:
     asked = []
 
-    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         asked.append((module, shape.bucket.frames, shape.batch))
         if module == "dit" and shape.bucket.frames == frames and shape.batch >= max(batches):
             raise MemoryError("not enough")

@@ -83,7 +83,7 @@ class Apart:
         Apart.alive += isinstance(where, tuple)
         Apart.most = max(Apart.most, Apart.alive)
 
-    def measure(self, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def measure(self, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         return PointTimes(seconds=(self.slow * 0.06 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
     def exchange(self, num_bytes: int) -> float:
@@ -99,7 +99,7 @@ class Apart:
 def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def alone(self: Bench, module: str, shape: ProfiledShape, repeats: int) -> PointTimes:
+    def alone(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
 
     def handoffs(places: tuple[str, str], device: str, repeats: int) -> list[HandoffPoint]:

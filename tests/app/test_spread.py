@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,6 +168,15 @@ class Failing(ClipWorker):
         return super().make(work)
 
 
+class FailingMember(ClipWorker):
+    """The second of a bag has too little memory; the first waits for it."""
+
+    def make(self, work: ClipWork) -> list[MadeClip]:
+        if self._group.rank == 1:
+            raise OSError("no memory left on the second")
+        return super().make(work)
+
+
 class Doomed(ClipWorker):
     """Its process ends at prompt 1."""
 
@@ -245,6 +256,25 @@ def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(RuntimeError, match=r"1 worker\(s\) died while they made prompt 1 \('a disc number 1'\)"):
         spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 1, worker_class=Doomed, tell=lambda text: None)
     assert (tmp_path / "x-00.mp4").is_file()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.timeout(300)  # half of what the first would wait for the second
+def test_a_member_that_fails_is_told_and_not_waited_for(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no memory left on the second"):
+        spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 2, together=True, worker_class=FailingMember)
+
+
+def test_the_others_of_a_bag_are_not_asked_before_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(references: Any) -> None:
+        assert references == ["failed"], "it still waits in an exchange"
+        raise OSError("no memory left")
+
+    monkeypatch.setattr(ray, "wait", lambda waiting: (["failed"], ["waits"]))
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(OSError, match="no memory left"):
+        spreading._first_of(["waits", "failed"])
 
 
 @pytest.mark.cluster

@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ops.attention import flash, varlen
 from ops.attention.backend import Backend
 from ops.attention.flex import BLOCK, document_mask
 from ops.attention.lengths import Lengths
 from ops.attention.names import BackendName
+from ops.attention.sdpa import Sdpa
 from ops.attention.varlen import attention, backend_of, check_backend, choose
 from tests.ops.attention_cases import CASES, reference
 
@@ -35,6 +37,29 @@ def test_sdpa_equals_softmax_per_sequence(case: str) -> None:
     for got, want, leaf in zip(given, wanted, (q, k, v)):
         zero = torch.zeros_like(leaf)
         torch.testing.assert_close(zero if got is None else got, zero if want is None else want, **FP64)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_more_sequences_than_a_grid_of_cuda_takes_are_several_calls(
+    case: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    run = Sdpa.run
+
+    def counted(self: Sdpa, q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
+        calls.append(len(q_lengths.host))
+        assert q_lengths == Lengths.of(q_lengths.host) and k_lengths == Lengths.of(k_lengths.host)
+        return run(self, q, k, v, q_lengths, k_lengths)
+
+    monkeypatch.setattr(Lengths, "__eq__", lambda a, b: a.host == b.host and torch.equal(a.offsets, b.offsets))
+    monkeypatch.setattr(Sdpa, "run", counted)
+    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
+    q_lengths, k_lengths = CASES[case]
+    q, k, v = (torch.randn(sum(n), 3, 8, dtype=torch.float64) for n in (q_lengths, k_lengths, k_lengths))
+    found = attention(q, k, v, Lengths.of(q_lengths), Lengths.of(k_lengths))
+    torch.testing.assert_close(found, reference(q, k, v, q_lengths, k_lengths), **FP64)
+    assert sum(calls) == len(q_lengths) and max(calls) <= most
 
 
 def test_lengths_must_pair_up() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -278,7 +279,27 @@ def test_copies_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
         gradients._parameters[index].grad = gradient(0, index, SIZES[index])
         gradients.received(index)
         assert isinstance(gradients.sum, HostSum)
-        assert gradients.sum._ahead <= 40_000 + 4 * max(SIZES)
+        assert gradients.sum._ahead <= 40_000 + 8 * max(SIZES)
     gradients.finish()
     assert torch.equal(gradients.part(0, sum(SIZES)), 10 * wanted(1))
+    gradients.leave()
+
+
+def test_copies_that_are_not_added_yet_count_with_what_pytorch_pins_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, (index, size) = threading.Event(), (1, STAGE + 3)
+
+    class Held(HostCopies):
+        def to_host(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None]]:
+            return gradient.clone(), lambda: None if arrived.wait(60) else pytest.fail("nobody let it arrive")
+
+    gradients = in_host(Held())
+    gradients.form(Group.solo(), [(0, sum(SIZES))])
+    gradients.begin_step()
+    gradients._parameters[index].grad = gradient(0, index, size)
+    gradients.received(index)
+    assert isinstance(gradients.sum, HostSum)
+    assert gradients.sum._ahead == 2 * 4 * STAGE
+    arrived.set()
+    gradients.finish()
+    assert gradients.sum._ahead == 0
     gradients.leave()

@@ -18,6 +18,7 @@ from ops.groups import Groups
 from ops.models.folders import dit_json
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
+from ops.packing import Layout, Sequence
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from ops.waiting import CancelToken
 
@@ -83,6 +84,37 @@ def test_seed_decides() -> None:
     )
     assert torch.allclose(first, again, atol=FP32_ATOL)
     assert not torch.allclose(first, other, atol=0.1)
+
+
+def test_between_two_steps_of_a_clip_other_weights_are_those_that_train() -> None:
+    """Autocast keeps what it has cast of weights, for all threads: a step of training there would compute with it."""
+    dit, wanted = build_dit(DIT, seed=1), request(1)
+    made = [parameter.data for parameter in dit.parameters()]
+    trained = [data + 0.5 for data in made]
+
+    def put(weights: list[torch.Tensor]) -> None:
+        for parameter, data in zip(dit.parameters(), weights, strict=True):
+            parameter.data = data
+
+    def step() -> torch.Tensor:
+        put(trained)
+        layout = Layout([Sequence((2, 2, 3), len(wanted.text))], 1, 0)
+        tokens = torch.ones(layout.local_tokens, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            found: torch.Tensor = dit(tokens, torch.tensor([500.0]), wanted.text, layout, Group.solo())
+        found.float().sum().backward()
+        put(made)
+        assert all(parameter.grad is not None for parameter in dit.parameters())
+        return found.detach()
+
+    expected, found = step(), []
+
+    def between(done: int) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            found.append(thread.submit(step).result())
+
+    sample_latents(dit, [wanted], NEGATIVE, GEOMETRY, replace(CONFIG, autocast=True), progress=between)
+    assert len(found) == CONFIG.steps and all(torch.equal(one, expected) for one in found)
 
 
 def test_module_keeps_its_training_mode() -> None:

@@ -1,4 +1,4 @@
-"""Every way to copy a shard gives what was there when it began. Imports nothing but torch and pytest."""
+"""Every way to copy a shard gives what was there when it began."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ops.shard_export import CopyArrays, CopyInThreads, CopyOnStream, copies_of, copy_at_once
+from ops.shard_export import CopyArrays, CopyInThreads, CopyOnStream, PinnedMemory, copies_of, copy_at_once
 from ops.shards import ARRAYS
+from tests.ops.peers import HostCopies
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,26 @@ def test_a_copy_that_fails_says_so_to_everybody_who_waits() -> None:
 def test_state_beside_a_gpu_is_copied_in_threads_and_that_of_a_cpu_worker_at_once() -> None:
     assert copies_of(CPU, CPU) is copy_at_once
     assert isinstance(copies_of(torch.device("cuda"), CPU), CopyInThreads)
+
+
+def test_pinned_memory_is_as_large_as_its_array_and_used_again_when_nobody_reads_it() -> None:
+    """PyTorch would pin 128 MiB for each of these arrays, and keep them."""
+    array, device = torch.empty((64 << 20) // 4 + 1), HostCopies()
+    memory = PinnedMemory(device)
+    first, second = memory.like(array), memory.like(array)
+    assert first.nbytes == array.nbytes and torch.from_numpy(first).untyped_storage().nbytes() == array.nbytes
+    places = [first.ctypes.data, second.ctypes.data]
+    assert device.pinned == places and not np.shares_memory(first, second)
+    part = first[5:]
+    del first
+    third = memory.like(array)
+    assert third.ctypes.data not in places, "a part of the first is still held"
+    del part
+    again = memory.like(array)
+    assert again.ctypes.data == places[0] and len(device.pinned) == 3
+    del again, third
+    larger = memory.like(torch.empty(len(array) + 1))  # the shard of another generation
+    assert device.pinned == [places[1], larger.ctypes.data] and second.ctypes.data == places[1]
 
 
 @pytest.mark.gpu

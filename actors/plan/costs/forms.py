@@ -22,7 +22,7 @@ class Load:
     tokens: int  # video tokens of one sample
     degree: int
     token_frames: int = 1  # frames of its token grid
-    slices: float = 1.0  # that a bag makes of a spatial-temporal layer, mean of the two kinds
+    slices: float = 1.0  # of a spatial-temporal layer that a member of a bag runs, mean of the two kinds
     exposed: float = 1.0  # share of its exchanges that no computation hides
     exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
 

@@ -61,10 +61,11 @@ class SlicedBlocks:
         ).rounded()
 
     def sliced(self, load: Load, rates: SliceRates) -> Load:
-        """The load as the bag runs it."""
+        """The load as the bag runs it: slices that the member with most rows has rows in."""
         frames = load.token_frames
         positions = load.tokens // frames
         costs = rates.layer_costs(frames, positions, load.batch, load.text_tokens, load.degree)
         found = choose(frames, positions, load.degree, costs, True, self.slicing)
-        slices = (found.schedule.temporal_slices + found.schedule.spatial_slices) / 2
-        return replace(load, slices=slices, exposed=found.exposed)
+        own_T, own_S = -(-frames // load.degree), -(-positions // load.degree)
+        slices = min(found.schedule.temporal_slices, own_T) + min(found.schedule.spatial_slices, own_S)
+        return replace(load, slices=slices / 2, exposed=found.exposed)

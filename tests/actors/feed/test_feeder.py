@@ -295,6 +295,29 @@ def test_a_damaged_text_of_a_first_frame_has_its_item_decoded(clips: Path, tmp_p
     assert feeder.dataset.needs_pixels(item) and feeder.dataset.latents_denied(item)
 
 
+def test_a_text_of_a_first_frame_that_is_gone_since_it_was_named_has_its_item_decoded(
+    clips: Path, tmp_path: Path
+) -> None:
+    """As after another item of the same clip and caption has found it damaged."""
+    feeder, model, geometry = of_pictures(clips, tmp_path)
+    item = keep(feeder, model, geometry)
+    assert feeder._cache is not None and not feeder.dataset.needs_pixels(item)
+    feeder._cache._path("text", feeder._text_names(item)[0]).unlink()
+    assert feeder.items(0).items[0].cached == ()
+    assert feeder.dataset.needs_pixels(item) and feeder.dataset.latents_denied(item)
+
+
+def test_no_pixels_are_spared_for_texts_of_first_frames_that_the_cache_is_not_asked_for(
+    clips: Path, tmp_path: Path
+) -> None:
+    """A folder may hold texts of another run, and this one have data.cache.text off."""
+    feeder, model, geometry = of_pictures(clips, tmp_path)
+    item = keep(feeder, model, geometry)
+    without = replace(feeder._config, cache=replace(feeder._config.cache, text=False))
+    asked = Feeder(without, geometry, 0, feeder._encoders, str(tmp_path))
+    assert asked.items(0).items[0].cached == ("vae",) and asked.dataset.needs_pixels(item)
+
+
 def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> None:
     """So embeddings that are in a cache are found again."""
     known = (

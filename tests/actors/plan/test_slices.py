@@ -21,11 +21,13 @@ from ops.models.config import ModelConfig, VAEConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.schedule import Axis, Grid, length_of
 from ops.typed import ConfigError
 
 GEOMETRY = Geometry(vae_stride=(4, 4, 4), patch=(1, 2, 2))
 DIT = LatteConfig(num_layers=4, num_heads=4, head_dim=32, ffn_dim=512)
 DSP = replace(DIT, temporal_slices=1, spatial_slices=1, temporal_lead=0, spatial_lead=0)
+AXES: tuple[Axis, ...] = ("temporal", "spatial")
 CLIP = (1, 29, 64, 64)  # 8 x 64 tokens
 ITEM = Item(id="a", batch=1, frames=29, height=64, width=64, text_tokens=20)
 
@@ -85,6 +87,23 @@ def test_workers_choose_what_was_priced() -> None:
     chosen = ScheduleOf(slicing=DIT.slicing, rates=rates, training=True).stack(8, 64, 2, 20, 3)
     assert load.slices == (chosen.temporal_slices + chosen.spatial_slices) / 2 > 1
     assert load.exposed < 0.5
+
+
+@pytest.mark.parametrize("dit", [DIT, replace(DIT, temporal_slices=4, spatial_slices=4)])
+@pytest.mark.parametrize(("frames", "degree"), [(1, 2), (29, 3), (29, 8)])
+def test_slices_are_priced_that_a_member_has_rows_in(dit: LatteConfig, frames: int, degree: int) -> None:
+    """Of four slices of a picture's single frame three are empty, and eight workers have one frame of eight each."""
+    profile = latte(dit)
+    load = profile.load_of("dit", 1, frames, 64, 64, degree, 20)
+    rows = load.token_frames, load.tokens // load.token_frames
+    how = ScheduleOf(slicing=dit.slicing, rates=profile.slice_rates(), training=True)
+    schedule = how.stack(*rows, 1, 20, degree)
+    grid = Grid(frames=rows[0], positions=rows[1], schedule=schedule, degree=degree, rank=0)
+    run = [
+        sum(length_of(grid.chunk(axis, index, rank)) > 0 for axis in AXES for index in range(schedule.slices(axis)))
+        for rank in range(degree)
+    ]
+    assert load.slices == max(run) / 2
 
 
 def test_measurements_change_the_rates() -> None:

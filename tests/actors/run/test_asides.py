@@ -181,3 +181,10 @@ def test_the_end_of_the_run_makes_the_rest_also_when_a_worker_dies(monkeypatch: 
     turns.finish(1, answers.seats("w0", "w1"))
     assert sorted(report.aside for report in source.reports) == ["a", "b", "c"]
     assert all(task.whole for _, task in answers.asked)
+
+
+def test_who_stops_the_run_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, answers = Wanting(works("a", "b", "c")), Answers(monkeypatch)
+    asked = iter([False, True])
+    AsideTurns(source, lambda event: None).finish(1, answers.seats("w0"), lambda: next(asked))
+    assert len(answers.asked) == 1

@@ -163,3 +163,23 @@ def test_without_room_for_the_weights_nothing_is_tried() -> None:
     report = of.turn(task(Unread(), whole=True))
     assert report.no_room and report.ended and "the worker has 0.00 GiB left beside training" in report.failed
     assert float(dit.weight.detach().sum()) == 2.0
+
+
+class Fails(dict[str, Tensor]):
+    """Weights that are read, and then find no room on the device."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class NoCopy(Steps):
+    def weights(self, modules: Any) -> Mapping[str, Tensor]:
+        return Fails()
+
+
+def test_weights_that_find_no_room_after_all_are_told_and_let_go_of() -> None:
+    of, dit = asides()
+    report = of.turn(task(NoCopy(), whole=True))
+    assert report.ended and report.no_room and of._now is None
+    assert float(dit.weight.detach().sum()) == 2.0
+    assert of.turn(task(Steps(name="b"), whole=True)).made == [8.0] * 3

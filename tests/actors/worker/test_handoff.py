@@ -23,6 +23,7 @@ from data.config import CacheConfig
 from ops.comm import Group
 from ops.geometry import Geometry
 from tests.actors.exactness import MODELS, items_of, make_hosts, one_worker, run_step, train_config
+from tests.ops.conftest import _run_ranks as on_ranks
 
 GEOMETRY = Geometry(vae_stride=(4, 8, 8))
 SAMPLES = StepSamples.of(3, [("a", (5, 32, 32), ["0/0/7", "0/0/8"]), ("b", (1, 32, 32), ["0/0/9"])], GEOMETRY, "sample")
@@ -232,6 +233,25 @@ def test_a_text_of_a_frame_that_did_not_decode_is_not_kept(tmp_path: Path) -> No
     items = [Item(id="s0.0", batch=2, frames=5, height=32, width=32, text_tokens=12)]
     run_step(hosts, items, one_worker(items), bad=frozenset({("s0.0", 1)}))
     assert kept == [("text", "t0"), ("latents", "l0")]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_sample_is_not_ok_whose_text_is_of_a_frame_that_did_not_decode(degree: int) -> None:
+    """Its latent may come out of a cache, where it is right."""
+    sample = SAMPLES.samples["b"][0]
+    results = {
+        "vae": EncodeResult(id=sample.id, rows=torch.zeros(4, 8)),
+        "text": EncodeResult(id=sample.id, rows=torch.zeros(3, 5), ok=False),
+    }
+
+    def gather(group: Group) -> list[bool]:
+        store = EncodeStore()
+        store.keep("text", results["text"])
+        fetched = {("vae", sample.id): results["vae"]}
+        sources = {"text": (0,), "vae": (STORE,)}
+        return gather_inputs([sample], sources, store, fetched, group, torch.device("cpu"), (8, 5)).ok
+
+    assert on_ranks(degree, gather) == [[False]] * degree
 
 
 def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
