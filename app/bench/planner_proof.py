@@ -27,7 +27,7 @@ def pool_bound(problem: Problem, seconds: float) -> tuple[float, bool]:
 
     model = cp_model.CpModel()
     jobs = problem.jobs()
-    largest, workers = max(problem.cluster.nodes), problem.topology.num_workers
+    workers = problem.topology.num_workers
     horizon = int(sum(max(s for _, s in job.modes) for job in jobs) / TICK_S)
     intervals: list[cp_model.IntervalVar] = []
     demands: list[int] = []
@@ -37,8 +37,8 @@ def pool_bound(problem: Problem, seconds: float) -> tuple[float, bool]:
     for job in jobs:
         start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
         chosen = []
-        for degree, length in job.modes:
-            ticks = int(length * (problem.topology.best_span if degree > largest else 1.0) / TICK_S)
+        for degree, length in job.at_best(problem.topology):
+            ticks = int(length / TICK_S)
             chosen.append(model.new_bool_var(""))
             intervals.append(model.new_optional_interval_var(start, ticks, end, chosen[-1], ""))
             demands.append(degree)

@@ -49,7 +49,7 @@ def test_a_bag_over_nodes_uses_the_same_rails_on_each(problem: Problem) -> None:
 def test_whole_rails_stay_free_beside_small_jobs(problem: Problem) -> None:
     """Two jobs of 2 leave three whole rails on each node for the bag of 12, if they take a rail each and the same."""
     jobs, plan = found((0.0, 2, (0,)), (0.0, 2, (1,)), (0.0, 12, (0, 1)))
-    plan.makespan = problem.topology.best_span
+    plan.makespan = problem.topology.cross.factor(1.0)
     schedule = realise(problem, jobs, StepContext.idle(16), plan, 10.0)
     assert problem.topology.overlap(schedule.where[2]) == 1.0
     assert max(schedule.end) == pytest.approx(plan.makespan)
