@@ -8,7 +8,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import check
-from actors.plan.schedule.problem import PlanOptions
+from actors.plan.schedule.constructive import allot
+from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cascade, Cluster, Item
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
@@ -35,19 +36,29 @@ def spanning(cascade: Cascade) -> bool:
     return len({worker // 2 for worker in cascade.workers}) > 1
 
 
+def even() -> float:
+    """Seconds for a row at which the clip is as quick on four workers of two nodes as on two of one."""
+    two, four = (profile_of(CrossNode()).seconds("dit", 1, *LONG, degree) for degree in (2, 4))
+    return (two - four) / profile_of(CrossNode(row_s=1.0)).penalty("dit", 1, *LONG, 4)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_clip_takes_all_nodes_where_its_rows_are_quickly_sent_and_one_where_not(strategy: str) -> None:
     """One clip of a step: four workers are quicker than two unless the link is slow."""
     item = Item(id="a", batch=1, frames=LONG[0], height=LONG[1], width=LONG[2], cached=ENCODED)
-    alone = [profile_of(CrossNode()).seconds("dit", 1, *LONG, degree) for degree in (2, 4)]
-    rows = profile_of(CrossNode(row_s=1.0)).penalty("dit", 1, *LONG, 4)
-    even = (alone[0] - alone[1]) / rows  # seconds for a row at which both are as quick
-    for row_s, degree in ((0.5 * even, 4), (2.0 * even, 2)):
+    for row_s, degree in ((0.5 * even(), 4), (2.0 * even(), 2)):
         profile = profile_of(CrossNode(row_s=row_s))
         (found,) = dits(strategy, [item], profile)
         assert found.degree == degree
         more = profile.penalty("dit", 1, *LONG, 4) if degree == 4 else 0.0
         assert found.seconds == pytest.approx(profile.seconds("dit", 1, *LONG, degree) + more)
+
+
+@pytest.mark.parametrize("share, degree", [(0.5, 4), (2.0, 2)])
+def test_constructive_degrees_for_a_target_that_none_meets_are_the_quickest(share: float, degree: int) -> None:
+    item = Item(id="a", batch=1, frames=LONG[0], height=LONG[1], width=LONG[2], cached=ENCODED)
+    problem = Problem([[item]], profile_of(CrossNode(row_s=share * even())), NODES, PlanOptions())
+    assert allot(problem, problem.jobs(), 0.0) == [degree]
 
 
 @pytest.mark.parametrize("split", [False, True])
