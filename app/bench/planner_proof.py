@@ -2,8 +2,8 @@
 
     python -m app.bench.planner_proof C-64gpu [SECONDS PER STEP]
 
-The pool forgets nodes: bags of at most a node's size pay no cross-node factor wherever they sit, larger ones the best
-one. Every legal plan of whole batches is a plan of the pool, whatever shares its bags take of the nodes.
+The pool forgets nodes: bags of at most a node's size pay nothing for spanning nodes wherever they sit, larger ones what
+it takes at best. Every legal plan of whole batches is a plan of the pool, whatever shares its bags take of the nodes.
 """
 
 from __future__ import annotations
