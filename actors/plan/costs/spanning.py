@@ -82,7 +82,9 @@ def _by_rows(found: Sequence[SpreadCascade], known: CrossNode) -> CrossNode:
     if not found or not known.by_rows:
         return known
     ratio = float(np.median(more / falls / [known.sending(one.rows, one.peers) for one in found]))
-    return replace(known, row_s=max(ratio, 0.0) * known.row_s, peer_s=max(ratio, 0.0) * known.peer_s)
+    if ratio <= 0:  # noise: no bag is quicker for being spread, and nothing scales what is 0
+        return known
+    return replace(known, row_s=ratio * known.row_s, peer_s=ratio * known.peer_s)
 
 
 def _row_and_peer(columns: np.ndarray, more: np.ndarray, errors: np.ndarray) -> tuple[float, float]:

@@ -105,6 +105,14 @@ def test_bags_of_one_size_over_nodes_scale_what_was_known_of_rows() -> None:
     assert profile.cross_node.row_s == pytest.approx(0.03) and profile.cross_node.peer_s == pytest.approx(0.3)
 
 
+def test_a_bag_that_seems_quicker_for_being_spread_teaches_nothing_of_rows() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
+    profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
+    profile.observe("dit", 2, *CLIP, 2, 9.9, 30, overlap=1.0)
+    assert (profile.cross_node.row_s, profile.cross_node.peer_s) == (0.01, 0.1)
+
+
 def test_a_packed_cascade_over_nodes_teaches_its_parts_there() -> None:
     profile = Profile.from_flops(WanConfig(num_heads=4))
     profile.cross_node = CrossNode(row_s=0.01)
