@@ -2,8 +2,8 @@
 
     python -m app.bench.planner_proof C-64gpu [SECONDS PER STEP]
 
-The pool forgets nodes: bags of at most a node's size pay no cross-node factor wherever they sit, larger ones the best
-one. Every legal plan of whole batches is a plan of the pool, whatever shares its bags take of the nodes.
+The pool forgets nodes: bags of at most a node's size pay nothing for spanning nodes wherever they sit, larger ones what
+it takes at best. Every legal plan of whole batches is a plan of the pool, whatever shares its bags take of the nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pool_bound(problem: Problem, seconds: float) -> tuple[float, bool]:
 
     model = cp_model.CpModel()
     jobs = problem.jobs()
-    largest, workers = max(problem.cluster.nodes), problem.topology.num_workers
+    workers = problem.topology.num_workers
     horizon = int(sum(max(s for _, s in job.modes) for job in jobs) / TICK_S)
     intervals: list[cp_model.IntervalVar] = []
     demands: list[int] = []
@@ -37,8 +37,8 @@ def pool_bound(problem: Problem, seconds: float) -> tuple[float, bool]:
     for job in jobs:
         start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
         chosen = []
-        for degree, length in job.modes:
-            ticks = int(length * (problem.topology.best_span if degree > largest else 1.0) / TICK_S)
+        for degree, length in job.at_best(problem.topology):
+            ticks = int(length / TICK_S)
             chosen.append(model.new_bool_var(""))
             intervals.append(model.new_optional_interval_var(start, ticks, end, chosen[-1], ""))
             demands.append(degree)

@@ -30,7 +30,6 @@ from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import OVERLAP
-from actors.plan.costs.topology import CrossNode
 from actors.plan.registry import STRATEGIES
 from actors.plan.types import Cascade, Cluster, Item, Module
 from actors.planning.actor import Planner
@@ -166,7 +165,14 @@ class TrueProfile(Profile):
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
         """Of the machine."""
-        return Machine(np.random.default_rng(0)).normal(module, [(batch, frames, height, width, text_tokens)], degree)
+        return _true(module, (batch, frames, height, width, text_tokens), degree)
+
+    def penalty(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
+        """Of its slow link."""
+        part = (batch, frames, height, width, text_tokens)
+        return _true(module, part, degree, spanning=degree > 1) - _true(module, part, degree)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,14 +270,16 @@ def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Predicted:
     machine = Machine(np.random.default_rng(seed))
     profile = profiled(machine)
     errors = []
-    factor = profile.cross_node.factor(OVERLAP) if spanning else 1.0
     cascades = [("dit", clip, degree) for clip in UNSEEN_CLIPS for degree in UNSEEN_DEGREES[spanning]]
     if not spanning:
         cascades += [("vae", clip, 1) for clip in UNSEEN_CLIPS] + [("text", clip, 1) for clip in UNSEEN_TEXTS]
     for name, (frames, height, width, batch), degree in cascades:
         module = cast(Module, name)
         true = machine.normal(module, [(batch, frames, height, width, TEXT_TOKENS)], degree, spanning)
-        found = factor * profile.seconds(module, batch, frames, height, width, degree, TEXT_TOKENS)
+        shape = (module, batch, frames, height, width, degree, TEXT_TOKENS)
+        found = profile.seconds(*shape)
+        if spanning:
+            found += profile.cross_node.fall(OVERLAP) * profile.penalty(*shape)
         errors.append(abs(found / true - 1.0))
     return Predicted(median=statistics.median(errors), worst=max(errors), cascades=len(errors))
 
@@ -324,21 +332,19 @@ def wrong_profile() -> Profile:
 
 
 def true_profile() -> Profile:
-    """The machine's own costs; over nodes by the median factor of what is planned."""
-    base, machine = wrong_profile(), Machine(np.random.default_rng(0))
-    ratios = []
-    for frames, height, width, batch in CLIPS:
-        for degree in (2, 3, 4, 6):
-            part = (batch, frames, height, width, TEXT_TOKENS)
-            ratios.append(machine.normal("dit", [part], degree, True) / machine.normal("dit", [part], degree))
+    """The machine's own costs."""
+    base = wrong_profile()
     return TrueProfile(
         model="truth",
         models=base.models,
         num_heads=base.num_heads,
         degrees=base.degrees,
         geometry=base.geometry,
-        cross_node=CrossNode(penalty=statistics.median(ratios) - 1.0),
     )
+
+
+def _true(module: Module, part: Part, degree: int, *, spanning: bool = False) -> float:
+    return Machine(np.random.default_rng(0)).normal(module, [part], degree, spanning)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,8 @@ def points_of(
     shapes: Sequence[ProfiledShape], bags: Sequence[int], over: Mapping[int, int] | None = None
 ) -> list[ProfilePoint]:
     """Every module alone, and its largest batches in bags; of the DiT also in bags `over` nodes (their number by
-    degree). Captions are dealt whole: a bag has one for every member."""
+    degree), where a single bucket has its smallest batch, too: what a row and what a peer takes there is told apart by
+    two sizes. Captions are dealt whole: a bag has one for every member."""
     found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
     largest: dict[object, ProfiledShape] = {}
     for shape in shapes:
@@ -142,10 +143,11 @@ def points_of(
         for shape in largest.values()
         if module != "text" or shape.batch >= degree
     ]
+    spread = list(largest.values()) if len(largest) > 1 else [shapes[0], *shapes[1:][-1:]]
     spanning = [
         ProfilePoint(module="dit", shape=shape, degree=degree, nodes=nodes)
         for degree, nodes in (over or {}).items()
-        for shape in largest.values()
+        for shape in spread
     ]
     return found + inside + spanning
 
@@ -312,6 +314,13 @@ def _print_figures(profile: Profile) -> None:
         print(f"a2a   across nodes {found[1] / 1e9:.2f} GB/s of a member after {1e6 * found[0]:.0f} us")
     if profile.over_nodes:
         print(f"nodes a bag over nodes takes {profile.cross_node.factor(OVERLAP):.3g} times as long as inside one")
+    if profile.cross_node.by_rows:
+        row_s, peer_s = (
+            profile.cross_node.fall(OVERLAP) * profile.cross_node.sending(*one) for one in ((1, 0), (0, 1))
+        )
+        print(
+            f"nodes in plans: {1e6 * row_s:.3g} us more for a row that a member sends, {1e3 * peer_s:.3g} ms for a peer"
+        )
     for nodes in sorted({point.nodes for point in profile.handoffs}):
         found = estimate_of([point for point in profile.handoffs if point.nodes == nodes]).cost(0.0)
         if found is not None:

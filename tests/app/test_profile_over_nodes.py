@@ -73,6 +73,13 @@ def test_one_bag_over_nodes_after_the_other() -> None:
     )
 
 
+def test_two_sizes_are_measured_over_nodes_also_of_a_single_bucket() -> None:
+    shapes = [ProfiledShape(batch=batch, bucket=Bucket(5, 32, 32), text_tokens=8) for batch in (1, 2, 4)]
+    over = [one.shape.batch for one in points_of(shapes, (2,), {2: 2}) if one.nodes > 1]
+    assert sorted(over) == [1, 4]
+    assert [one.shape.batch for one in points_of(shapes[:1], (2,), {2: 2}) if one.nodes > 1] == [1]
+
+
 class Apart:
     """A bag in which everything takes 0.6 of one worker's seconds, and half as much again over nodes."""
 
@@ -138,6 +145,7 @@ def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
         "to another worker on two nodes",
         "a2a   across nodes 0.83 GB/s",
         "takes 1.5 times as long",
+        "us more for a row that a member sends",
         "handoff  on one node: 1 GiB/s after 10.00 ms",
         "handoff  on two nodes: 0.5 GiB/s after 20.00 ms",
     ):

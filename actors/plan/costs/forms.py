@@ -25,11 +25,17 @@ class Load:
     slices: float = 1.0  # of a spatial-temporal layer that a member of a bag runs, mean of the two kinds
     exposed: float = 1.0  # share of its exchanges that no computation hides
     exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
+    call_s: float = 0.0  # of an all-to-all of its bag that sends nothing, on one node; 0: not measured
 
     @property
     def length(self) -> int:
         """Logical length of one sample: text plus video (AdaptiveLoad's S)."""
         return self.tokens + self.text_tokens
+
+    @property
+    def sent(self) -> float:
+        """Rows that a member of its bag sends to others: V_comm of Arachne's Eq. 9, by Ulysses B S (k - 1) / k^2."""
+        return self.batch * self.length * (self.degree - 1) / self.degree**2 * self.exchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,14 @@ class CostForm:
 
 
 def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
-    """Arachne Eq. 9: (alpha1 B S + alpha2 B S^2) / k + V_comm / BW(k), plus a launch constant.
-
-    V_comm per GPU of Ulysses is B S (k - 1) / k^2.
-    """
+    """Arachne Eq. 9: (alpha1 B S + alpha2 B S^2) / k + V_comm / BW(k), plus a launch constant."""
     work = load.batch * load.length
-    sent = work * (load.degree - 1) / load.degree**2 * load.exchanged
-    return 1.0, work / load.degree, work * load.length / load.degree, sent
+    return 1.0, work / load.degree, work * load.length / load.degree, load.sent
+
+
+def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:
+    """The same, where all-to-alls take time however little they send: so many calls of a cascade."""
+    return *_arachne(load, exponent), load.call_s
 
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
@@ -106,6 +113,7 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
 
 FORMS = {
     "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne),
+    "arachne_calls": CostForm(("constant", "alpha1", "alpha2", "comm", "calls"), _arachne_calls),
     "spatial_temporal": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal),
     "spatial_temporal_text": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal_text),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
@@ -114,7 +122,11 @@ FORMS = {
     "pixels": CostForm(("constant", "pixel", "sample"), _pixels),
     "captions": CostForm(("constant", "token"), _captions),
 }
-FORMS_OF = {"dit": ("arachne", "adaptiveload", "knapformer"), "vae": ("tiles", "pixels"), "text": ("captions",)}
+FORMS_OF = {
+    "dit": ("arachne", "arachne_calls", "adaptiveload", "knapformer"),
+    "vae": ("tiles", "pixels"),
+    "text": ("captions",),
+}
 TILE = (16, 256, 256)  # frames, height, width of a VAE tile; neighbours overlap by a quarter in space
 
 

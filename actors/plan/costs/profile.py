@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from actors.plan.costs.drift import Drift
-from actors.plan.costs.exchange import ExchangePoint
+from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.slices import SlicedBlocks
-from actors.plan.costs.spanning import OVERLAP, SpanningPoint, cross_of_points
-from actors.plan.costs.topology import CrossNode, cross_of
+from actors.plan.costs.spanning import OVERLAP, SpanningPoint, SpreadCascade, cross_of_spread
+from actors.plan.costs.topology import CrossNode
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.degrees import exchanged
@@ -46,6 +46,7 @@ NEWEST = 9  # measurements of a point that count
 RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
+_LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
 MOST_DEGREE = 64  # that is planned where nobody names degrees
@@ -177,6 +178,7 @@ class Profile:
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
     _rates: SliceRates | None = None
+    _calls: CallLatency | None = None
     _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
@@ -259,7 +261,10 @@ class Profile:
             return load
         if self.sliced is not None:
             return self.sliced.sliced(load, self.slice_rates())
-        return replace(load, exchanged=exchanged(self.num_heads, degree)) if self.num_heads else load
+        if self._calls is None and self.exchanges:
+            self._calls = CallLatency.of(self.exchanges)
+        sent = exchanged(self.num_heads, degree) if self.num_heads else 1.0
+        return replace(load, exchanged=sent, call_s=self._calls.seconds(degree) if self._calls is not None else 0.0)
 
     def slice_rates(self) -> SliceRates:
         """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by all of them:
@@ -320,6 +325,20 @@ class Profile:
                 f'degree {degree}. Measure it, or set "extrapolate": true.'
             )
         return seconds
+
+    def penalty(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
+        """Seconds that a bag over nodes takes more, at normal speed and without a common rail (`CrossNode.fall` says
+        what is left with some): by what its members send or, where that is not known, as a share of its price."""
+        if degree == 1:
+            return 0.0
+        if module == "dit" and self.cross_node.by_rows:
+            load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+            return self.cross_node.sending(load.sent, degree - 1)
+        share = self.cross_node.penalty
+        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        return share * seconds if seconds is not None else 0.0
 
     def modes(
         self,
@@ -453,10 +472,10 @@ class Profile:
         """Add cascades measured over nodes; all of them say what a bag over nodes costs."""
         self.over_nodes = (*self.over_nodes, *found)
         if self.over_nodes:
-            self.cross_node = cross_of_points(
-                self.over_nodes, lambda point: self.measured.get(point.key), self._modelled, self.cross_node
+            self._count_spread(
+                self._spread(one.key, LivePoint.of(one.seconds, 1, one.text_tokens), self.measured.get(one.key))
+                for one in self.over_nodes
             )
-            self._cache.clear()
 
     def count_handoffs(self, found: Iterable[HandoffPoint] = ()) -> None:
         """Add handoffs that were timed apart from any run; all of them say what one costs."""
@@ -527,8 +546,10 @@ class Profile:
             return
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a packed {module} cascade took {seconds} s; a duration must be positive and finite.")
-        factor = 1.0 if overlap is None else self.cross_node.factor(overlap)
-        prices = [factor * self.seconds(module, *part[:4], degree, part[4]) for part in parts]
+        prices = [self.seconds(module, *part[:4], degree, part[4]) for part in parts]
+        if overlap is not None:
+            more = [self.penalty(module, *part[:4], degree, part[4]) for part in parts]
+            prices = [price + self.cross_node.fall(overlap) * extra for price, extra in zip(prices, more, strict=True)]
         doubts = []
         for part, price in zip(parts, prices, strict=True):
             known = self._before((module, *part[:4], degree), overlap)
@@ -648,7 +669,7 @@ class Profile:
     def _forget(self, module: Module) -> None:
         """Drop what was derived from the module's points."""
         self._fits.pop(module, None)
-        self._rates = None
+        self._rates, self._calls = None, None
         self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
         self._cache.clear()
 
@@ -658,17 +679,41 @@ class Profile:
         if not found:
             return None
         overlap, point = max(found, key=lambda one: one[1].count)
-        return point.over(self.cross_node.factor(overlap))
+        return point.over(point.seconds / self._alone(key, point.seconds, overlap, point.text_tokens))
 
     def _measured_over_nodes(self, key: PointKey) -> float | None:
         """What a point of the file that was measured over nodes only would take on one."""
-        found = [point.seconds for point in self.over_nodes if point.key == key]
-        return statistics.median(found) / self.cross_node.factor(OVERLAP) if found else None
+        found = [self._alone(key, one.seconds, OVERLAP, one.text_tokens) for one in self.over_nodes if one.key == key]
+        return statistics.median(found) if found else None
 
-    def _modelled(self, point: SpanningPoint) -> float | None:
-        """Its seconds on one node, by the cost model."""
-        model = self.model_of(point.module)
-        return None if model is None else model.predict(self._load(point.key, point.text_tokens))
+    def _alone(self, key: PointKey, seconds: float, overlap: float, text_tokens: int) -> float:
+        """What a cascade that takes so long over nodes would take on one."""
+        if key[0] != "dit" or not self.cross_node.by_rows:
+            return seconds / self.cross_node.factor(overlap)
+        more = self.cross_node.fall(overlap) * self.penalty("dit", *key[1:], text_tokens)
+        return max(seconds - more, _LEAST * seconds)
+
+    def _spread(
+        self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP
+    ) -> SpreadCascade | None:
+        """A cascade over nodes beside what it takes `alone` on one, else what the cost model says of that."""
+        load, modelled = self._load(key, point.text_tokens), alone is None
+        if alone is None:
+            model = self.model_of(cast(Module, key[0]))
+            alone = model.predict(load) if model is not None else 0.0
+        return (
+            None
+            if alone <= 0
+            else SpreadCascade(
+                seconds=point.seconds,
+                alone=alone,
+                overlap=overlap,
+                rows=load.sent if key[0] == "dit" else 0.0,
+                peers=key[5] - 1,
+                count=point.count,
+                modelled=modelled,
+            )
+        )
 
     def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
         keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
@@ -694,17 +739,16 @@ class Profile:
 
     def _learn_cross_node(self) -> None:
         """From bags that ran over nodes, beside the same cascade on one node; where none did, beside its model."""
-        pairs = [(o, p, self.live[key].seconds) for (key, o), p in self.spanning.items() if key in self.live]
-        if not pairs:
-            for (key, overlap), point in self.spanning.items():
-                model = self.model_of(cast(Module, key[0]))
-                if model is not None and self.live:
-                    load = self._load(key, point.text_tokens)
-                    pairs.append((overlap, point, model.predict(load)))
-        found = [(overlap, point.seconds / alone, point.count) for overlap, point, alone in pairs if alone > 0]
-        if found:
-            self.cross_node = cross_of(found, self.cross_node)
-            self._cache.clear()
+        pairs = [
+            self._spread(key, p, self.live[key].seconds, o) for (key, o), p in self.spanning.items() if key in self.live
+        ]
+        if not pairs and self.live:
+            pairs = [self._spread(key, point, None, overlap) for (key, overlap), point in self.spanning.items()]
+        self._count_spread(pairs)
+
+    def _count_spread(self, found: Iterable[SpreadCascade | None]) -> None:
+        self.cross_node = cross_of_spread([one for one in found if one is not None], self.cross_node)
+        self._cache.clear()
 
     def _fit(self, module: Module) -> Fit | None:
         prior = self.models.get(module)

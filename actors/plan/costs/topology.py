@@ -13,17 +13,34 @@ _APART = 0.3  # overlaps of rails that say how the penalty falls with them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossNode:
-    """A bag that spans nodes takes 1 + penalty * exp(-decay * overlap) times as long."""
+    """What a bag takes longer because it spans nodes: seconds for every row that a member sends and for each of its
+    peers or, where both are 0, a share of what it takes on one node. All of it falls with the overlap of its rails."""
 
-    penalty: float = 0.0
+    penalty: float = 0.0  # the share, without a common rail
     decay: float = 0.0
     rails_per_node: str = ""  # one letter per worker of a node; empty: the cluster's own, or one rail for all
+    row_s: float = 0.0  # without a common rail, too
+    peer_s: float = 0.0
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "penalty", "decay")
+        refuse_below(0, self, "penalty", "decay", "row_s", "peer_s")
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a transformer's bags are priced by what they send."""
+        return self.row_s > 0 or self.peer_s > 0
+
+    def sending(self, rows: float, peers: int) -> float:
+        """Seconds more of a bag whose members send so many rows to so many peers each, without a common rail."""
+        return self.row_s * rows + self.peer_s * peers
+
+    def fall(self, overlap: float) -> float:
+        """What is left of the seconds at this overlap of rails, as a share."""
+        return math.exp(-self.decay * overlap)
 
     def factor(self, overlap: float) -> float:
-        return 1.0 + self.penalty * math.exp(-self.decay * overlap)
+        """How many times as long a bag takes that is not priced by what it sends."""
+        return 1.0 + self.penalty * self.fall(overlap)
 
 
 def cross_of(found: Sequence[tuple[float, float, int]], known: CrossNode) -> CrossNode:
@@ -64,20 +81,21 @@ class Topology:
         self.rail = [rails[(w - first[self.node[w]]) % len(rails)] if rails else "A" for w in range(self.num_workers)]
         self.speed = list(cluster.speed) or [1.0] * self.num_workers
         self.uniform = len(set(self.speed)) <= 1
-        self.best_span = cross_node.factor(1.0)
-        self._factors: dict[tuple[int, ...], float] = {}
+        self.largest = max(cluster.nodes, default=0)  # bag that a node can hold
+        self.least_fall = cross_node.fall(1.0)  # what is left of the seconds for spanning nodes on common rails
+        self._places: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def factor(self, workers: Sequence[int]) -> float:
-        """Slow-down of a bag: the cross-node factor of its rails, divided by the speed of its slowest worker."""
+    def seconds(self, workers: Sequence[int], alone: float, more: float) -> float:
+        """Of a cascade on these workers that takes `alone` seconds on one node at normal speed, and `more` over nodes
+        without a common rail."""
         key = tuple(sorted(workers))
-        known = self._factors.get(key)
+        known = self._places.get(key)
         if known is None:
-            known = self.cross.factor(self.overlap(key)) if self.spans(key) else 1.0
-            known /= min(self.speed[w] for w in key)
-            if len(self._factors) > 100_000:
-                self._factors.clear()
-            self._factors[key] = known
-        return known
+            known = self.cross.fall(self.overlap(key)) if self.spans(key) else 0.0, min(self.speed[w] for w in key)
+            if len(self._places) > 100_000:
+                self._places.clear()
+            self._places[key] = known
+        return (alone + known[0] * more) / known[1]
 
     def spans(self, workers: Sequence[int]) -> bool:
         first = self.node[workers[0]]

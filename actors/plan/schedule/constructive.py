@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from actors.plan.costs.topology import Topology
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
@@ -68,35 +69,29 @@ def _by_targets(problem: Problem, jobs: Sequence[PlannedJob], own: Sequence[int]
 def allot(problem: Problem, jobs: Sequence[PlannedJob], target: float) -> list[int]:
     """Degree of every job: the fewest GPU-seconds with which encode + dit of its item stay within `target`.
 
-    Where nothing does, the quickest degree. Bags over several nodes are charged their best cross-node factor.
+    Where nothing does, the quickest degree. Bags that no node can hold are charged what spanning nodes costs at best.
     """
-    largest = max(problem.cluster.nodes)
-    span = problem.topology.best_span
+    topology = problem.topology
     degrees = [0] * len(jobs)
     for index, job in enumerate(jobs):
         if job.module == "dit":
             quickest_encode = max((jobs[p].quickest for p in job.preds), default=0.0)
-            degrees[index] = _cheapest_within(job, target - quickest_encode, largest, span)
+            degrees[index] = _cheapest_within(job, target - quickest_encode, topology)
     for index, job in enumerate(jobs):
         if job.module == "dit":
             left = target - job.seconds(degrees[index])
             for pred in job.preds:
-                degrees[pred] = _cheapest_within(jobs[pred], left, largest, span)
+                degrees[pred] = _cheapest_within(jobs[pred], left, topology)
     for index, job in enumerate(jobs):
         if not degrees[index]:
-            degrees[index] = _cheapest_within(job, target, largest, span)
+            degrees[index] = _cheapest_within(job, target, topology)
     return degrees
 
 
-def _cheapest_within(job: PlannedJob, limit: float, largest: int, span: float) -> int:
-    best = min(((k * s, s, k) for k, s in _effective(job, largest, span) if s <= limit), default=None)
-    if best is None:
-        return min((s, k) for k, s in _effective(job, largest, span))[1]
-    return best[2]
-
-
-def _effective(job: PlannedJob, largest: int, span: float) -> list[tuple[int, float]]:
-    return [(k, s * span if k > largest else s) for k, s in job.modes]
+def _cheapest_within(job: PlannedJob, limit: float, topology: Topology) -> int:
+    modes = job.at_best(topology)
+    best = min(((k * s, s, k) for k, s in modes if s <= limit), default=None)
+    return min((s, k) for k, s in modes)[1] if best is None else best[2]
 
 
 def list_by_tail(

@@ -77,7 +77,7 @@ def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
 
 
 def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> float:
-    """Predicted duration: the parts' price at this degree times the factor of the bag.
+    """Predicted duration: the parts' price at this degree, and what the bag takes more over nodes.
 
     Equal-shaped parts are priced as one batch; unequal ones (a knapsack bag) run one after the other.
     """
@@ -86,8 +86,9 @@ def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Pr
         item = items[cascade.step, part.item]
         count, text = shapes.get((item.frames, item.height, item.width), (0, 0.0))
         shapes[item.frames, item.height, item.width] = (count + part.count, text + part.count * item.text_tokens)
-    seconds = sum(
-        profile.seconds(cascade.module, count, *shape, cascade.degree, round(text / count))
-        for shape, (count, text) in shapes.items()
-    )
-    return seconds * topology.factor(cascade.workers)
+    alone, more, spans = 0.0, 0.0, topology.spans(cascade.workers)
+    for shape, (count, text) in shapes.items():
+        alone += profile.seconds(cascade.module, count, *shape, cascade.degree, round(text / count))
+        if spans:
+            more += profile.penalty(cascade.module, count, *shape, cascade.degree, round(text / count))
+    return topology.seconds(cascade.workers, alone, more)

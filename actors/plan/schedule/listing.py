@@ -58,10 +58,10 @@ class ListSchedule:
         ready = self._ready(index)
         producers = self._producers(job)
         best: tuple[float, int, float, tuple[int, ...]] | None = None
-        seconds = job.seconds(degree)
+        seconds, penalty = job.seconds(degree), job.penalty(degree)
         for workers in self._bags(degree, ready, producers):
             start = max(ready, max(self.free[w] for w in workers), self._handoff_ready(job, workers))
-            end = start + seconds * self.topology.factor(workers)
+            end = start + self.topology.seconds(workers, seconds, penalty)
             rank = (end, -len(producers.intersection(workers)), -sum(self.free[w] for w in workers), workers)
             if best is None or rank < best:
                 best = rank
@@ -84,7 +84,7 @@ class ListSchedule:
         """Put a job on exactly these workers, as early as they, its encodes and the barrier allow."""
         job = self.jobs[index]
         start = max(self._ready(index), max(self.free[w] for w in workers), self._handoff_ready(job, workers))
-        seconds = job.seconds(len(workers)) * self.topology.factor(workers)
+        seconds = self.topology.seconds(workers, job.seconds(len(workers)), job.penalty(len(workers)))
         end = start + seconds
         for worker in workers:
             self.free[worker] = end
@@ -113,7 +113,8 @@ class ListSchedule:
             for _, degree, seconds in sorted((k * s, k, s) for k, s in self.jobs[index].modes):
                 found = _gap(self, busy, degree, seconds, end_s)
                 if found is not None:
-                    self._insert(index, found[1], found[0], found[0] + seconds * self.topology.factor(found[1]), busy)
+                    start, workers = found
+                    self._insert(index, workers, start, start + self.topology.seconds(workers, seconds, 0.0), busy)
                     break
         self.placed.sort(key=lambda placed: self.begin[placed.job])
 

@@ -73,6 +73,8 @@ class PlannedJob:
     count: int
     modes: tuple[tuple[int, float], ...]
     preds: Sequence[int] = ()
+    penalties: tuple[tuple[int, float], ...] = ()
+    """(degree, seconds more where its bag spans nodes without a common rail); empty on one node."""
     release_s: float = 0.0
     """Earliest start: encodes that it consumes ran in an earlier step and end then."""
     worth_s: float = 0.0
@@ -86,11 +88,20 @@ class PlannedJob:
         return self.worth_s > 0
 
     def seconds(self, degree: int) -> float:
+        """On one node, at normal speed."""
         return dict(self.modes)[degree]
+
+    def penalty(self, degree: int) -> float:
+        """Seconds more over nodes, without a common rail."""
+        return dict(self.penalties).get(degree, 0.0)
+
+    def at_best(self, topology: Topology) -> list[tuple[int, float]]:
+        """(degree, seconds) where its bag is quickest: over nodes only if none is large enough."""
+        return at_best(self.modes, self.penalties, topology)
 
     @property
     def area(self) -> float:
-        """The fewest GPU-seconds it can take."""
+        """The fewest GPU-seconds it can take, on one node."""
         return min(k * s for k, s in self.modes)
 
     @property
@@ -156,20 +167,33 @@ class Problem:
         self.busy_s = busy_until(done, cluster.num_workers)
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
+        self._penalties: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
         refuse_degrees(options.degrees)
 
     def modes(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
-        """Legal (degree, seconds) that this cluster can hold; seconds without any cross-node factor."""
+        """Legal (degree, seconds) that this cluster can hold; seconds on one node."""
         key = (module, count, item.frames, item.height, item.width, item.text_tokens)
         known = self._modes.get(key)
         if known is None:
+            if len(self.cluster.nodes) > 1:
+                degrees = [k for k in self.profile.candidate_degrees(module) if k <= self.cluster.num_workers]
+                self._penalties[key] = tuple((k, self.profile.penalty(*key[:5], k, item.text_tokens)) for k in degrees)
             found = self.profile.modes(*key, self.room_gib)
             known = self._connectable([(k, s) for k, s in found if self._allows(module, k)])
             if not known and count == 1:
                 known = self._last_try(module, item)
             self._modes[key] = known
         return known
+
+    def penalties(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
+        """(degree, seconds more over nodes without a common rail); none in a cluster of one node."""
+        self.modes(module, item, count)
+        return self._penalties.get((module, count, item.frames, item.height, item.width, item.text_tokens), ())
+
+    def modes_at_best(self, module: Module, item: Item, count: int) -> list[tuple[int, float]]:
+        """The modes as a bag takes where it is quickest: over nodes only if none is large enough."""
+        return at_best(self.modes(module, item, count), self.penalties(module, item, count), self.topology)
 
     def _allows(self, module: Module, degree: int) -> bool:
         allowed = self.options.degrees if module == "dit" else ()
@@ -205,7 +229,7 @@ class Problem:
             modes = self.modes(module, item, count)
             if not modes:
                 raise PlanError(self.why_not(key, module, count))
-            jobs.append(PlannedJob(module, key[0], key, first, count, modes))
+            jobs.append(PlannedJob(module, key[0], key, first, count, modes, (), self.penalties(module, item, count)))
             first += count
         return jobs
 
@@ -227,7 +251,7 @@ class Problem:
         part.cluster = cluster
         part.topology = Topology(cluster, self.profile.cross_node)
         part.busy_s = (0.0,) * cluster.num_workers
-        part._modes, part._cheapest = {}, {}
+        part._modes, part._penalties, part._cheapest = {}, {}, {}
         return part
 
     def jobs(
@@ -293,12 +317,11 @@ class Problem:
 
     def _least(self, key: ItemKey, module: Module) -> tuple[float, float]:
         area, quick = float("inf"), float("inf")
-        largest, fastest = max(self.cluster.nodes), max(self.topology.speed)
+        fastest = max(self.topology.speed)
         for pattern in self.patterns_of(key, module):
             pattern_area, pattern_quick = 0.0, 0.0
             for count in pattern:
-                priced = self.modes(module, self.items[key], count)
-                modes = [(k, s * (self.topology.best_span if k > largest else 1.0)) for k, s in priced]
+                modes = self.modes_at_best(module, self.items[key], count)
                 if not modes:
                     return 0.0, 0.0
                 pattern_area += min(k * s for k, s in modes)
@@ -384,6 +407,14 @@ class Problem:
             return ""
         missing = f" when at least {lacking:.2f} GiB were missing" if lacking else " and nobody counts what it lacked"
         return f"One sample ran out of memory {TRIES} times {where}{missing}."
+
+
+def at_best(
+    modes: Sequence[tuple[int, float]], penalties: Sequence[tuple[int, float]], topology: Topology
+) -> list[tuple[int, float]]:
+    """(degree, seconds) of modes where their bags are quickest, at normal speed."""
+    more = dict(penalties)
+    return [(k, s + topology.least_fall * more.get(k, 0.0) if k > topology.largest else s) for k, s in modes]
 
 
 def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:

@@ -1,7 +1,7 @@
 """CP-SAT: the proven optimum of a small step, the yardstick of the other strategies.
 
-Optional intervals per degree and set of nodes, one cumulative per node. A bag over several nodes takes equal shares at
-the best cross-node factor, as in the search space of `cascade`; batches keep the given cut.
+Optional intervals per degree and set of nodes, one cumulative per node. A bag over several nodes takes equal shares on
+common rails, as in the search space of `cascade`; batches keep the given cut.
 """
 
 from __future__ import annotations

@@ -42,15 +42,11 @@ def groups_step(
 def _times(problem: Problem, jobs: Sequence[PlannedJob], key: ItemKey) -> dict[int, float]:
     """Seconds of an item by group size: its modules one after the other, an encoder at its best degree within it."""
     own = [job for job in jobs if job.item == key]
-    largest = max(problem.cluster.nodes)
     legal = [{k for k, _ in job.modes} for job in own if job.module == "dit"]
     # pieces of a batch may have no degree in common: then each takes the nearest of its own
     sizes = sorted(set.intersection(*legal) or set.union(*legal)) if legal else [1]
-    result = {}
-    for size in sizes:
-        factor = problem.topology.best_span if size > largest else 1.0
-        result[size] = sum(job.seconds(_degree_of(job, size)) * factor for job in own)
-    return result
+    seconds = [dict(job.at_best(problem.topology)) for job in own]
+    return {size: sum(of[_degree_of(job, size)] for job, of in zip(own, seconds, strict=True)) for size in sizes}
 
 
 def _degree_of(job: PlannedJob, size: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from actors.plan.schedule.constructive import list_by_tail, tails
 from actors.plan.schedule.evaluator import to_cascades
@@ -49,12 +49,17 @@ def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget
     population = [[source.choice(options) for options in choices] for _ in range(POPULATION)]
     generations = max(1, min(GENERATIONS, int(budget_s / (POPULATION * len(jobs) * SCHEDULE_S))))
     deadline = math.inf if problem.options.counted else time.perf_counter() + PATIENCE * budget_s
-    best = min(population, key=lambda genes: _pool_makespan(problem, jobs, genes))
+    seconds = [dict(job.at_best(problem.topology)) for job in jobs]
+
+    def makespan(genes: list[int]) -> float:
+        return _pool_makespan(problem, jobs, seconds, genes)
+
+    best = min(population, key=makespan)
     for _ in range(generations):
         if time.perf_counter() > deadline:
             break
-        ranked = sorted(population, key=lambda genes: _pool_makespan(problem, jobs, genes))
-        if _pool_makespan(problem, jobs, ranked[0]) < _pool_makespan(problem, jobs, best):
+        ranked = sorted(population, key=makespan)
+        if makespan(ranked[0]) < makespan(best):
             best = ranked[0]
         population = ranked[:ELITE]
         while len(population) < POPULATION:
@@ -69,15 +74,17 @@ def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget
     return list_by_tail(problem, jobs, best)
 
 
-def _pool_makespan(problem: Problem, jobs: Sequence[PlannedJob], degrees: Sequence[int]) -> float:
-    """Critical-path list schedule on one pool of equal workers, blind to nodes."""
+def _pool_makespan(
+    problem: Problem, jobs: Sequence[PlannedJob], seconds: Sequence[Mapping[int, float]], degrees: Sequence[int]
+) -> float:
+    """Critical-path list schedule on one pool of equal workers, blind to nodes but for bags that none can hold."""
     tail = tails(jobs, degrees)
     free = [0.0] * problem.topology.num_workers
     end = [0.0] * len(jobs)
     for index in sorted(range(len(jobs)), key=lambda i: (-tail[i], i)):
         degree = degrees[index]
         start = max([free[degree - 1]] + [end[p] for p in jobs[index].preds])
-        end[index] = start + jobs[index].seconds(degree)
+        end[index] = start + seconds[index][degree]
         free[:degree] = [end[index]] * degree
         free.sort()
     return max(end, default=0.0)

@@ -139,14 +139,13 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
 def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:
     """Encodes at their best degree within the bag, then the dit on the whole bag."""
     item = problem.items[unit.key]
-    factor = problem.topology.best_span if size > max(problem.cluster.nodes) else 1.0
     total = 0.0
     for module in (*ENCODERS, "dit"):
         if not problem.needs(unit.key, module):
             continue
-        modes = problem.modes(module, item, unit.count)
+        modes = problem.modes_at_best(module, item, unit.count)
         if module == "dit":
-            total += dict(modes).get(size, float("inf")) * factor
+            total += dict(modes).get(size, float("inf"))
         else:
             # Several encodes share the bag, so their area counts.
             total += min((k * s / size for k, s in modes if k <= size), default=float("inf"))

@@ -255,12 +255,12 @@ class VirtualWorker:
         for piece in task.pieces:
             shapes[piece.bucket] += piece.batch
         degree = len(task.bag)
-        true_s = sum(
-            profile.seconds(task.module, count, *shape, degree, physics.text_tokens) for shape, count in shapes.items()
-        )
+        priced = [(task.module, count, *shape, degree, physics.text_tokens) for shape, count in shapes.items()]
+        alone, more = sum(profile.seconds(*one) for one in priced), sum(profile.penalty(*one) for one in priced)
         luck = random.Random(f"{physics.seed}/{task.generation}/{task.step}/{task.cascade}")
         late = _LATE if luck.random() < physics.stragglers else 1.0
-        return true_s * self._topology.factor(task.bag) * math.exp(luck.gauss(0.0, physics.noise)) * late
+        true_s = self._topology.seconds(task.bag, alone, more)
+        return true_s * math.exp(luck.gauss(0.0, physics.noise)) * late
 
     def _done(self, task: CascadeTask, span: Span) -> None:
         self._ran[task.cascade] += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from actors.plan.costs.exchange import ExchangePoint, exchange_speed
+from actors.plan.costs.exchange import CallLatency, ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_seconds, flop_coefficients
 from actors.plan.costs.forms import FORMS
 from actors.plan.costs.profile import PRIORS, Profile
@@ -44,6 +45,40 @@ def test_latency_and_bandwidth_are_the_line_through_two_sizes() -> None:
     assert exchange_speed(found[:1]) is None
     busy = [exchange(2**20, 0.5), exchange(2**25, 0.1)]
     assert exchange_speed(busy) == (0.0, pytest.approx(2**24 / 0.1)), "no negative time of a byte"
+
+
+def test_the_latency_of_a_call_is_the_line_over_doublings_of_the_bag() -> None:
+    def calls(latencies: dict[int, float]) -> CallLatency:
+        return CallLatency.of(
+            exchange(size, at + size * (k - 1) / k / 3e9, k) for k, at in latencies.items() for size in (2**20, 2**25)
+        )
+
+    found = calls({2: 0.001, 4: 0.003, 8: 0.005})
+    assert [found.seconds(k) for k in (1, 2, 4, 16)] == pytest.approx([0.0, 0.001, 0.003, 0.007])
+    assert calls({4: 0.003}).seconds(2) == pytest.approx(0.003), "of one bag nobody knows how it grows"
+    falling = calls({2: 0.003, 4: 0.001})
+    assert falling.seconds(2) == falling.seconds(64) == pytest.approx(0.002)
+    steep = calls({4: 0.0, 8: 0.01})
+    assert steep.seconds(2) >= 0 and CallLatency.of(()).seconds(8) == 0
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_measured_latencies_price_short_loads_of_large_bags(known: bool) -> None:
+    """Of a machine that spends 400 calls of 0.1 ms and doubling of it on every cascade."""
+    profile = of_one_worker()
+    if known:
+        profile.exchanges = tuple(
+            exchange(size, 1e-4 * math.log2(k) + size * (k - 1) / k / 3e9, k) for k in (2, 4) for size in (2**20, 2**25)
+        )
+    for frames, side in CLIPS:
+        for degree in (2, 4):
+            seconds = true_s(profile, frames, side, degree) + 0.04 * math.log2(degree)
+            profile.measure(("dit", 1, frames, side, side, degree), seconds)
+    fit = profile.model_of("dit")
+    assert fit is not None and fit.form.startswith("arachne")
+    true = true_s(profile, 1, 512, 8) + 0.04 * 3
+    error = abs(profile.seconds("dit", 1, 1, 512, 512, 8) / true - 1)
+    assert error < 1e-6 if known else error > 0.1
 
 
 def test_degrees_that_were_not_measured_are_priced_by_the_measured_all_to_all() -> None:

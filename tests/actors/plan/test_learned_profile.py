@@ -30,6 +30,7 @@ def learned() -> Profile:
                 profile.observe("dit", batch, *CLIP, degree, 0.3 + 2.0 * batch / degree, 12)
     profile.observe("text", 2, *CLIP, 1, 0.05, 12)
     profile.observe("dit", 2, *CLIP, 4, 2.6, 12, overlap=1.0)
+    profile.observe("dit", 3, *CLIP, 4, 3.6, 12, overlap=1.0)
     return profile
 
 
@@ -41,7 +42,7 @@ def test_a_resume_goes_on_with_what_was_learned(tmp_path: Path) -> None:
         for degree in (1, 2, 4):
             shape = ("dit", batch, *CLIP, degree, 12)
             assert again.price(*shape) == pytest.approx(first.price(*shape))
-    assert again.cross_node == first.cross_node and again.cross_node.penalty > 0
+    assert again.cross_node == first.cross_node and again.cross_node.by_rows
     assert again.live == first.live
     again.observe("dit", 1, *CLIP, 1, 2.3, 12)
     assert again.live["dit", 1, *CLIP, 1].count == 6

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import CrossNode
 from actors.plan.schedule.check import check
+from actors.plan.schedule.evaluator import to_cascades
+from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
-from actors.plan.strategies.search import native
+from actors.plan.strategies.search import anneal, native
 from actors.plan.strategies.search.improve import realise
 from actors.plan.strategies.search.space import Space, build
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
+from ops.models.wan.config import WanConfig
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="the C search was not built")
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,6 +76,61 @@ def test_a_found_schedule_takes_no_longer_when_it_is_placed_for_real(
     end = max(placed.end[i] for i, job in enumerate(jobs) if not job.optional)
     spanned = any(len(nodes) > 1 for nodes in found.nodes)  # rails may cost more than the best case that is searched
     assert end <= found.makespan * (1.3 if spanned else 1 + 1e-9)
+
+
+def of_bags(costs: tuple[float, float, float], workers: int, nodes: int, degrees: tuple[int, ...] = ()) -> Problem:
+    """Six shapes, encoded, for a model whose bags over nodes take these seconds for a row and for a peer,
+    or this share."""
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
+    profile.cross_node = CrossNode(row_s=costs[0], peer_s=costs[1], penalty=costs[2])
+    items = [replace(item, cached=("text", "vae")) for item in step_of(1, 3, 4, 5, 8, 8)]
+    return Problem([items], profile, Cluster(nodes=(workers,) * nodes), PlanOptions(degrees=degrees))
+
+
+def evaluated(problem: Problem, jobs: list[PlannedJob], placed: ListSchedule) -> float:
+    return max(cascade.end_s for cascade in to_cascades(problem, jobs, placed.placed))
+
+
+costs_of_nodes = st.tuples(st.floats(0, 1e-3), st.floats(0, 1.0), st.floats(0, 2.0))
+
+
+@needs_compiler
+@settings(max_examples=30, deadline=None)
+@given(costs_of_nodes, st.sampled_from([(2, 2, 4), (4, 2, 8), (2, 4, 8), (1, 2, 2)]))
+def test_the_searches_price_a_bag_over_nodes_as_the_evaluator_does(
+    costs: tuple[float, float, float], sizes: tuple[int, int, int]
+) -> None:
+    """Bags of all workers, one after the other: the end is the sum of their prices."""
+    workers, nodes, degree = sizes
+    problem = of_bags(costs, workers, nodes, (degree,))
+    context, jobs = idle(problem)
+    space = build(problem, jobs, context)
+    assert space is not None
+    shapes = [(item.batch, item.frames, item.height, item.width, degree) for item in problem.steps[0]]
+    prices = [problem.profile.seconds("dit", *s) + problem.profile.penalty("dit", *s) for s in shapes]
+    compiled = native.anneal(space, [plainest(space)], 0.002, 0, 0.0, 60.0)
+    vectorised = anneal.anneal(space, [plainest(space)], 0.002, 0, 0.0, time.perf_counter() + 60.0)
+    assert compiled is not None
+    assert compiled.makespan == pytest.approx(math.fsum(prices))
+    assert vectorised.makespan == pytest.approx(math.fsum(prices))
+    placed = realise(problem, jobs, context, compiled, 0.01)
+    assert evaluated(problem, jobs, placed) == pytest.approx(math.fsum(prices)) == max(placed.end)
+
+
+@needs_compiler
+@settings(max_examples=30, deadline=None)
+@given(costs_of_nodes, st.sampled_from([(2, 2), (4, 2), (2, 4), (3, 2)]), st.integers(0, 5))
+def test_whatever_bags_the_search_chooses_it_prices_them_as_the_evaluator_does(
+    costs: tuple[float, float, float], sizes: tuple[int, int], seed: int
+) -> None:
+    problem = of_bags(costs, *sizes)
+    context, jobs = idle(problem)
+    space = build(problem, jobs, context)
+    assert space is not None
+    found = native.anneal(space, [plainest(space)], 0.002, seed, 0.0, 60.0)
+    assert found is not None
+    placed = realise(problem, jobs, context, found, 0.01)
+    assert evaluated(problem, jobs, placed) == pytest.approx(found.makespan) == max(placed.end)
 
 
 @needs_compiler

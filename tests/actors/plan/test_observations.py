@@ -81,6 +81,52 @@ def test_a_bag_over_nodes_teaches_what_spanning_costs() -> None:
     assert profile.cross_node.factor(1.0) == pytest.approx(1.4)
 
 
+def test_bags_of_two_sizes_over_nodes_teach_what_a_row_takes() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    assert profile.cross_node == CrossNode()
+    for batch in (1, 4):
+        rows = batch * (profile.tokens(*CLIP) + 30) / 4  # half of a member's rows stay with it
+        for _ in range(3):
+            profile.observe("dit", batch, *CLIP, 2, 10.0 * batch, 30)
+            profile.observe("dit", batch, *CLIP, 2, 10.0 * batch + 0.05 * rows, 30, overlap=1.0)
+    assert profile.cross_node.row_s == pytest.approx(0.05, rel=0.01) and profile.cross_node.peer_s == 0
+    more = 0.05 * 2 * (profile.tokens(*CLIP) + 30) / 4
+    assert profile.penalty("dit", 2, *CLIP, 2, 30) == pytest.approx(more, rel=0.01), "a size that did not run"
+
+
+def test_bags_of_one_size_over_nodes_scale_what_was_known_of_rows() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
+    before = profile.penalty("dit", 2, *CLIP, 2, 30)
+    for _ in range(3):
+        profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
+        profile.observe("dit", 2, *CLIP, 2, 10.0 + 3 * before, 30, overlap=1.0)
+    assert profile.penalty("dit", 2, *CLIP, 2, 30) == pytest.approx(3 * before)
+    assert profile.cross_node.row_s == pytest.approx(0.03) and profile.cross_node.peer_s == pytest.approx(0.3)
+
+
+def test_a_bag_that_seems_quicker_for_being_spread_teaches_nothing_of_rows() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
+    profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
+    profile.observe("dit", 2, *CLIP, 2, 9.9, 30, overlap=1.0)
+    assert (profile.cross_node.row_s, profile.cross_node.peer_s) == (0.01, 0.1)
+
+
+def test_a_packed_cascade_over_nodes_teaches_its_parts_there() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    profile.cross_node = CrossNode(row_s=0.01)
+    for shape, seconds in ((IMAGE, 1.0), (CLIP, 8.0)):
+        for _ in range(9):
+            profile.observe("dit", 1, *shape, 2, seconds, 30)
+    parts = ((1, *IMAGE, 30), (1, *CLIP, 30))
+    whole = 9.0 + sum(profile.penalty("dit", *part[:4], 2, part[4]) for part in parts)
+    profile.observe_packed("dit", parts, 2, whole, overlap=1.0)
+    for part, alone in zip(parts, (1.0, 8.0), strict=True):
+        learnt = profile.spanning[("dit", *part[:4], 2), 1.0].seconds
+        assert learnt == pytest.approx(alone + profile.penalty("dit", *part[:4], 2, part[4]))
+
+
 def test_bags_on_common_and_on_other_rails_teach_how_the_penalty_falls() -> None:
     truth = CrossNode(penalty=0.5, decay=1.2)
     found = cross_of([(o, truth.factor(o), 3) for o in (0.0, 0.5, 1.0)], CrossNode())

@@ -163,13 +163,15 @@ def test_too_few_points_for_the_residual_are_noted() -> None:
     assert any("12 points are too few" in note for note in profile.notes)
 
 
-def test_cross_node_factor_follows_common_rails() -> None:
-    cross = CrossNode(penalty=0.2, decay=1.5, rails_per_node="AABB")
+def test_seconds_of_a_bag_over_nodes_follow_common_rails() -> None:
+    cross = CrossNode(decay=1.5, rails_per_node="AABB")
     topology = Topology(Cluster(nodes=(4, 4)), cross)
-    assert topology.factor((0, 1)) == 1.0
-    assert topology.factor((0, 4)) == pytest.approx(1 + 0.2 * math.exp(-1.5))
-    assert topology.factor((0, 6)) == pytest.approx(1.2)
-    assert topology.factor((0, 2, 4)) == pytest.approx(1 + 0.2 * math.exp(-0.75))
+    assert topology.seconds((0, 1), 1.0, 0.2) == 1.0
+    assert topology.seconds((0, 4), 1.0, 0.2) == pytest.approx(1 + 0.2 * math.exp(-1.5))
+    assert topology.seconds((0, 6), 1.0, 0.2) == pytest.approx(1.2)
+    assert topology.seconds((0, 2, 4), 1.0, 0.2) == pytest.approx(1 + 0.2 * math.exp(-0.75))
+    slow = Topology(Cluster(nodes=(1, 1), speed=(1.0, 0.5)), CrossNode())
+    assert slow.seconds((0, 1), 1.0, 0.2) == pytest.approx(2.4)
 
 
 @pytest.mark.parametrize(

@@ -79,19 +79,20 @@ def chains(jobs: Sequence[PlannedJob]) -> list[list[int]]:
 def useful_modes(problem: Problem, job: PlannedJob) -> list[tuple[int, int, float]]:
     """(degree, nodes, seconds) that are not dominated: less of both workers and time never hurts.
 
-    A bag over several nodes takes equal shares of them at the best cross-node factor; it stays beside the same degree
-    inside a node, because it fits where that does not. On clusters of few nodes, bags over three nodes and more are
-    tried too.
+    A bag over several nodes takes equal shares of them on common rails; it stays beside the same degree inside a node,
+    because it fits where that does not. On clusters of few nodes, bags over three nodes and more are tried too.
     """
     sizes = problem.cluster.nodes
     found: list[tuple[int, int, float]] = []
+    quickest = dict(job.at_best(problem.topology))
     for k, seconds in job.modes:
-        if any(k2 <= k and s2 <= seconds and (k2, s2) != (k, seconds) for k2, s2 in job.modes):
+        if any(k2 < k and s2 <= quickest[k] for k2, s2 in quickest.items()):
             continue
         for count in range(1, min(len(sizes), k) + 1):
             share = k // count
             if k % count == 0 and sum(size >= share for size in sizes) >= count:
-                found.append((k, count, seconds * (problem.topology.best_span if count > 1 else 1.0)))
+                spanning_s = problem.topology.least_fall * job.penalty(k) if count > 1 else 0.0
+                found.append((k, count, seconds + spanning_s))
                 if count > 1 and len(sizes) > FEW_NODES:
                     break
     return found
@@ -152,10 +153,8 @@ def least_end(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext
 
 def _longest_path(problem: Problem, jobs: Sequence[PlannedJob]) -> float:
     """Seconds of the longest way from an encode through the jobs that consume it, all at their quickest degree."""
-    largest, fastest = max(problem.cluster.nodes), max(problem.topology.speed)
-    quick = [
-        min(s * (problem.topology.best_span if k > largest else 1.0) for k, s in job.modes) / fastest for job in jobs
-    ]
+    fastest = max(problem.topology.speed)
+    quick = [min(s for _, s in job.at_best(problem.topology)) / fastest for job in jobs]
     return max((quick[i] + max((quick[p] for p in job.preds), default=0.0) for i, job in enumerate(jobs)), default=0.0)
 
 
