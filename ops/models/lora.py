@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import read_json
+from ops.models.files import read_json
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
