@@ -33,6 +33,8 @@ ELSEWHERE = {
     "gradient_checkpointing": "model.dit.gradient_checkpointing",
     "lora_rank": "model.dit.lora_rank",
     "lora_alpha": "model.dit.lora_alpha",
+    "trainable_modules": "model.dit.train_only",
+    "trainable_params": "model.dit.train_only",
     "bucket_config": "data.buckets",
     "flow_shift": "train.flow.flow_shift",
     "weighting_scheme": "train.flow.weighting_scheme",
