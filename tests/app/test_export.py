@@ -135,6 +135,16 @@ def test_demo_run_exports_the_ema_or_the_trained_weights(tmp_path: Path) -> None
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_of_a_run_that_trained_some_layers_the_others_are_those_that_it_began_with(tmp_path: Path) -> None:
+    config = haar_run(train_only=("blocks.1.attn2", "proj_out"))
+    run = write_checkpoint(tmp_path / "run", config)
+    export.run(run, tmp_path / "out")
+    first, found = build_dit(config.model.dit, config.train.seed).state_dict(), trained(config, 2).state_dict()
+    moved = {name for name, tensor in found.items() if not torch.equal(tensor, first[name])}
+    assert moved and all(name.startswith(("blocks.1.attn2.", "proj_out.")) for name in moved)
+    assert_loads(tmp_path / "out" / "transformer", found)
+
+
 def test_demo_pipeline_loads_without_a_vae_and_makes_latents(tmp_path: Path) -> None:
     export.export(write_checkpoint(tmp_path / "run", haar_run()), tmp_path / "out")
     assert_loads(tmp_path / "out" / "transformer", trained(haar_run(), 2).state_dict())

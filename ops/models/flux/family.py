@@ -128,6 +128,7 @@ FAMILY = Family(
     fixed_fields={"patch_size": 1},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    converter="convert_flux_transformer_checkpoint_to_diffusers",
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out")),
     scheduler=even_sigmas,
     shifts_by_tokens=True,

@@ -173,6 +173,7 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    converter="convert_hunyuan_video_transformer_to_diffusers",
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=JOINT_PROJECTIONS),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,

@@ -125,6 +125,7 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm", "activation_fn": "swiglu"},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    converter="convert_mochi_transformer_checkpoint_to_diffusers",
     lora_names=LoraNames(
         blocks=("transformer_blocks.",), projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp")
     ),
