@@ -82,7 +82,7 @@ def test_files_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"wan.safetensors lacks blocks\.2\..*Is it the transformer of this config"):
         convert(file, config, tmp_path / "out")
     config.write_text("model: {dit: {architecture: cogvideox, ffn_dim: 512}}")
-    with pytest.raises(ConfigError, match="is of family cogvideox; single files of wan, .* are converted"):
+    with pytest.raises(ConfigError, match=r"is of family cogvideox; single files of wan, .* are converted"):
         convert(file, config, tmp_path / "out")
     config.write_text(MODEL.replace("LAYERS", "2"))
     file.write_bytes(b"x" * 40)
