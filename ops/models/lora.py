@@ -91,9 +91,9 @@ def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor
 
 
 def for_comfyui(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Of layers that
-    are one there, A's stand below each other and B's in the blocks of a diagonal. Empty for a family whose original
-    names are not known."""
+    """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Of layers
+    that are one there, A's stand below each other and B's in the blocks of a diagonal. Empty for a family whose
+    original names are not known."""
     factors = {name.removeprefix("transformer."): t for name, t in for_diffusers(state, lora_scale(config)).items()}
     written = {}
     for original, layers in _originals([name.removesuffix(A) for name in factors if name.endswith(A)], config).items():

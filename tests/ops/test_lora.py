@@ -12,19 +12,22 @@ from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import save_file
 
+from app.export.parity import our_velocity, parity_sample, their_velocity
 from ops.comm import Group
 from ops.models.base.config import DiTConfig
 from ops.models.flux.config import FluxConfig
+from ops.models.folders import dit_json
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, dit_skeleton, first_values
-from ops.models.lora import A, B, for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.lora import A, B, LoRALinear, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
 from ops.models.mochi.config import MochiConfig
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
-from ops.models.weights import is_lora
+from ops.models.weights import is_lora, write_folder
 from ops.packing import Layout, Sequence
 from tests.app.test_single_file import FLUX, HALVES, HUNYUAN, MOCHI, Renames, as_original
+from tests.ops.test_families import small, their_class
 
 FP32_ATOL = 1e-5
 CONFIGS = {
@@ -356,6 +359,32 @@ def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
     read = lora_conversion_utils._convert_non_diffusers_ltxv_lora_to_diffusers(dict(for_comfyui(state, config)))
     ours = for_diffusers(state, lora_scale(config))
     assert read.keys() == ours.keys() and all(torch.equal(read[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("case", ["wan", "ltx", "cogvideox 5b", "flux", "mochi", "hunyuan"])
+def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="it makes the factors; Heddle does not need it")
+    config = small(case)
+    reference = their_class(config)
+    write_folder(tmp_path / "transformer", reference.state_dict(), dit_json(config))
+    known = dit_skeleton(replace(config, lora_rank=3)).named_modules()
+    layers = [name for name, module in known if isinstance(module, LoRALinear)]
+    reference.add_adapter(peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=layers))
+    torch.manual_seed(1)
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    reference.save_lora_adapter(tmp_path / "factors")
+    ours = build_dit(
+        replace(config, path=str(tmp_path), lora_rank=3, lora_alpha=1.5, lora_from=str(tmp_path / "factors")), 0
+    )
+    sample = parity_sample(config)
+    with torch.no_grad():
+        found, expected = our_velocity(ours, sample), their_velocity(reference, config, sample)
+        reference.disable_adapters()
+        before = their_velocity(reference, config, sample)
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+    assert (before - expected).abs().max() > 0.01 * expected.abs().max()
 
 
 def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> None:
