@@ -33,6 +33,7 @@ ELSEWHERE = {
     "gradient_checkpointing": "model.dit.gradient_checkpointing",
     "lora_rank": "model.dit.lora_rank",
     "lora_alpha": "model.dit.lora_alpha",
+    "use_dora": "model.dit.lora_rank (LoRA alone; DoRA is not trained)",
     "trainable_modules": "model.dit.train_only",
     "trainable_params": "model.dit.train_only",
     "bucket_config": "data.buckets",
