@@ -49,7 +49,7 @@ from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.models.folders import resolve
+from ops.models.folders import check_weights, resolve
 from ops.models.load import num_trained
 from ops.shards import bytes_per_weight
 
@@ -71,6 +71,7 @@ def start_controller(
     run_dir, events = Path(config.run_dir), Events(listener)
     run = run_id(run_dir)
     model, geometry = resolve(config.model)
+    check_weights(model)
     monitor = start_monitor(run)
     device = device_of(config.workers)
     setting = setting_of(model, device)

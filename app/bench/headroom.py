@@ -68,18 +68,18 @@ _TEXT: dict[str, dict[str, dict[str, object]]] = {  # encoders by the folders of
     "wan": {"text_encoder": {**_UMT5, **_GATED}},
     "hunyuan": {"text_encoder": {**_LLAMA}, "text_encoder_2": {**_CLIP}},
     "flux": {"text_encoder": {**_CLIP}, "text_encoder_2": {**_T5, **_GATED}},
-    **{family: {"text_encoder": {**_T5, **_GATED}} for family in ("ltx", "cogvideox", "mochi")},
+    **{family: {"text_encoder": {**_T5, **_GATED}} for family in ("ltx", "cogvideox", "mochi", "latte", "stdit3")},
+}
+_PICTURES: dict[str, object] = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
 }
 _VAE: dict[str, dict[str, object]] = {  # where it is not its class's default
-    "flux": {
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "block_out_channels": [128, 256, 512, 512],
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    },
+    "flux": {**_PICTURES, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+    "latte": _PICTURES,
+    "stdit3": _PICTURES,
 }
 
 

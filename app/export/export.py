@@ -29,7 +29,8 @@ from app.sampling.model import checkpoint_folder, put_weights, run_config
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import component, dit_json, read_json, resolve
+from ops.models.files import read_json
+from ops.models.folders import component, dit_json, resolve
 from ops.models.load import build_dit
 from ops.models.lora import for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.weights import write_folder

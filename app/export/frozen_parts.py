@@ -12,7 +12,8 @@ from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
-from ops.models.folders import component, read_json, text_parts, tokenizer_of
+from ops.models.files import plain_name, read_json, variant_of
+from ops.models.folders import component, text_parts, tokenizer_of
 from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.models.text_pair import recipe_of, save_random_pair, text_classes
@@ -202,7 +203,8 @@ def other_expert(work: Path, trained: DiTConfig, source: Path | None, parts: Fro
 
 
 def link_tree(source: Path, target: Path) -> str:
-    """The files of `source` under `target`: hard links, or copies on another file system. Says which.
+    """The files of `source` under `target`: hard links, or copies on another file system. Says which. Weights that are
+    there in a variant alone get plain names, by which pipelines look for them.
 
     Links of a download cache are followed first: a hard link to a symbolic link would dangle when the cache moves.
     """
@@ -212,6 +214,7 @@ def link_tree(source: Path, target: Path) -> str:
         if path.is_dir():
             place.mkdir(parents=True, exist_ok=True)
             continue
+        place = place.with_name(plain_name(path.name, variant_of(path.parent)))
         place.parent.mkdir(parents=True, exist_ok=True)
         real = path.resolve(strict=True)
         try:

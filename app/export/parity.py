@@ -15,7 +15,8 @@ from ops.conditions import Conditions
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
-from ops.models.folders import dit_config, read_json
+from ops.models.files import read_json
+from ops.models.folders import dit_config
 from ops.models.load import build_dit
 from ops.models.weights import read_state
 from ops.packing import Layout, Sequence, patchify, unpatchify

@@ -2,22 +2,29 @@
 
     heddle convert wan2.1_t2v_1.3B_bf16.safetensors --config configs/models/wan2.1-1.3b.yaml --to models/wan2.1-1.3b
 
-Names are those that Diffusers' own converter makes of the file's. Sizes come from the config; every weight must fit.
+Names are those that Diffusers' own converter makes of the file's: of Wan, HunyuanVideo, FLUX.1, LTX-Video and Mochi.
+Sizes come from the config; every weight must fit. Of a file that holds more than the transformer the rest is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from app.export.parity import compare_weights
 from app.settings.files import read
 from ops.models.base.config import DiTConfig
+from ops.models.base.family import Family
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.load import dit_skeleton
 from ops.models.weights import check_state, read_file, write_folder
 from ops.typed import ConfigError, Node, build
+
+_PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.")  # of the transformer in ComfyUI's files
 
 
 def convert(file: Path, config: Path, to: Path) -> Path:
@@ -35,15 +42,29 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         )
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another --to.")
-    from diffusers.loaders import single_file_utils
-
-    state = getattr(single_file_utils, family.converter)(checkpoint=read_file(file))
-    state = {name: tensor for name, tensor in state.items() if not any(part in name for part in family.surplus)}
+    state = by_diffusers_names(read_file(file), family, str(file))
     check_state(dit_skeleton(dit).state_dict(), state, str(file))
     write_folder(folder, state, dit_json(dit))
     compare_weights(folder, family.diffusers_class, state)
     print(f"{folder}: {len(state)} weights of {file}, loaded back by Diffusers")
     return folder
+
+
+def by_diffusers_names(stored: Mapping[str, Tensor], family: Family, where: str) -> dict[str, Tensor]:
+    """The weights of a transformer under the names of its class in Diffusers, by its converter. Raises ValueError where
+    that does not find what it looks for."""
+    from diffusers.loaders import single_file_utils
+
+    prefix = next((one for one in _PREFIXES if any(name.startswith(one) for name in stored)), "")
+    own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    try:
+        state = getattr(single_file_utils, family.converter)(checkpoint=own)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{where} is not a {family.diffusers_class} of the published sizes in the names of its original code: "
+            f"Diffusers' converter ends with {type(error).__name__}: {error}. Is it the file of this config?"
+        ) from error
+    return {name: tensor for name, tensor in state.items() if not any(part in name for part in family.surplus)}
 
 
 def _transformer_of(config: Path) -> DiTConfig:

@@ -29,7 +29,7 @@ from app.settings.notes import notes
 from app.settings.run_folder import check_place, run_dir
 from data.dataset.coverage import account
 from ops.models.config import ModelConfig
-from ops.models.folders import resolve
+from ops.models.folders import check_weights, resolve
 from ops.models.load import num_trained
 from ops.shards import bytes_per_weight
 
@@ -48,6 +48,10 @@ def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
     model, geometry = resolve(config.model)
     print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
     _print_model(config, model)
+    try:
+        check_weights(model)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"          warning: {error} This can be planned, not trained.")
     cluster = read_cluster(spec) if spec else Cluster(nodes=(config.workers.max,))
     profile = profile_of(config, model, geometry)
     config, _ = with_limits(config, model, geometry, profile, cluster)

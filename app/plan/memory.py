@@ -160,7 +160,7 @@ def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, Mode
         found.append(
             ("train.memory.gradients: auto", model, replace(train, memory=replace(train.memory, gradients="auto")))
         )
-    if not model.dit.lora_rank:
+    if not (model.dit.lora_rank or model.dit.train_only):
         found.append(("model.dit.lora_rank: 16", replace(model, dit=replace(model.dit, lora_rank=16)), train))
     return found
 

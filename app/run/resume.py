@@ -67,6 +67,7 @@ RUNTIME = (
     "frame_rate",
     "lora_rank",
     "lora_alpha",
+    "train_only",
 )  # of model.dit beside a config.json
 
 

@@ -15,7 +15,8 @@ from ops.config import FlowConfig, TokenShift
 from ops.models.base.family import Family, Json
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import class_of, read_json
+from ops.models.files import read_json
+from ops.models.folders import class_of
 from ops.typed import ConfigError
 
 _FIRST_FRAMES = 0.2  # of a run whose weights take first frames; sampling asks only whether there is one

@@ -7,16 +7,16 @@ A pipeline folder holds `model_index.json` and one folder per component (`transf
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
 from ops.models.config import ImageConfig, ModelConfig, TextConfig
 from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
+from ops.models.files import check_files, read_json
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
 
@@ -91,17 +91,6 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
             )
         found[text.recipe.picture.processor] = prepares
     return found
-
-
-def read_json(path: Path) -> dict[str, Any]:  # as `Json`
-    """One JSON object. Raises ValueError naming the file when it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; a JSON object is expected.")
-    return value
 
 
 def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
@@ -310,15 +299,13 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
     return wanted
 
 
-def check_safetensors(folder: Path) -> None:
-    """Raises ValueError for a component without safetensors weights: those of a pickle (`.bin`) are never read."""
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{suffix}"))
-    if not pickles:
-        raise ValueError(f"{folder} holds no weights (*.safetensors). Download them whole.")
-    raise ValueError(
-        f"{folder} holds its weights as {pickles[0]}, a pickle, which Heddle does not open. Load it once "
-        f"with its own class in a safe place and save it by "
-        f"save_pretrained(FOLDER, safe_serialization=True), or download the safetensors files."
-    )
+def check_weights(model: ModelConfig) -> None:
+    """Raises FileNotFoundError or ValueError, one sentence, unless the weights of every folder that a resolved model
+    names are there and whole. Reads headers alone."""
+    folders = [component(model.dit.path, model.dit.part)] if model.dit.path else []
+    folders += [component(model.vae.path, "vae")] if model.vae.path else []
+    if model.text.path:
+        folders += [text_folder(model.text)] + ([pooled_text_folder(model.text)] if model.text.recipe else [])
+    folders += [component(model.image.path, "image_encoder")] if model.image and model.image.path else []
+    for folder in dict.fromkeys(folders):
+        check_files(folder)

@@ -167,7 +167,8 @@ def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree:
     """Peak of one cascade beside the states, by short models where all blocks are alike."""
     # stacks run one after the other; in which of them the peak lies depends on the number of blocks
     stacks = len({sequence.grid for sequence in sequences}) if config.spatial_temporal else 1
-    if len(config.block_counts) > 1 or stacks > 1 or config.num_layers <= max(_SHORT):
+    alike = len(config.block_counts) == 1 and stacks == 1 and not config.train_only
+    if not alike or config.num_layers <= max(_SHORT):
         return pass_bytes(config, sequences, degree, precision)[0] / GIB
     few, more = (pass_bytes(replace(config, num_layers=layers), sequences, degree, precision)[0] for layers in _SHORT)
     return (few + (config.num_layers - _SHORT[0]) * (more - few) / (_SHORT[1] - _SHORT[0])) / GIB

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ops.models.config import ImageConfig
-from ops.models.folders import check_safetensors, component
+from ops.models.files import check_files, variant_of
+from ops.models.folders import component
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -107,9 +108,13 @@ def folder_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
 
     assert config.path is not None
     folder = component(config.path, "image_encoder")
-    check_safetensors(folder)
+    check_files(folder)
     encoder = CLIPVisionModel.from_pretrained(
-        folder, local_files_only=True, torch_dtype=torch.float32, use_safetensors=True
+        folder,
+        local_files_only=True,
+        torch_dtype=torch.float32,
+        use_safetensors=True,
+        variant=variant_of(folder),
     )
     # the processor that needs Pillow alone: resizing by torchvision gives other pixels
     processor = CLIPImageProcessorPil.from_pretrained(processor_of(folder), local_files_only=True)

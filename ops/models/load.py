@@ -29,9 +29,10 @@ def build_dit(
     Random weights are drawn in fp32 on the CPU. Those of a folder are read straight into `dtype` on `device`, so that
     loading needs no more memory than the result and no initial values are drawn to be thrown away.
 
-    With a `lora_rank` only the low-rank factors are trainable (`requires_grad`).
+    With a `lora_rank` only the low-rank factors are trainable (`requires_grad`), with `train_only` what it names.
 
-    Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype).
+    Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), and
+    for a name in `train_only` that no weight has.
     """
     import torch
 
@@ -87,12 +88,17 @@ def num_trained(config: DiTConfig) -> int:
 
 
 def bare_dit(config: DiTConfig) -> nn.Module:
-    """The module of a config as its class makes it, in the default dtype, with LoRA's factors if it asks for them."""
+    """The module of a config as its class makes it, in the default dtype, with LoRA's factors if it asks for them, and
+    with what it does not train frozen."""
     module = FAMILIES[config.architecture].model()(config)
     if config.lora_rank:
         from ops.models.lora import add_lora
 
         add_lora(module, config)
+    if config.train_only:
+        from ops.models.train_only import freeze_others
+
+        freeze_others(module, config.train_only)
     return module
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import read_json
+from ops.models.files import read_json
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -91,28 +91,47 @@ def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor
 
 
 def for_comfyui(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Empty for a
-    family whose original names are not known."""
-    originals = _originals([name.removesuffix(A) for name in state if name.endswith(A)], config)
+    """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Of layers
+    that are one there, A's stand below each other and B's in the blocks of a diagonal. Empty for a family whose
+    original names are not known."""
     factors = {name.removeprefix("transformer."): t for name, t in for_diffusers(state, lora_scale(config)).items()}
-    return {
-        f"diffusion_model.{original}{ending}": factors[layer + ending]
-        for layer, original in originals.items()
-        for ending in (A, B)
-    }
+    written = {}
+    for original, layers in _originals([name.removesuffix(A) for name in factors if name.endswith(A)], config).items():
+        b = torch.block_diag(*(factors[layer + B] for layer in layers))
+        written[f"diffusion_model.{original}{A}"] = torch.cat([factors[layer + A] for layer in layers])
+        written[f"diffusion_model.{original}{B}"] = _other_halves(b) if _is_swapped(original, config) else b
+    return written
 
 
-def _originals(layers: Sequence[str], config: DiTConfig) -> dict[str, str]:
-    """Our name of a layer -> its name in the original code."""
+def _originals(layers: Sequence[str], config: DiTConfig) -> dict[str, list[str]]:
+    """Name of a layer in the original code -> our layers that are it, in the order of its rows."""
     table = FAMILIES[config.architecture].lora_names.original
     if table is None:
         return {}
-    endings = {f".{ours}": f".{original}" for ours, original in table.items()}
-    found = {}
-    for layer in layers:
-        ending = next((ending for ending in endings if layer.endswith(ending)), "")
-        found[layer] = layer.removesuffix(ending) + endings.get(ending, "")
+    order = {ours: place for place, ours in enumerate(table)}
+    found: dict[str, list[str]] = {}
+    for layer in sorted(layers, key=lambda layer: order.get(_of_any_block(layer), 0)):
+        ours = _of_any_block(layer)
+        found.setdefault(table.get(ours, ours).replace("*", _block(layer)), []).append(layer)
     return found
+
+
+def _of_any_block(layer: str) -> str:
+    return layer.replace(f".{_block(layer)}.", ".*.", 1)
+
+
+def _block(layer: str) -> str:
+    """The number of its block."""
+    return next(part for part in layer.split(".") if part.isdigit())
+
+
+def _is_swapped(original: str, config: DiTConfig) -> bool:
+    return _of_any_block(original) in FAMILIES[config.architecture].lora_names.swapped
+
+
+def _other_halves(rows: Tensor) -> Tensor:
+    first, second = rows.chunk(2)
+    return torch.cat([second, first])
 
 
 def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
@@ -120,9 +139,9 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
 
     Those that the file lacks stay as they are. Raises ValueError for a file of another model, rank or naming.
 
-    Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT), or be those of the original code with
-    `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). The scale is that of `.alpha`, or what Diffusers wrote into
-    the file's header or PEFT into the `adapter_config.json` beside it; else B holds it (`for_diffusers`).
+    Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT), or be those of the original code,
+    alone or with `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). The scale is that of `.alpha`, or what Diffusers
+    wrote into the file's header or PEFT into the `adapter_config.json` beside it; else B holds it (`for_diffusers`).
     """
     if not config.lora_from:
         return
@@ -132,14 +151,14 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
     parameters = dict(module.named_parameters())
-    found = _by_our_names(stored, [name.removesuffix(A) for name in parameters if name.endswith(A)], config)
+    found = _by_our_names(stored, parameters, config, declared)
     factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B))}
     if not factors:
         raise ValueError(
             f"model.dit.lora_from {file} holds no factors named ...{A}, as PEFT and Diffusers write them (first name: "
             f"{min(found, default='none')}). Convert it to Diffusers' names."
         )
-    if others := sorted(name for name in found if not name.endswith((A, B, ".alpha"))):
+    if others := sorted(name for name in found if not name.endswith((A, B))):
         raise ValueError(
             f"model.dit.lora_from {file} holds {others[0]} beside factors: it is not LoRA alone (DoRA, or whole "
             f"weights), and would mean another model without it. Give factors alone."
@@ -153,11 +172,7 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
             )
     with torch.no_grad():
         for name, tensor in factors.items():
-            if name.endswith(B):
-                alpha = found.get(name.removesuffix(B) + ".alpha")
-                scale = declared if alpha is None else float(alpha) / config.lora_rank
-                tensor = tensor.float() * (scale / lora_scale(config))
-            parameters[name].copy_(tensor)
+            parameters[name].copy_(tensor / lora_scale(config) if name.endswith(B) else tensor)
 
 
 def _factor_file(path: Path) -> Path:
@@ -191,14 +206,48 @@ def _declared_scale(file: Path) -> float:
 _ENDINGS = {A: A, B: B, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}
 
 
-def _by_our_names(stored: Mapping[str, Tensor], layers: Sequence[str], config: DiTConfig) -> dict[str, Tensor]:
-    """What a file holds, under our names; layers that this model does not have keep theirs."""
-    ours: dict[str, str] = {}
-    for layer, original in _originals(layers, config).items():
-        ours |= {f"diffusion_model.{original}": layer, f"lora_unet_{original.replace('.', '_')}": layer}
-    found = {}
+def _by_our_names(
+    stored: Mapping[str, Tensor], parameters: Mapping[str, Tensor], config: DiTConfig, declared: float
+) -> dict[str, Tensor]:
+    """What a file holds, under our names; layers that this model does not have keep theirs. Every B is scaled so that
+    W + B A is meant: by the `.alpha` of its layer, or as `declared` of all."""
+    files: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), "")
         layer = name.removesuffix(ending).removeprefix("transformer.").removeprefix("base_model.model.")
-        found[ours.get(layer, layer) + _ENDINGS.get(ending, "")] = tensor
+        files.setdefault(layer, {})[_ENDINGS.get(ending, "")] = tensor
+    ours: dict[str, tuple[str, list[str]]] = {}
+    known = [name.removesuffix(A) for name in parameters if name.endswith(A)]
+    for original, layers in _originals(known, config).items():
+        names = (original, f"diffusion_model.{original}", f"lora_unet_{original.replace('.', '_')}")
+        ours |= dict.fromkeys(names, (original, layers))
+    found = {}
+    for layer, parts in files.items():
+        alpha = parts.pop(".alpha", None)
+        if B in parts:
+            parts[B] = parts[B].float() * (declared if alpha is None else float(alpha) / parts[B].shape[-1])
+        if layer in ours and {A, B} <= parts.keys():
+            original, layers = ours[layer]
+            if _is_swapped(original, config):
+                parts[B] = _other_halves(parts[B])
+            found |= _split(parts.pop(A), parts.pop(B), [(name, len(parameters[name + B])) for name in layers], config)
+        found |= {layer + ending: tensor for ending, tensor in parts.items()}
     return found
+
+
+def _split(a: Tensor, b: Tensor, layers: Sequence[tuple[str, int]], config: DiTConfig) -> dict[str, Tensor]:
+    """Factors of a layer as those of ours that it is made of, each (name, rows): with ranks of their own where B is a
+    diagonal of blocks, and else with the same A."""
+    rows, rank = [size for _, size in layers], config.lora_rank
+    parts = len(layers)
+    if len(b) != sum(rows):  # of another model: refused by its shapes
+        return {layers[0][0] + A: a, layers[0][0] + B: b}
+    own = b.split(rows)
+    if parts > 1 and len(a) == parts * rank:
+        diagonal = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(own)]
+        if torch.equal(torch.block_diag(*diagonal), b):
+            pieces = zip(layers, a.split(rank), diagonal, strict=True)
+            return {layer + ending: t for (layer, _), *of in pieces for ending, t in zip((A, B), of, strict=True)}
+    return {
+        layer + ending: t for (layer, _), part in zip(layers, own, strict=True) for ending, t in ((A, a), (B, part))
+    }

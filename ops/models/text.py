@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.folders import check_safetensors, check_tokenizer, component, read_json, tokenizer_of
+from ops.models.files import check_files, read_json, variant_of
+from ops.models.folders import check_tokenizer, component, tokenizer_of
 from ops.models.place import home_of, on_device, visiting
 
 if TYPE_CHECKING:
@@ -202,9 +203,11 @@ def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     classes: dict[str, type[T5EncoderModel | UMT5EncoderModel]] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
     if not isinstance(kind, str) or kind not in classes:
         raise ValueError(f"{folder} is a {kind!r} encoder; supported are {' and '.join(classes)}.")
-    check_safetensors(folder)
+    check_files(folder)
     dtype = getattr(torch, text_dtype(config, device))
-    encoder = classes[kind].from_pretrained(folder, local_files_only=True, torch_dtype=dtype, use_safetensors=True)
+    encoder = classes[kind].from_pretrained(
+        folder, local_files_only=True, torch_dtype=dtype, use_safetensors=True, variant=variant_of(folder)
+    )
     check_tokenizer(tokenizer_of(folder))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(folder), local_files_only=True)
     return T5Text(encoder, tokenizer, config, device)

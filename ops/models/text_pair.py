@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ops.models.base.family import TextRecipe
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
+from ops.models.files import check_files, variant_of
 from ops.models.folders import (
-    check_safetensors,
     check_tokenizer,
     pooled_text_folder,
     read_json,
@@ -403,9 +403,15 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
 
 
 def _loaded(kind: type[Any], folder: Path, shape: object, dtype: torch.dtype) -> Any:
-    check_safetensors(folder)
+    check_files(folder)
     model, report = kind.from_pretrained(
-        folder, config=shape, local_files_only=True, dtype=dtype, use_safetensors=True, output_loading_info=True
+        folder,
+        config=shape,
+        local_files_only=True,
+        dtype=dtype,
+        use_safetensors=True,
+        variant=variant_of(folder),
+        output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{folder} lacks {len(missing)} of its weights, the first {missing[0]}. Download it whole.")

@@ -22,7 +22,8 @@ from torch import Tensor
 from ops.models.base.family import Json
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
-from ops.models.folders import check_safetensors, component, read_json, vae_numbers
+from ops.models.files import check_files, read_json, variant_of
+from ops.models.folders import component, vae_numbers
 from ops.models.place import on_device
 from ops.models.tiles import Tile, whole
 
@@ -389,8 +390,8 @@ def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE
     name = read_json(folder / "config.json").get("_class_name")
     if name not in VAE_CLASSES:
         raise ValueError(f"{folder} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
-    check_safetensors(folder)
+    check_files(folder)
     model = getattr(diffusers, name).from_pretrained(
-        folder, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True
+        folder, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
     )
     return DiffusersVAE(model, config, device)

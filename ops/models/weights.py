@@ -22,10 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ops.models.config import ModelConfig
-from ops.models.folders import component, read_json
+from ops.models.files import STEM, index_name, weight_files
+from ops.models.folders import component
 
-STEM = "diffusion_pytorch_model"
-_STEMS = (STEM, "model")  # of Diffusers and of Transformers
 # Diffusers' own default; files of this size are what its loaders and hubs expect.
 SHARD_BYTES = 10 * 1024**3
 _DIGEST_BYTES = 1 << 26
@@ -46,29 +45,6 @@ class _WeightFile(Protocol):
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...
     def get_slice(self, name: str) -> _Stored: ...
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a transformer folder. Raises FileNotFoundError naming the one that is missing."""
-    for index in (folder / _index(stem) for stem in _STEMS):
-        if index.is_file():
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-            for name in names:
-                if not (folder / name).is_file():
-                    raise FileNotFoundError(
-                        f"{index.name} of {folder} names {name}, which is not there. Copy all shards."
-                    )
-            return [folder / name for name in names]
-    for single in (folder / f"{stem}.safetensors" for stem in _STEMS):
-        if single.is_file():
-            return [single]
-    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
-    hint = f" It holds {others[0]}: pickled weights are not read, convert them to safetensors." if others else ""
-    raise FileNotFoundError(f"{folder} holds neither {STEM}.safetensors nor {_index(STEM)}.{hint}")
-
-
-def _index(stem: str) -> str:
-    return f"{stem}.safetensors.index.json"
 
 
 def iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -197,7 +173,7 @@ def write_folder(
         weight_map |= dict.fromkeys(shard, name)
     total = sum(tensor.nbytes for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / _index(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / index_name(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def is_lora(name: str) -> bool:

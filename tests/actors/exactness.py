@@ -51,6 +51,9 @@ I2V = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=Image
 MODELS = {  # one of each family and variant
     "wan": MODEL,
     "wan i2v": I2V,
+    "wan, part of it trained": replace(
+        MODEL, dit=replace(MODEL.dit, train_only=("blocks.1.attn1", "blocks.0.ffn", "condition_embedder.text_embedder"))
+    ),
     "ltx": replace(MODEL, dit=LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
     "hunyuan": replace(
         MODEL,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,16 @@ def test_demo_run_exports_the_ema_or_the_trained_weights(tmp_path: Path) -> None
     assert any("haar codec" in note for note in exported.notes)
     assert 0 <= exported.largest_difference < parity.TOLERANCE
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_of_a_run_that_trained_some_layers_the_others_are_those_that_it_began_with(tmp_path: Path) -> None:
+    config = haar_run(train_only=("blocks.1.attn2", "proj_out"))
+    run = write_checkpoint(tmp_path / "run", config)
+    export.run(run, tmp_path / "out")
+    first, found = build_dit(config.model.dit, config.train.seed).state_dict(), trained(config, 2).state_dict()
+    moved = {name for name, tensor in found.items() if not torch.equal(tensor, first[name])}
+    assert moved and all(name.startswith(("blocks.1.attn2.", "proj_out.")) for name in moved)
+    assert_loads(tmp_path / "out" / "transformer", found)
 
 
 def test_demo_pipeline_loads_without_a_vae_and_makes_latents(tmp_path: Path) -> None:
@@ -273,8 +284,8 @@ def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> Non
     assert 0 < exported.largest_difference < parity.TOLERANCE
 
 
-def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path) -> None:
-    """Loaded by its class without a part missing, and called as the note says, it makes the latents of our sampler."""
+def hunyuan_run(**settings: Any) -> RunConfig:
+    """A run with a random pair of text encoders."""
     dit = HunyuanConfig(
         num_layers=1,
         num_single_layers=1,
@@ -284,26 +295,27 @@ def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path
         rope_theta=256.0,
         guidance_embeds=True,
         **{name: getattr(DIT, name) for name in ("num_heads", "text_dim", "in_channels", "out_channels")},
+        **settings,
     )
     text = TextConfig(kind="hunyuan", d_model=16, num_heads=2, num_layers=1, pooled_dim=8, max_length=16)
     config = haar_run()
-    config = replace(config, model=replace(config.model, dit=dit, text=text))
-    run = write_checkpoint(tmp_path / "run", config)
-    exported = export.export(run, tmp_path / "out")
-    assert not any("two text encoders" in note for note in exported.notes)
-    (note,) = [note for note in exported.notes if "prompt_template=" in note]
-    template, crop = re.search(r'"template": "(.*)", "crop_start": (\d+)}', note).groups()  # type: ignore[union-attr]
+    return replace(config, model=replace(config.model, dit=dit, text=text))
+
+
+def hunyuan_latent(run: Path) -> torch.Tensor:
     model = load_model(run)
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
     settings = replace(ClipSettings.of(model.config).sampler, steps=4, guidance_scale=6.0)
-    encoded, vectors = split(model.text.encode(["a red disc"]), resolve(config.model)[0].text)
+    encoded, vectors = split(model.text.encode(["a red disc"]), model.config.model.text)
     assert vectors is not None
     request = SampleRequest(text=encoded[0], pooled=vectors[0], frames=5, height=32, width=48, seed=3)
-    (ours,) = sample_latents(model.dit, [request], encoded[0], model.geometry, settings)
-    theirs = pipeline(
+    return sample_latents(model.dit, [request], encoded[0], model.geometry, settings)[0]
+
+
+def hunyuan_clip(pipeline: Any, template: dict[str, object]) -> torch.Tensor:
+    return pipeline(
         prompt="a red disc",
-        prompt_template={"template": template, "crop_start": int(crop)},
-        max_sequence_length=text.max_length,
+        prompt_template=template,
+        max_sequence_length=16,
         height=32,
         width=48,
         num_frames=5,
@@ -313,6 +325,22 @@ def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path
         latents=initial_noise(3, (4, 2, 4, 6))[None],
         return_dict=False,
     )[0][0]
+
+
+def template_of(notes: Sequence[str]) -> dict[str, object]:
+    """What an export says of how its pipeline is to be called."""
+    (note,) = [note for note in notes if "prompt_template=" in note]
+    template, crop = re.search(r'"template": "(.*)", "crop_start": (\d+)}', note).groups()  # type: ignore[union-attr]
+    return {"template": template, "crop_start": int(crop)}
+
+
+def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path) -> None:
+    """Loaded by its class without a part missing, and called as the note says, it makes the latents of our sampler."""
+    run = write_checkpoint(tmp_path / "run", hunyuan_run())
+    exported = export.export(run, tmp_path / "out")
+    assert not any("two text encoders" in note for note in exported.notes)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
+    ours, theirs = hunyuan_latent(run), hunyuan_clip(pipeline, template_of(exported.notes))
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
@@ -361,23 +389,35 @@ def test_a_flux_pipeline_makes_our_picture(rank: int, tmp_path: Path) -> None:
 
 
 def test_an_ltx_pipeline_makes_our_clip(tmp_path: Path) -> None:
-    path = str(test_ltx.publish(tmp_path / "base"))
+    run = write_checkpoint(tmp_path / "run", ltx_run(test_ltx.publish(tmp_path / "base")))
+    export.export(run, tmp_path / "out")
+    ours, theirs = ltx_latent(run), ltx_clip(LTXPipeline.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+def ltx_run(base: Path, **dit: Any) -> RunConfig:
+    """A run that fine-tunes a published LTX-Video."""
+    path = str(base)
     model = ModelConfig(
-        dit=replace(test_ltx.DIT, path=path),
+        dit=replace(test_ltx.DIT, path=path, **dit),
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(path=path, max_length=24, unmasked=24),
     )
-    flow = FlowConfig(token_shift=test_ltx.LINE)
-    run = write_checkpoint(
-        tmp_path / "run", RunConfig(run=RunSection(name="tiny"), model=model, train=TrainConfig(flow=flow))
-    )
-    export.export(run, tmp_path / "out")
+    train = TrainConfig(flow=FlowConfig(token_shift=test_ltx.LINE))
+    return RunConfig(run=RunSection(name="tiny"), model=model, train=train)
+
+
+def ltx_latent(run: Path) -> torch.Tensor:
+    """What `heddle sample` makes before it decodes, as tokens."""
     loaded = load_model(run)
     settings = replace(ClipSettings.of(loaded.config).sampler, steps=3, guidance_scale=2.0)
     text, negative = loaded.text.encode(["a red disc", ""])
     request = SampleRequest(text=text, frames=9, height=32, width=64, seed=3)
-    (ours,) = sample_latents(loaded.dit, [request], negative, loaded.geometry, settings)
-    theirs = LTXPipeline.from_pretrained(tmp_path / "out")(
+    return patchify(sample_latents(loaded.dit, [request], negative, loaded.geometry, settings)[0], (1, 1, 1))
+
+
+def ltx_clip(pipeline: Any) -> torch.Tensor:
+    return pipeline(
         prompt="a red disc",
         negative_prompt="",
         max_sequence_length=24,
@@ -390,8 +430,6 @@ def test_an_ltx_pipeline_makes_our_clip(tmp_path: Path) -> None:
         latents=patchify(initial_noise(3, (8, 3, 2, 4)), (1, 1, 1))[None],
         output_type="latent",
     ).frames[0]
-    ours = patchify(ours, (1, 1, 1))
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -551,23 +589,81 @@ def cogvideox_clip(pipeline: Any) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("family", ["flux", "cogvideox", "mochi"])
-def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="Diffusers loads factors by PEFT, which Heddle does not need")
-    module, make_run, latent = {
-        "flux": (test_flux, flux_run, flux_latent),
-        "cogvideox": (test_cogvideox, cogvideox_run, cogvideox_latent),
-        "mochi": (test_mochi, mochi_run, mochi_latent),
-    }[family]
-    base = module.publish(tmp_path / "base")
+def wan_run(base: Path, **dit: Any) -> RunConfig:
+    config = pipeline_run(base, **dit)
+    return replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=16)))
+
+
+def wan_latent(run: Path) -> torch.Tensor:
+    model = load_model(run)
+    prompt, negative = model.text.encode(["a red disc", ""])
+    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=5.0)
+    request = SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)
+    return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
+
+
+def wan_clip(pipeline: Any) -> torch.Tensor:
+    return pipeline(
+        prompt="a red disc",
+        negative_prompt="",
+        max_sequence_length=16,
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=5.0,
+        num_inference_steps=3,
+        output_type="latent",
+        latents=initial_noise(3, (4, 2, 4, 6))[None],
+    ).frames[0]
+
+
+PUBLISHED: dict[str, tuple[Any, Any, Any, Any]] = {  # how a small pipeline is published, trained, and sampled by both
+    "wan": (publish, wan_run, wan_latent, wan_clip),
+    "ltx": (test_ltx.publish, ltx_run, ltx_latent, ltx_clip),
+    "flux": (test_flux.publish, flux_run, flux_latent, lambda pipeline: flux_picture(pipeline, test_flux.ROWS)),
+    "cogvideox": (test_cogvideox.publish, cogvideox_run, cogvideox_latent, cogvideox_clip),
+    "mochi": (test_mochi.publish, mochi_run, mochi_latent, mochi_clip),
+}
+NEEDS_PEFT = "Diffusers loads factors by PEFT, which Heddle does not need"
+
+
+@pytest.mark.parametrize(
+    ("family", "file"),
+    [
+        *((family, "pytorch_lora_weights.safetensors") for family in PUBLISHED),
+        *((family, export.COMFYUI_FILE) for family in ("wan", "ltx")),
+    ],
+)
+def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, file: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason=NEEDS_PEFT)
+    publish_it, make_run, latent, clip = PUBLISHED[family]
+    base = publish_it(tmp_path / "base")
     config = make_run(base, lora_rank=2, lora_alpha=3.0)
     run = write_checkpoint(tmp_path / "run", config)
     export.export(run, tmp_path / "out")
-    pipeline = DiffusionPipeline.from_pretrained(base)
-    pipeline.load_lora_weights(tmp_path / "out")
-    clip = {"cogvideox": cogvideox_clip, "mochi": mochi_clip}
-    theirs = flux_picture(pipeline, test_flux.ROWS) if family == "flux" else clip[family](pipeline)
+    begun = DiffusionPipeline.from_pretrained(base).transformer
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", transformer=begun)  # with the scheduler of our steps
+    before = clip(pipeline)
+    pipeline.load_lora_weights(tmp_path / "out", weight_name=file)
+    theirs = clip(pipeline)
     torch.testing.assert_close(latent(run), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
+
+
+def test_lora_factors_load_into_a_hunyuan_pipeline(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason=NEEDS_PEFT)
+    config = hunyuan_run(lora_rank=2, lora_alpha=3.0)
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None)
+    begun = build_dit(replace(resolve(config.model)[0].dit, lora_rank=0), config.train.seed)
+    pipeline.transformer.load_state_dict(begun.state_dict())
+    template = template_of(exported.notes)
+    before = hunyuan_clip(pipeline, template)
+    pipeline.load_lora_weights(tmp_path / "out", weight_name="pytorch_lora_weights.safetensors")
+    theirs = hunyuan_clip(pipeline, template)
+    torch.testing.assert_close(hunyuan_latent(run), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
 
 
 def test_a_flux_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> None:

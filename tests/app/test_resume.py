@@ -59,6 +59,7 @@ def test_a_new_setting_of_training_has_to_be_classified() -> None:
         ("model.text.seed=7", "model.text.seed 0 -> 7"),
         ("model.text.max_length=100", "model.text.max_length"),
         ("model.dit.lora_rank=4", "model.dit.lora_rank 0 -> 4"),
+        ("model.dit.train_only=[blocks.0]", "model.dit.train_only"),
         ("train.flow.flow_shift=3", "train.flow.flow_shift 5.0 -> 3.0"),
         ("train.loss_weight=token", "train.loss_weight sample -> token"),
         ("train.seed=1", "train.seed 0 -> 1"),

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from safetensors.torch import save
 
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
-from ops.models.folders import check_safetensors, dit_config, dit_json, resolve, vae_numbers
+from ops.models.files import STEM, check_files
+from ops.models.folders import check_weights, dit_config, dit_json, resolve, vae_numbers
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 
@@ -114,8 +117,46 @@ def test_broken_json_names_the_file(tmp_path: Path) -> None:
 )
 def test_weights_of_a_pickle_are_refused_with_the_way_out(tmp_path: Path, files: list[str], says: str) -> None:
     for name in files:
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).write_bytes(save({"weight": torch.zeros(3)}))
     if not says:
-        return check_safetensors(tmp_path)
-    with pytest.raises(ValueError, match=says):
-        check_safetensors(tmp_path)
+        return check_files(tmp_path)
+    with pytest.raises((FileNotFoundError, ValueError), match=says):
+        check_files(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("cut", r"is not a whole safetensors file: it has 100 bytes and should have [\d,]+\. Copy it again, or wait"),
+        ("begun", r"it has 5 bytes and should have"),
+        ("zeros", r"its header cannot be read"),
+        ("gone", r"holds no weights: .*Download them whole"),
+    ],
+)
+def test_weights_that_are_not_all_there_are_named_before_anything_is_built(
+    tmp_path: Path, part: str, fault: str, says: str
+) -> None:
+    """A folder whose files are still being copied, for example."""
+    write(tmp_path / "vae", _class_name="AutoencoderKLWan", z_dim=4)
+    write(tmp_path / "text_encoder", model_type="umt5", d_model=16)
+    write(tmp_path / "transformer", **dit_json(WanConfig(in_channels=4, out_channels=4, text_dim=16)))
+    here = str(tmp_path)
+    model, _ = resolve(
+        ModelConfig(
+            dit=WanConfig(path=here), vae=VAEConfig(kind="diffusers", path=here), text=TextConfig(path=here, pad_to=512)
+        )
+    )
+    whole = save({"weight": torch.zeros(100)}, metadata={"format": "pt"})
+    for name, stem in (("transformer", STEM), ("vae", STEM), ("text_encoder", "model")):
+        file = tmp_path / name / f"{stem}.safetensors"
+        file.write_bytes(whole)
+        if name == part:
+            broken = {"cut": whole[:100], "begun": whole[:5], "zeros": bytes(len(whole)), "gone": b""}[fault]
+            file.unlink() if fault == "gone" else file.write_bytes(broken)
+            damaged = file
+    with pytest.raises((FileNotFoundError, ValueError), match=says) as caught:
+        check_weights(model)
+    assert str(damaged.parent) in str(caught.value) and "\n" not in str(caught.value)
+    damaged.write_bytes(whole)
+    check_weights(model)

@@ -12,16 +12,22 @@ from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import save_file
 
+from app.export.parity import our_velocity, parity_sample, their_velocity
 from ops.comm import Group
 from ops.models.base.config import DiTConfig
+from ops.models.flux.config import FluxConfig
+from ops.models.folders import dit_json
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit, first_values
-from ops.models.lora import A, B, for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.load import build_dit, dit_skeleton, first_values
+from ops.models.lora import A, B, LoRALinear, for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.ltx.config import LTXConfig
 from ops.models.mochi.config import MochiConfig
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
-from ops.models.weights import is_lora
+from ops.models.weights import is_lora, write_folder
 from ops.packing import Layout, Sequence
+from tests.app.test_single_file import FLUX, HALVES, HUNYUAN, MOCHI, Renames, as_original
+from tests.ops.test_families import small, their_class
 
 FP32_ATOL = 1e-5
 CONFIGS = {
@@ -48,6 +54,18 @@ CONFIGS = {
         in_channels=4,
         out_channels=4,
         lora_rank=2,
+    ),
+    "flux": FluxConfig(
+        num_layers=1,
+        num_single_layers=2,
+        num_heads=2,
+        head_dim=32,
+        ffn_dim=256,
+        text_dim=8,
+        in_channels=4,
+        out_channels=4,
+        lora_rank=2,
+        lora_alpha=1.0,
     ),
     "stdit3": STDiT3Config(  # one projection of queries, keys and values
         num_layers=1,
@@ -78,7 +96,7 @@ CONFIGS = {
 
 def forward(module: torch.nn.Module) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    layout = Layout([Sequence((2, 2, 3), 4), Sequence((1, 2, 2), 3)])
+    layout = Layout([Sequence((1, 4, 3), 4), Sequence((1, 2, 2), 3)])
     return module(
         torch.randn(16, 16, generator=generator),
         torch.tensor([300.0, 700.0]),
@@ -118,7 +136,8 @@ def test_only_the_factors_get_gradients(architecture: str) -> None:
     assert trained == {name for name in module.state_dict() if "lora_" in name}
     kept = {
         "wan": {"ffn.net.2", "attn2.to_out.0"},
-        "hunyuan": {"attn.add_k_proj", "proj_mlp"},
+        "hunyuan": {"attn.add_k_proj", "proj_mlp", "proj_out"},
+        "flux": {"attn.add_q_proj", "proj_mlp", "proj_out"},
         "stdit3": {"attn.qkv", "attn.proj", "cross_attn.kv_linear", "cross_attn.proj", "mlp.fc1"},
         "mochi": {"attn1.add_k_proj", "attn1.to_add_out", "ff_context.net.0.proj"},
     }
@@ -247,6 +266,125 @@ def test_factors_by_original_names_mean_the_same_model(kind: str, tmp_path: Path
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match=r"k_img.lora_[AB].weight is .* and not in this model"):
         build_dit(replace(CONFIGS["wan"], lora_rank=3, lora_from=again.lora_from), 0)
+
+
+FUSED: dict[str, tuple[DiTConfig, Renames]] = {
+    "flux": (CONFIGS["flux"], FLUX),
+    "hunyuan": (CONFIGS["hunyuan"], HUNYUAN),
+    "mochi": (CONFIGS["mochi"], MOCHI),
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_factors_by_original_names_change_the_original_weights_as_ours_change_ours(family: str) -> None:
+    config, renames = FUSED[family]
+    state = moved(config, 1).state_dict()
+    base = {name: tensor for name, tensor in state.items() if not is_lora(name)}
+    before = as_original(base, renames, HALVES[family])
+    after = as_original(merged(state, lora_scale(config)), renames, HALVES[family])
+    native = {name.removeprefix("diffusion_model."): tensor for name, tensor in for_comfyui(state, config).items()}
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name.removesuffix(A) + ".weight" for name in native if name.endswith(A)}
+    for name in changed:
+        layer = name.removesuffix(".weight")
+        added = native[layer + B] @ native[layer + A]
+        torch.testing.assert_close(before[name] + added, after[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("kind", ["comfyui", "kohya", "transformer.", "bare"])
+def test_factors_of_fused_layers_come_back(family: str, kind: str, tmp_path: Path) -> None:
+    config, _ = FUSED[family]
+    source = moved(config, 1).state_dict()
+    native = for_comfyui(source, config)
+    bare = {"transformer.": "transformer.", "bare": ""}
+    if kind == "kohya":
+        native = as_kohya(native)
+    elif kind != "comfyui":
+        native = {bare[kind] + name.removeprefix("diffusion_model."): tensor for name, tensor in native.items()}
+    save_file({name: tensor.contiguous() for name, tensor in native.items()}, tmp_path / "other.safetensors")
+    again = replace(config, lora_alpha=3.0, lora_from=str(tmp_path / "other.safetensors"))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(config)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_factors_that_were_trained_on_a_fused_layer_are_read(family: str, tmp_path: Path) -> None:
+    """One A for queries, keys, values and the MLP, as kohya's trainers make it."""
+    config, renames = FUSED[family]
+    numbers = torch.Generator().manual_seed(2)
+    shapes = for_comfyui(moved(config, 1).state_dict(), config)
+    rank = config.lora_rank
+    native = {
+        name: torch.randn((rank, t.shape[1]) if name.endswith(A) else (len(t), rank), generator=numbers)
+        for name, t in shapes.items()
+    }
+    save_file(as_kohya(native), tmp_path / "kohya.safetensors")
+    again = replace(config, lora_alpha=3.0, lora_from=str(tmp_path / "kohya.safetensors"))
+    state = build_dit(again, seed=0).state_dict()
+    base = {name: tensor for name, tensor in state.items() if not is_lora(name)}
+    before = as_original(base, renames, HALVES[family])
+    after = as_original(merged(state, lora_scale(again)), renames, HALVES[family])
+    for name in (name for name in native if name.endswith(A)):
+        layer = name.removeprefix("diffusion_model.").removesuffix(A)
+        wanted = before[layer + ".weight"] + native[name.removesuffix(A) + B] @ native[name]
+        torch.testing.assert_close(after[layer + ".weight"], wanted, atol=1e-5, rtol=1e-5, msg=layer)
+
+
+@pytest.mark.parametrize("family", ["flux", "hunyuan"])
+def test_original_names_of_fused_layers_are_those_that_diffusers_knows(family: str) -> None:
+    """Its readers split at the published width of 3,072: factors of all rows, over two inputs of each layer."""
+    config = replace(CONFIGS[family], num_heads=24, head_dim=128, ffn_dim=12288)
+    numbers = torch.Generator().manual_seed(3)
+    state = {
+        name: torch.randn((len(t), 2) if name.endswith(A) else t.shape, generator=numbers)
+        for name, t in dit_skeleton(config).state_dict().items()
+        if is_lora(name)
+    }
+    native, ours = for_comfyui(state, config), for_diffusers(state, lora_scale(config))
+    if family == "flux":
+        read = lora_conversion_utils._convert_kohya_flux_lora_to_diffusers(as_kohya(native))
+    else:
+        read = lora_conversion_utils._convert_hunyuan_video_lora_to_diffusers(dict(native))
+    assert read.keys() == ours.keys()
+    for name in (name for name in ours if name.endswith(A)):
+        b = name.removesuffix(A) + B
+        torch.testing.assert_close(read[b] @ read[name], ours[b] @ ours[name], atol=1e-4, rtol=1e-5, msg=name)
+
+
+def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
+    config = LTXConfig(num_layers=1, num_heads=2, head_dim=8, ffn_dim=64, text_dim=8, lora_rank=2)
+    state = moved(config, 1).state_dict()
+    read = lora_conversion_utils._convert_non_diffusers_ltxv_lora_to_diffusers(dict(for_comfyui(state, config)))
+    ours = for_diffusers(state, lora_scale(config))
+    assert read.keys() == ours.keys() and all(torch.equal(read[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("case", ["wan", "ltx", "cogvideox 5b", "flux", "mochi", "hunyuan"])
+def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="it makes the factors; Heddle does not need it")
+    config = small(case)
+    reference = their_class(config)
+    write_folder(tmp_path / "transformer", reference.state_dict(), dit_json(config))
+    known = dit_skeleton(replace(config, lora_rank=3)).named_modules()
+    layers = [name for name, module in known if isinstance(module, LoRALinear)]
+    reference.add_adapter(peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=layers))
+    torch.manual_seed(1)
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    reference.save_lora_adapter(tmp_path / "factors")
+    ours = build_dit(
+        replace(config, path=str(tmp_path), lora_rank=3, lora_alpha=1.5, lora_from=str(tmp_path / "factors")), 0
+    )
+    sample = parity_sample(config)
+    with torch.no_grad():
+        found, expected = our_velocity(ours, sample), their_velocity(reference, config, sample)
+        reference.disable_adapters()
+        before = their_velocity(reference, config, sample)
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+    assert (before - expected).abs().max() > 0.01 * expected.abs().max()
 
 
 def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from app.export.frozen_parts import link_tree
 from ops.comm import Group
-from ops.models.folders import dit_config, dit_json, read_json
+from ops.models.files import STEM, check_files, plain_name, read_json, variant_of, weight_files
+from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.wan.config import WanConfig
-from ops.models.weights import STEM, check_state, read_state, weight_files, write_folder
+from ops.models.weights import check_state, read_state, write_folder
 from ops.packing import Layout, Sequence, patchify, unpatchify
 
 ROOT = Path(__file__).parents[2]
@@ -182,3 +184,33 @@ def test_first_factors_beside_a_folder_come_from_the_seed(tmp_path: Path) -> Non
     value = first_values(config, 3)
     assert all(torch.equal(value(name), p) for name, p in module.items() if p.requires_grad)
     assert not any(module[name.replace("lora_A", "lora_B")].any() for name in factors)
+
+
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "20KB"}], ids=["single", "sharded"])
+def test_weights_that_are_there_in_a_variant_alone_are_read(tmp_path: Path, save: dict[str, str]) -> None:
+    plain = published(tmp_path, **save)
+    folder = tmp_path / "transformer"
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    plain.half().save_pretrained(folder, variant="fp16", **save)
+    assert variant_of(folder) == "fp16" and all("fp16" in file.name for file in weight_files(folder))
+    check_files(folder)
+    config = dit_config(dit_json(SMALL), WanConfig(path=str(tmp_path)), "here")
+    found = build_dit(config, seed=0).state_dict()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in plain.half().state_dict().items())
+    plain.save_pretrained(folder, variant="bf16", **save)
+    with pytest.raises(ValueError, match="holds its weights as bf16 and as fp16, and no plain"):
+        weight_files(folder)
+    plain.float().save_pretrained(folder, **save)
+    assert variant_of(folder) is None and not any("16" in file.suffixes[0] for file in weight_files(folder))
+
+
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "20KB"}], ids=["single", "sharded"])
+def test_a_variant_by_plain_names_is_what_its_class_looks_for(tmp_path: Path, save: dict[str, str]) -> None:
+    plain = published(tmp_path / "published").half()
+    plain.save_pretrained(tmp_path / "source", variant="fp16", **save)
+    target = tmp_path / "target"
+    link_tree(tmp_path / "source", target)
+    assert plain_name("config.json", "fp16") == "config.json" and variant_of(target) is None
+    again = WanTransformer3DModel.from_pretrained(target, torch_dtype=torch.float16).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in plain.state_dict().items())

@@ -62,7 +62,9 @@ class DiTWork:
     dim: int
     ffn_dim: int
     recomputes: bool  # gradient checkpointing computes every forward once more
-    frozen: bool = False  # LoRA: of products with frozen weights the backward computes one side of two
+    # LoRA and train_only: of products with frozen weights the backward computes one side of two. What few trained
+    # weights take besides is not counted
+    frozen: bool = False
     spatial_temporal: bool = False  # tokens attend within a frame, or along a position
     text_share: float = 0.5  # then: the share of blocks that attend to the text, too
 
@@ -73,7 +75,7 @@ class DiTWork:
             dim=dit.dim,
             ffn_dim=dit.ffn_dim,
             recomputes=dit.gradient_checkpointing,
-            frozen=dit.lora_rank > 0,
+            frozen=dit.lora_rank > 0 or bool(dit.train_only),
             spatial_temporal=dit.spatial_temporal,
             text_share=dit.text_share,
         )

@@ -40,6 +40,8 @@ class DiTConfig:
     attention: AttentionName = "auto"  # auto: the fastest that serves device and shape; a name: that one or an error
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
+    # trains these weights alone: patterns of their names, or of what they are below (blocks.3[0-9], *.attn1, *.bias)
+    train_only: tuple[str, ...] = ()
     lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
 
     def __post_init__(self) -> None:
@@ -65,6 +67,11 @@ class DiTConfig:
         )
         if self.lora_from and not self.lora_rank:
             raise ValueError("model.dit.lora_from names factors, and lora_rank is 0. Set it to the rank of the file.")
+        if self.train_only and self.lora_rank:
+            raise ValueError(
+                f"model.dit.train_only {list(self.train_only)} and lora_rank {self.lora_rank}: LoRA trains factors and "
+                f"freezes all weights. Leave one of the two out."
+            )
         if self.freq_dim % 2:
             raise ValueError(
                 f"model.dit.freq_dim {self.freq_dim} is odd; it holds sine and cosine pairs. Use an even one."

@@ -65,9 +65,11 @@ class LoraNames:
 
     blocks: tuple[str, ...]
     projections: tuple[str, ...]
-    # our name of a layer within its block -> the one in the original code, by which ComfyUI and kohya's trainers name
-    # factors; layers that are not here have one name. None: files with such names are neither read nor written
+    # our name of a layer, `*` for the number of its block -> the one in the original code, by which ComfyUI and kohya's
+    # trainers name factors. Several with one name there are one layer, with their rows in this order; layers that are
+    # not here have one name. None: files with such names are neither read nor written
     original: Mapping[str, str] | None = None
+    swapped: tuple[str, ...] = ()  # of these original layers, the halves of the rows are the other way round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

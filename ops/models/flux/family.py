@@ -102,6 +102,27 @@ def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
     return unpatchify(output, (t, h // 2, w // 2), (1, 2, 2), output.shape[1] // 4)
 
 
+_ORIGINAL = {  # ours -> those of black-forest-labs/flux
+    "transformer_blocks.*.attn.to_q": "double_blocks.*.img_attn.qkv",
+    "transformer_blocks.*.attn.to_k": "double_blocks.*.img_attn.qkv",
+    "transformer_blocks.*.attn.to_v": "double_blocks.*.img_attn.qkv",
+    "transformer_blocks.*.attn.to_out.0": "double_blocks.*.img_attn.proj",
+    "transformer_blocks.*.attn.add_q_proj": "double_blocks.*.txt_attn.qkv",
+    "transformer_blocks.*.attn.add_k_proj": "double_blocks.*.txt_attn.qkv",
+    "transformer_blocks.*.attn.add_v_proj": "double_blocks.*.txt_attn.qkv",
+    "transformer_blocks.*.attn.to_add_out": "double_blocks.*.txt_attn.proj",
+    "transformer_blocks.*.ff.net.0.proj": "double_blocks.*.img_mlp.0",
+    "transformer_blocks.*.ff.net.2": "double_blocks.*.img_mlp.2",
+    "transformer_blocks.*.ff_context.net.0.proj": "double_blocks.*.txt_mlp.0",
+    "transformer_blocks.*.ff_context.net.2": "double_blocks.*.txt_mlp.2",
+    "single_transformer_blocks.*.attn.to_q": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.attn.to_k": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.attn.to_v": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.proj_mlp": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.proj_out": "single_blocks.*.linear2",
+}
+
+
 FAMILY = Family(
     config=FluxConfig,
     model=_model,
@@ -128,7 +149,8 @@ FAMILY = Family(
     fixed_fields={"patch_size": 1},
     read_rest=_read_rest,
     write_rest=_write_rest,
-    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out")),
+    converter="convert_flux_transformer_checkpoint_to_diffusers",
+    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
     scheduler=even_sigmas,
     shifts_by_tokens=True,
     parity_inputs=_parity_inputs,

@@ -142,6 +142,27 @@ def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     )
 
 
+_ORIGINAL = {  # ours -> those of Tencent-Hunyuan/HunyuanVideo
+    "transformer_blocks.*.attn.to_q": "double_blocks.*.img_attn_qkv",
+    "transformer_blocks.*.attn.to_k": "double_blocks.*.img_attn_qkv",
+    "transformer_blocks.*.attn.to_v": "double_blocks.*.img_attn_qkv",
+    "transformer_blocks.*.attn.to_out.0": "double_blocks.*.img_attn_proj",
+    "transformer_blocks.*.attn.add_q_proj": "double_blocks.*.txt_attn_qkv",
+    "transformer_blocks.*.attn.add_k_proj": "double_blocks.*.txt_attn_qkv",
+    "transformer_blocks.*.attn.add_v_proj": "double_blocks.*.txt_attn_qkv",
+    "transformer_blocks.*.attn.to_add_out": "double_blocks.*.txt_attn_proj",
+    "transformer_blocks.*.ff.net.0.proj": "double_blocks.*.img_mlp.fc1",
+    "transformer_blocks.*.ff.net.2": "double_blocks.*.img_mlp.fc2",
+    "transformer_blocks.*.ff_context.net.0.proj": "double_blocks.*.txt_mlp.fc1",
+    "transformer_blocks.*.ff_context.net.2": "double_blocks.*.txt_mlp.fc2",
+    "single_transformer_blocks.*.attn.to_q": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.attn.to_k": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.attn.to_v": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.proj_mlp": "single_blocks.*.linear1",
+    "single_transformer_blocks.*.proj_out": "single_blocks.*.linear2",
+}
+
+
 FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
@@ -173,7 +194,8 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,
     write_rest=_write_rest,
-    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=JOINT_PROJECTIONS),
+    converter="convert_hunyuan_video_transformer_to_diffusers",
+    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,
 )

@@ -112,6 +112,7 @@ FAMILY = Family(
     },
     read_rest=_read_rest,
     write_rest=_write_rest,
+    converter="convert_ltx_transformer_checkpoint_to_diffusers",
     lora_names=LoraNames(
         blocks=("transformer_blocks.",),
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),

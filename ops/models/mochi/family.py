@@ -106,6 +106,22 @@ def _export_notes(config: MochiConfig, pad_to: int) -> list[str]:
     return []
 
 
+_ORIGINAL = {  # ours -> those of genmoai/mochi
+    "transformer_blocks.*.attn1.to_q": "blocks.*.attn.qkv_x",
+    "transformer_blocks.*.attn1.to_k": "blocks.*.attn.qkv_x",
+    "transformer_blocks.*.attn1.to_v": "blocks.*.attn.qkv_x",
+    "transformer_blocks.*.attn1.to_out.0": "blocks.*.attn.proj_x",
+    "transformer_blocks.*.attn1.add_q_proj": "blocks.*.attn.qkv_y",
+    "transformer_blocks.*.attn1.add_k_proj": "blocks.*.attn.qkv_y",
+    "transformer_blocks.*.attn1.add_v_proj": "blocks.*.attn.qkv_y",
+    "transformer_blocks.*.attn1.to_add_out": "blocks.*.attn.proj_y",
+    "transformer_blocks.*.ff.net.0.proj": "blocks.*.mlp_x.w1",
+    "transformer_blocks.*.ff.net.2": "blocks.*.mlp_x.w2",
+    "transformer_blocks.*.ff_context.net.0.proj": "blocks.*.mlp_y.w1",
+    "transformer_blocks.*.ff_context.net.2": "blocks.*.mlp_y.w2",
+}
+
+
 FAMILY = Family(
     config=MochiConfig,
     model=_model,
@@ -125,8 +141,12 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm", "activation_fn": "swiglu"},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    converter="convert_mochi_transformer_checkpoint_to_diffusers",
     lora_names=LoraNames(
-        blocks=("transformer_blocks.",), projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp")
+        blocks=("transformer_blocks.",),
+        projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp"),
+        original=_ORIGINAL,
+        swapped=("blocks.*.mlp_x.w1", "blocks.*.mlp_y.w1"),
     ),
     scheduler=_scheduler,
     spacing="linear_quadratic",

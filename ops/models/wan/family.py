@@ -148,6 +148,22 @@ def _export_notes(config: WanConfig, pad_to: int) -> list[str]:
     ]
 
 
+_ORIGINAL_LAYERS = {  # of a block: ours -> those of its own code
+    "attn1.to_q": "self_attn.q",
+    "attn1.to_k": "self_attn.k",
+    "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o",
+    "attn2.to_q": "cross_attn.q",
+    "attn2.to_k": "cross_attn.k",
+    "attn2.to_v": "cross_attn.v",
+    "attn2.to_out.0": "cross_attn.o",
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+
+
 FAMILY = Family(
     config=WanConfig,
     model=_model,
@@ -175,20 +191,7 @@ FAMILY = Family(
     lora_names=LoraNames(
         blocks=("blocks.",),
         projections=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "net.0.proj", "net.2"),
-        original={
-            "attn1.to_q": "self_attn.q",
-            "attn1.to_k": "self_attn.k",
-            "attn1.to_v": "self_attn.v",
-            "attn1.to_out.0": "self_attn.o",
-            "attn2.to_q": "cross_attn.q",
-            "attn2.to_k": "cross_attn.k",
-            "attn2.to_v": "cross_attn.v",
-            "attn2.to_out.0": "cross_attn.o",
-            "attn2.add_k_proj": "cross_attn.k_img",
-            "attn2.add_v_proj": "cross_attn.v_img",
-            "ffn.net.0.proj": "ffn.0",
-            "ffn.net.2": "ffn.2",
-        },
+        original={f"blocks.*.{ours}": f"blocks.*.{theirs}" for ours, theirs in _ORIGINAL_LAYERS.items()},
     ),
     scheduler=_scheduler,
     wan_steps=True,
