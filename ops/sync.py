@@ -31,7 +31,7 @@ from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
-from ops.parameter_places import parameters_in
+from ops.parameter_places import ParametersOf, parameters_in
 from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
 from ops.shard_export import ShardExport, copies_of
 from ops.shards import ShardState, Slot, cut, shard_bounds
@@ -185,12 +185,13 @@ class FlatSync:
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
         state: StatePlace = "device",
-        parameters: ParameterMemory = "replicated",
+        parameters: ParameterMemory | ParametersOf = "replicated",
     ) -> None:
         """`sum_elements` of own gradients are summed together on the CPU; None: the usual number. `gradients`: where
         they lie, or what makes them; workers that name different places all take the one that takes least of a device.
         `state` host: master, moments and EMA of the own range lie in host memory and are updated there. `parameters`
-        node: they lie once in host memory of each node (ops.node_parameters), also where other workers say so."""
+        node: they lie once in host memory of each node (ops.node_parameters), also where other workers say so; or what
+        makes those."""
         named = trainable(module)
         _check_alike({p.device for _, p in named})
         self.config = config
@@ -227,8 +228,7 @@ class FlatSync:
         self._group = group
         self._bounds = shard_bounds(self.total, group.size)
         self.lo, self.hi = self._bounds[group.rank]
-        self._agree_on_parameters(group)
-        self._agree_on_gradients(group)
+        self._agree_on_places(group)
         self.gradients.form(group, self._bounds)
         self.parameters.form(group, self._bounds, current=shards is None)
         if shards is None:
@@ -329,38 +329,37 @@ class FlatSync:
 
     # Memory -----------------------------------------------------------------------------------------------------
 
-    def _take_parameters(self, memory: ParameterMemory) -> None:
-        self._parameter_memory = memory
-        self.parameters: Parameters = parameters_in(memory)(self._module, self._named, self.layout, self._given)
+    def _take_parameters(self, memory: ParameterMemory | ParametersOf) -> None:
+        self._parameter_memory: ParameterMemory = "node" if callable(memory) else memory
+        make = memory if callable(memory) else parameters_in(memory)
+        self.parameters: Parameters = make(self._module, self._named, self.layout, self._given)
         # the own range of the parameters is the master copy
-        there = self._device if memory == "replicated" else torch.device("cpu")
+        there = self._device if self._parameter_memory == "replicated" else torch.device("cpu")
         self._is_master = self._parameters[0].dtype == self._state_dtype and there == self._state_device
 
     def _given(self, index: int, gradient: Tensor) -> None:
         self.gradients.add(index, gradient)
 
-    def _agree_on_parameters(self, group: Group) -> None:
-        """All workers send each other parameters alike, also those whose device would have room for all of them."""
+    def _agree_on_places(self, group: Group) -> None:
+        """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
+        own."""
         if group.size == 1:
             return
-        mine = PARAMETER_MEMORIES.index(self._parameter_memory)
-        most = PARAMETER_MEMORIES[max(exchange(group, mine, self._device))]
-        if most != self._parameter_memory:
-            log.info("parameters: %s, as another worker has no room for %s", most, self._parameter_memory)
-            self._take_parameters(most)
-
-    def _agree_on_gradients(self, group: Group) -> None:
-        """All workers sum alike, also those whose device would have room for a gradient of its own."""
-        if self._memory is None or group.size == 1:
-            return
         self.leave()  # and so have all, once they have exchanged this
-        most = MEMORIES[max(exchange(group, MEMORIES.index(self._memory), self._device))]
-        if most != self._memory:
-            log.info("gradients: %s, as another worker has no room for %s", most, self._memory)
+        mine = 0 if self._memory is None else MEMORIES.index(self._memory)
+        held = PARAMETER_MEMORIES.index(self._parameter_memory)
+        found = [divmod(one, len(MEMORIES)) for one in exchange(group, held * len(MEMORIES) + mine, self._device)]
+        parameters = PARAMETER_MEMORIES[max(held for held, _ in found)]
+        if parameters != self._parameter_memory:
+            log.info("parameters: %s, as another worker has no room for %s", parameters, self._parameter_memory)
+            self._take_parameters(parameters)
+        gradients = MEMORIES[max(gradients for _, gradients in found)]
+        if self._memory is not None and gradients != self._memory:
+            log.info("gradients: %s, as another worker has no room for %s", gradients, self._memory)
             self.gradients.release()
             del self.gradients  # before the other ones take memory
-            self._memory = most
-            self.gradients = gradients_in(most)(self._parameters, self.layout, self._state_dtype)
+            self._memory = gradients
+            self.gradients = gradients_in(gradients)(self._parameters, self.layout, self._state_dtype)
 
     def _received_hook(self, index: int) -> Callable[[Tensor], None]:
         def received(parameter: Tensor) -> None:
