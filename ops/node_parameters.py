@@ -28,7 +28,7 @@ from ops.comm import Group
 from ops.gradient_sum import Bounds
 from ops.node_gradients import routes
 from ops.node_sum import fellows_of, meet, share
-from ops.parameters import Received, RunsBlocks
+from ops.parameters import Received, RunsBlocks, blocks_in
 from ops.shards import Slot
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class NodeParameters:
 def blocks_of(module: nn.Module, trained: Sequence[nn.Parameter]) -> list[HeldBlock]:
     """The blocks of a module by its trained parameters. Raises ValueError where there are none, or where some of their
     parameters are not trained."""
-    blocks = module.all_blocks() if isinstance(module, RunsBlocks) else []
+    blocks = blocks_in(module)
     if not blocks:
         raise ValueError(
             f"train.memory.parameters node is for transformers that run in blocks, and {type(module).__name__} does "

@@ -39,6 +39,11 @@ class RunsBlocks(Protocol):
     def all_blocks(self) -> list[nn.Module]: ...
 
 
+def blocks_in(module: nn.Module) -> list[nn.Module]:
+    """The blocks that it runs; none of another module."""
+    return module.all_blocks() if isinstance(module, RunsBlocks) else []
+
+
 class Parameters(Protocol):
     """The trained parameters of one worker, in the layout of the flat vector. Not thread-safe."""
 

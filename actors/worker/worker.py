@@ -111,6 +111,8 @@ class Worker:
             frozen=self._frozen,
             first=self._first_sums,
             gradients=self.executor.sync.gradient_memory,
+            parameters=self.executor.sync.parameter_memory,
+            host_weights_gib=self._host_weights_gib(),
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
@@ -156,7 +158,11 @@ class Worker:
         self.heartbeat.activity(name, "gather", -1, 0.0, gathering)
         groups.allow(gathering)
         self.heartbeat.groups = groups
-        self.executor.form(task.generation, groups, world, shards)
+        try:
+            self.executor.form(task.generation, groups, world, shards)
+        finally:
+            if self.executor.sync.parameter_memory == "node":  # those of the module went before the node's came
+                self._first.trained()
         del shards
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
@@ -337,6 +343,12 @@ class Worker:
     def _gpu_gib(self) -> float:
         """Of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
+
+    def _host_weights_gib(self) -> float:
+        """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""
+        if self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
+            return 0.0
+        return sum(p.numel() * p.element_size() for _, p in trainable(self.executor.modules.dit)) / 2**30
 
     def _host_copies(self) -> HostCopies | None:
         """On CUDA, published results are copied while the next cascades run."""
