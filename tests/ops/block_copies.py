@@ -22,7 +22,6 @@ class LateCopies:
     pinned: list[int] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)  # the buffer of each copy
     waiting: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
-    late: int = 0  # copies that were waited for as soon as they had begun: nothing ran beside them
 
     def pin(self, memory: Tensor) -> None:
         self.pinned.append(memory.data_ptr())
@@ -38,7 +37,6 @@ class LateCopies:
 
     def arrived(self, turn: int) -> None:
         if turn in self.waiting:
-            self.late += self.begun[-1] == turn
             self._make(turn)
 
     def wait(self) -> None:

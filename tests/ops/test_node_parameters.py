@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.export.parity import our_velocity, parity_sample
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory
+from ops.groups import Groups
 from ops.models.base.transformer import PackedTransformer
 from ops.models.load import build_dit
-from ops.parameter_places import ParametersOf
+from ops.node_parameters import NodeParameters, blocks_of
+from ops.parameter_places import BlockBuffers, ParametersOf
 from ops.parameters import ParameterMemory
+from ops.shards import cut
 from ops.sync import FlatSync, StatePlace, trainable
-from tests.ops.block_copies import in_buffers
+from ops.waiting import CancelToken
+from tests.ops.block_copies import LateCopies, in_buffers
 from tests.ops.test_families import CASES, small
 
 STEPS = 2
@@ -82,8 +90,215 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert tensor.isfinite().all() and tensor.any(), f"{name} says nothing"
 
 
+ONE_EACH = {name: case for case, (name, _) in reversed(CASES.items())}  # the first case of each family
+
+
+@pytest.mark.parametrize("case", ONE_EACH.values())
+def test_every_family_trains_bit_for_bit_as_with_parameters_of_its_own(case: str) -> None:
+    assert_equal(trained(case, in_buffers), trained(case, "replicated"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
-def test_all_families_train_bit_for_bit_as_with_parameters_of_their_own(case: str) -> None:
-    expected = trained(case, "replicated")
-    for way in WAYS.values():
-        assert_equal(trained(case, way), expected)
+def test_every_variant_trains_bit_for_bit_as_with_parameters_of_its_own(case: str, way: str) -> None:
+    assert_equal(trained(case, WAYS[way]), trained(case, "replicated"))
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"gradients": "node"},
+        {"state": "host"},
+        {"dtype": torch.bfloat16, "gradients": "node", "state": "host"},
+        {"dtype": torch.float64},
+        {"autocast": True},
+    ],
+    ids=lambda places: " ".join(map(str, places.values())),
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_so_wherever_gradients_and_state_lie(way: str, places: dict) -> None:
+    assert_equal(trained("wan", WAYS[way], **places), trained("wan", "replicated", **places))
+
+
+# -- several workers, in threads ---------------------------------------------------------------------------------------
+
+
+def on_ranks(nodes: Sequence[int], generation: int, run: Callable[[int, Group], None]) -> None:
+    """Every rank of a generation in a thread; raises the first error."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120))
+    errors: list[BaseException] = []
+    everyone = tuple(range(len(nodes)))
+
+    def guarded(rank: int) -> None:
+        groups = Groups(store, rank, everyone, "gloo", generation, 60.0, CancelToken(), "127.0.0.1", nodes)
+        try:
+            run(rank, groups.world_group())
+        except BaseException as error:
+            errors.append(error)
+            groups.abort()
+        finally:
+            groups.close()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(150)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def elastic_run(worlds: Sequence[Sequence[int]], ways: Sequence[ParameterMemory | ParametersOf]) -> list[Tensor]:
+    """A step in every generation, `worlds` being the nodes of its workers, which run uneven numbers of passes.
+    Parameters of all workers after each step, which are the same ones."""
+    dits = [model("wan", 2) for _ in ways]
+    syncs = [FlatSync(dit, OPTIMIZER, 9, parameters=way) for dit, way in zip(dits, ways, strict=True)]
+    shards = None
+    found = []
+    for step, nodes in enumerate(worlds):
+
+        def run(rank: int, group: Group, step: int = step, shards: list | None = shards) -> None:
+            sync, dit = syncs[rank], dits[rank]
+            sync.form(group, shards)
+            sync.begin_step()
+            for number in range((rank + step) % 3):
+                passes(dit, "wan", False, 1.0 + rank + 0.1 * number)
+            sync.finish_step(step, 1.0, 1.0, float(group.size), lambda phase: None)
+            group.barrier()
+            sync.leave()
+
+        on_ranks(nodes, step, run)
+        here = range(len(nodes))
+        values = [torch.cat([p.detach().flatten() for _, p in trainable(dits[rank])]) for rank in here]
+        assert all(torch.equal(value, values[0]) for value in values)
+        found.append(values[0].clone())
+        shards = [syncs[rank].export_shard() for rank in here]
+        assert cut(shards, 0, syncs[0].total).updates == step + 1
+    return found
+
+
+WORLDS = ([0, 0, 1], [0, 1], [0, 0, 0], [0])
+
+
+@pytest.mark.parametrize("ways", [("node",) * 3, ("replicated", in_buffers, "replicated")], ids=["node", "agreed"])
+def test_workers_of_some_nodes_that_come_and_go_have_the_same_parameters(
+    ways: Sequence[ParameterMemory | ParametersOf],
+) -> None:
+    """Where one worker has no room for all of them, none has them all."""
+    found, expected = elastic_run(WORLDS, ways), elastic_run(WORLDS, ("replicated",) * 3)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_generation_that_had_no_room_leaves_nothing_that_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    dit = model("wan", 2)
+    sync = FlatSync(dit, OPTIMIZER, 9, parameters="node")
+    sync.form(Group.solo(), None)
+    expected = {name: p.detach().clone() for name, p in trainable(dit)}
+    shard = sync.export_shard()
+    sync.leave()
+    with monkeypatch.context() as short:
+        short.setattr("ops.node_memory.node_room", lambda: 10)
+        with pytest.raises(MemoryError, match=r"no room for .* of shared memory \(parameters\)"):
+            sync.form(Group.solo(), [shard])
+    assert {name: p.shape for name, p in trainable(dit)} == {name: p.shape for name, p in expected.items()}
+    sync.form(Group.solo(), [shard])
+    for name, parameter in trainable(dit):
+        assert torch.equal(parameter, expected[name]), name
+
+
+# -- what a device holds -----------------------------------------------------------------------------------------------
+
+
+def in_two_buffers() -> tuple[PackedTransformer, FlatSync, BlockBuffers, LateCopies]:
+    dit = model("wan", 4)
+    copies = LateCopies()
+    buffers = BlockBuffers(copies)
+    sync = FlatSync(dit, OPTIMIZER, 9, parameters=lambda *given: NodeParameters(*given[:3], buffers, given[3]))
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    return dit, sync, buffers, copies
+
+
+def test_a_device_holds_two_blocks_and_what_is_in_none() -> None:
+    dit, sync, buffers, copies = in_two_buffers()
+    blocks = blocks_of(dit, [p for _, p in trainable(dit)])
+    assert [buffer.numel() for buffer in buffers.buffers] == [blocks[0].elements] * 2
+    home = {p.untyped_storage().data_ptr() for block in dit.all_blocks() for p in block.parameters()}
+    assert home == set(copies.pinned) == {sync.parameters.own.untyped_storage().data_ptr()}
+    rest = sync.total - sum(block.elements for block in blocks)
+    outside = [p for _, p in trainable(dit) if p.untyped_storage().data_ptr() not in home]
+    assert sum(p.numel() for p in outside) == rest
+    sync.parameters.settle()
+    buffers.let_go()
+    assert not copies.pinned and not buffers.buffers
+
+
+def test_the_next_block_is_copied_while_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    dit, sync, buffers, copies = in_two_buffers()
+    missed: list[int] = []
+    fetch = buffers.fetch
+
+    def watched(block: int) -> list[Tensor]:
+        if buffers._turn_of(block) is None:
+            missed.append(block)
+        return fetch(block)
+
+    monkeypatch.setattr(buffers, "fetch", watched)
+    passes(dit, "wan", False, 1.0)
+    assert missed == [0, 1, 2, 3, 1, 0], "nobody knows the order yet; 3 and 2 are there when backward begins"
+    missed.clear()
+    copies.begun.clear()
+    passes(dit, "wan", False, 1.0)
+    assert not missed and len(copies.begun) == 4, "2 and 3 on the way there, 1 and 0 on the way back"
+    sync.finish_step(0, 1.0, 1.0, 1.0, lambda phase: None)
+    passes(dit, "wan", False, 1.0)
+    assert missed == [0], "after an update nothing is there"
+
+
+def test_samples_lend_the_blocks_other_weights_and_training_finds_its_own_again() -> None:
+    dit, _, _, _ = in_two_buffers()
+    sample = parity_sample(small("wan"))
+    own = {name: p.data for name, p in trainable(dit)}
+    with torch.no_grad():
+        before = our_velocity(dit, sample)
+        for factor in (2.0, 0.5):
+            for name, parameter in trainable(dit):
+                parameter.data = factor * own[name]
+            lent = our_velocity(dit, sample)
+            plain = model("wan", 4)
+            plain.load_state_dict({name: factor * tensor for name, tensor in own.items()})
+            assert torch.equal(lent, our_velocity(plain, sample)) and not torch.equal(lent, before)
+        for name, parameter in trainable(dit):
+            parameter.data = own[name]
+        assert torch.equal(our_velocity(dit, sample), before)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_modules_without_blocks_and_frozen_blocks_are_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"transformers that run in blocks, and Linear does not\. Set it to replicated"
+    ):
+        FlatSync(nn.Linear(2, 2), OPTIMIZER, 1, parameters="node")
+    lora = build_dit(replace(small("wan"), lora_rank=2), seed=0)
+    with pytest.raises(ValueError, match=r"scale_shift_table of a block is frozen\. Train all weights"):
+        FlatSync(lora, OPTIMIZER, 1, parameters="node")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_blocks_of_a_family_are_what_it_runs(case: str) -> None:
+    dit = model(case, 2)
+    ran: list[nn.Module] = []
+
+    def noted(block: nn.Module) -> Callable[..., object]:
+        ran.append(block)
+        return block
+
+    dit.fetched = noted
+    with torch.no_grad():
+        our_velocity(dit, parity_sample(small(case)))
+    assert {id(block) for block in ran} == {id(block) for block in dit.all_blocks()} and ran
