@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from actors.plan.costs.needs import Needs
+from actors.plan.places import Places
+from actors.planning.memory import MemoryForecast
 from app.export.parity import our_velocity, parity_sample
 from ops.comm import Group
 from ops.config import OptimizerConfig
@@ -22,12 +30,14 @@ from ops.models.load import build_dit
 from ops.node_parameters import NodeParameters, blocks_of
 from ops.parameter_places import BlockBuffers, ParametersOf
 from ops.parameters import ParameterMemory
-from ops.shards import cut
+from ops.shards import bytes_per_weight, cut
+from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync, StatePlace, trainable
 from ops.waiting import CancelToken
 from tests.ops.block_copies import LateCopies, in_buffers
 from tests.ops.test_families import CASES, small
 
+GIB = 2**30
 STEPS = 2
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=1.0, ema_decay=0.9)
 WAYS: dict[str, ParameterMemory | ParametersOf] = {"node": "node", "buffers": in_buffers}
@@ -209,11 +219,58 @@ def test_a_generation_that_had_no_room_leaves_nothing_that_is_trained_on(monkeyp
         assert torch.equal(parameter, expected[name]), name
 
 
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def run_processes(folder: Path, parameters: str, case: str, size: int = 3) -> list[tuple[int, list[str]]]:
+    """Exit status and lines of each process of tests/ops/parameter_rank.py."""
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = [str(size), str(store.port), str(folder), parameters, case]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ops.parameter_rank", str(rank), *given],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=280)[0].split() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["one", "2+1"])
+def test_processes_train_bit_for_bit_as_with_parameters_of_their_own(case: str, tmp_path: Path) -> None:
+    found, expected = (run_processes(tmp_path / way, way, case) for way in ("node", "replicated"))
+    assert found == expected == [(0, expected[0][1])] * 3 and len(set(expected[0][1])) == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_values_that_a_killed_process_left_half_written_are_trained_on_by_nobody(tmp_path: Path) -> None:
+    """Two survivors do the step again as they do whose vector nobody has touched."""
+    found, expected = (run_processes(tmp_path / way, way, "dies") for way in ("node", "replicated"))
+    assert found == expected and expected.pop(1)[0] == -signal.SIGKILL
+    assert [status for status, _ in expected] == [0, 0] and expected[0] == expected[1]
+    digests = expected[0][1]
+    assert digests[2] == "broken" and len(set(digests)) == 4
+
+
 # -- what a device holds -----------------------------------------------------------------------------------------------
 
 
-def in_two_buffers() -> tuple[PackedTransformer, FlatSync, BlockBuffers, LateCopies]:
-    dit = model("wan", 4)
+def in_two_buffers(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[PackedTransformer, FlatSync, BlockBuffers, LateCopies]:
+    dit = model("wan", 4, dtype)
     copies = LateCopies()
     buffers = BlockBuffers(copies)
     sync = FlatSync(dit, OPTIMIZER, 9, parameters=lambda *given: NodeParameters(*given[:3], buffers, given[3]))
@@ -234,6 +291,43 @@ def test_a_device_holds_two_blocks_and_what_is_in_none() -> None:
     sync.parameters.settle()
     buffers.let_go()
     assert not copies.pinned and not buffers.buffers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_as_much_as_is_forecast(dtype: torch.dtype) -> None:
+    dit, sync, buffers, _ = in_two_buffers(dtype)
+    home = sync.parameters.own.untyped_storage().data_ptr()
+    held = [p for p in dit.parameters() if p.untyped_storage().data_ptr() != home]
+    blocks = [block.elements for block in blocks_of(dit, [p for _, p in trainable(dit)])]
+    found = MemoryForecast(
+        parameters=sync.total,
+        trained=sync.total,
+        parameter_bytes=dtype.itemsize,
+        state_bytes=bytes_per_weight(ema=True),
+        deepspeed=False,
+        vae_gib=0.0,
+        text_gib=0.0,
+        image_gib=0.0,
+        needs=Needs(),
+        places=Places("host", "host", "node"),
+        in_blocks=sum(blocks),
+        largest_block=max(blocks),
+    )
+    assert found.states(1).total * GIB == storage_bytes([*held, *buffers.buffers])
+    assert found.host_weights_gib * GIB == sync.parameters.own.untyped_storage().nbytes()
+
+
+def test_a_pass_takes_no_more_than_where_all_parameters_are_there() -> None:
+    peaks = []
+    for way in ("replicated", in_buffers):
+        dit = model("wan", 4)
+        sync = FlatSync(dit, OPTIMIZER, 9, parameters=way)
+        sync.form(Group.solo(), None)
+        sync.begin_step()
+        with StorageCount() as count:
+            passes(dit, "wan", False, 1.0)
+        peaks.append(count.peak_bytes)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
 def test_the_next_block_is_copied_while_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
