@@ -1,4 +1,4 @@
-"""How a block's parameters come from the node's memory to the device that computes, and the ways by their names.
+"""How a block's parameters come from the node's memory to the device that computes.
 
 On a CPU they are there. On a GPU (`BlockBuffers`) two buffers of a block's size take turns: while one block runs, the
 one that came after it the last time is copied. What a device does is `BlockCopies`, a thin shell (`CudaBlockCopies`,
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ops.cuda_memory import CudaBlockCopies
 from ops.node_parameters import BlockPlace, Held, NodeParameters
-from ops.parameters import ParameterMemory, Parameters, Received, Replicated
+from ops.parameters import Parameters, Received
 from ops.shards import Slot
 
 ParametersOf = Callable[[nn.Module, Sequence[tuple[str, nn.Parameter]], Sequence[Slot], Received], Parameters]
@@ -155,18 +155,10 @@ class BlockBuffers:
         return self._follows.get(self._before)
 
 
-def parameters_in(memory: ParameterMemory) -> ParametersOf:
-    """What makes them."""
-
-    def made(
-        module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], layout: Sequence[Slot], received: Received
-    ) -> Parameters:
-        if memory == "replicated":
-            return Replicated([parameter for _, parameter in named], layout)
-        return NodeParameters(module, named, layout, _place(named[0][1].device), received)
-
-    return made
-
-
-def _place(device: torch.device) -> BlockPlace:
-    return BlockBuffers(CudaBlockCopies(device)) if device.type == "cuda" else HostBlocks()
+def node_parameters(
+    module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], layout: Sequence[Slot], received: Received
+) -> Parameters:
+    """Once per node, for the device that they are on. Raises ValueError for a module that cannot fetch its blocks."""
+    device = named[0][1].device
+    place: BlockPlace = BlockBuffers(CudaBlockCopies(device)) if device.type == "cuda" else HostBlocks()
+    return NodeParameters(module, named, layout, place, received)

@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
+from ops.gradient_sum import Bounds
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
-from ops.parameter_places import ParametersOf, parameters_in
+from ops.parameter_places import ParametersOf, node_parameters
 from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
 from ops.shard_export import ShardExport, copies_of
-from ops.shards import ShardState, Slot, cut, shard_bounds
+from ops.shards import ShardState, Slot, cut, padding, shard_bounds
+from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 
@@ -331,8 +333,11 @@ class FlatSync:
 
     def _take_parameters(self, memory: ParameterMemory | ParametersOf) -> None:
         self._parameter_memory: ParameterMemory = "node" if callable(memory) else memory
-        make = memory if callable(memory) else parameters_in(memory)
-        self.parameters: Parameters = make(self._module, self._named, self.layout, self._given)
+        if memory == "replicated":
+            self.parameters: Parameters = Replicated(self._parameters, self.layout)
+        else:
+            make = memory if callable(memory) else node_parameters
+            self.parameters = make(self._module, self._named, self.layout, self._given)
         # the own range of the parameters is the master copy
         there = self._device if self._parameter_memory == "replicated" else torch.device("cpu")
         self._is_master = self._parameters[0].dtype == self._state_dtype and there == self._state_device
@@ -461,3 +466,59 @@ class FlatSync:
         if gradient.device.type == "cpu":
             return gradient.to(self._state_device)
         return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)
+
+
+class Replicated:
+    """All of them on the worker's device: parameters are views of one vector, gathered from their owners."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot]) -> None:
+        self._parameters, self._layout = parameters, layout
+        self._group = Group.solo()
+        self._bounds: Bounds = [(0, layout[-1].hi)]
+        self._even: Bounds | None = None
+        self._pending: list[Pending] = []
+        self._allocate()
+
+    @property
+    def own(self) -> Tensor:
+        """As `Parameters.own`."""
+        return self._flat[slice(*self._bounds[self._group.rank])]
+
+    def form(self, group: Group, bounds: Bounds, current: bool) -> None:
+        """As `Parameters.form`."""
+        if self._group.abandoned:
+            # A collective of the dead generation may still be writing into the old memory.
+            self._allocate()
+        self._group, self._bounds, self._pending = group, bounds, []
+        self._even = group.even_ranges(self._padded, self._layout[-1].hi)
+        if current:
+            group.broadcast(self._flat, source_rank=0)
+
+    def settle(self) -> None:
+        """Nothing: passes wait for their device, and so do collectives."""
+
+    def changed(self, pieces: Bounds) -> None:
+        """Send them. NCCL does at the end: it gathers ranges that lie side by side, and a device updates its range in
+        less than a tenth of the time that the gather takes."""
+        if self._even is None:
+            self._pending += self._group.all_gather_ranges_async(self._flat, pieces)
+
+    def gather(self) -> None:
+        """As `Parameters.gather`."""
+        if self._even is not None:
+            self._pending = self._group.all_gather_ranges_async(self._padded, self._even)
+        for one in self._pending:
+            one.wait()
+        self._pending = []
+
+    def _allocate(self) -> None:
+        # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
+        # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
+        first, total = self._parameters[0], self._layout[-1].hi
+        self._padded = torch.zeros(total + padding(total), dtype=first.dtype, device=first.device)
+        self._flat = self._padded[:total]
+        with torch.no_grad():
+            for parameter, slot in zip(self._parameters, self._layout, strict=True):
+                view = self._flat[slot.lo : slot.hi].view(slot.shape)
+                view.copy_(parameter)
+                parameter.data = view

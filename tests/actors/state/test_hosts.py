@@ -116,7 +116,7 @@ def test_a_small_state_goes_through_a_small_shared_memory_without_a_word() -> No
 def test_weights_that_a_node_holds_for_its_gpus_are_named() -> None:
     infos = [replace(info(f"w{n}", "a", 700.0, on_host=False), host_weights_gib=57.0) for n in range(2)]
     off = SnapshotConfig(enabled=False)
-    ((node, need, room),) = needs_of_hosts(infos, STATE_GIB, 16, off)
+    ((node, need, _),) = needs_of_hosts(infos, STATE_GIB, 16, off)
     assert need.parameters == 57.0 and "weights 57.00" in need.describe()
     without = replace(need, parameters=0.0)
     refuse_short_hosts([(node, without, without.total + 1)])
