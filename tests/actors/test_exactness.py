@@ -255,7 +255,8 @@ def test_every_family_trains_to_equal_parameters_on_other_workers_and_after_a_re
     [
         ("wan", in_buffers),
         ("stdit3", "node"),  # in a bag a block runs in slices, each of which fetches it
-        *(pytest.param(family, way, marks=pytest.mark.long) for family in MODELS for way in ("node", in_buffers)),
+        *(pytest.param(family, "node", marks=pytest.mark.long) for family in MODELS if family != "stdit3"),
+        *(pytest.param(family, in_buffers, marks=pytest.mark.long) for family in MODELS if family != "wan"),
     ],
 )
 def test_any_plan_with_parameters_once_per_node_trains_as_one_worker(
