@@ -171,8 +171,8 @@ class CudaBlockCopies:
         torch.cuda.current_stream(self.device).wait_event(self._arrived[turn])
 
     def wait(self) -> None:
-        """As `BlockCopies.wait`."""
-        torch.cuda.synchronize(self.device)
+        """As `BlockCopies.wait`. An encode that goes on beside the end of a step is not waited for."""
+        self._beside.synchronize()
 
 
 def pin(memory: Tensor, device: torch.device) -> None:

@@ -64,7 +64,7 @@ class BlockCopies(Protocol):
         ...
 
     def wait(self) -> None:
-        """Returns when nothing that was launched here runs any more."""
+        """Returns when no copy runs here any more."""
         ...
 
 

@@ -174,9 +174,8 @@ class FlatSync:
     """Flat ZeRO-1. Parameters become views of one vector; hooks give their gradients to `gradients`.
 
     Parameters of lower precision, and any that lie elsewhere than their state, have an fp32 master copy of the own
-    shard.
-    Such state never comes back to the device, only new parameters do: a device holds weights and gradient, a snapshot
-    copies nothing from it. Do not move or re-cast the module, nor call zero_grad, afterwards.
+    shard. State in host memory never comes back to the device, only new parameters do: a device holds weights and
+    gradient, a snapshot copies nothing from it. Do not move or re-cast the module, nor call zero_grad, afterwards.
     """
 
     def __init__(
@@ -232,6 +231,8 @@ class FlatSync:
         self.lo, self.hi = self._bounds[group.rank]
         self._agree_on_places(group)
         self.gradients.form(group, self._bounds)
+        if self._is_master:
+            self._master = torch.empty(0, dtype=self._state_dtype)  # of parameters that may be about to go
         self.parameters.form(group, self._bounds, current=shards is None)
         if shards is None:
             self._fresh_state()

@@ -160,10 +160,12 @@ def on_ranks(nodes: Sequence[int], generation: int, run: Callable[[int, Group], 
         raise errors[0]
 
 
-def elastic_run(worlds: Sequence[Sequence[int]], ways: Sequence[ParameterMemory | ParametersOf]) -> list[Tensor]:
+def elastic_run(
+    worlds: Sequence[Sequence[int]], ways: Sequence[ParameterMemory | ParametersOf], dtype: torch.dtype
+) -> list[Tensor]:
     """A step in every generation, `worlds` being the nodes of its workers, which run uneven numbers of passes.
     Parameters of all workers after each step, which are the same ones."""
-    dits = [model("wan", 2) for _ in ways]
+    dits = [model("wan", 2, dtype) for _ in ways]
     syncs = [FlatSync(dit, OPTIMIZER, 9, parameters=way) for dit, way in zip(dits, ways, strict=True)]
     shards = None
     found = []
@@ -192,12 +194,18 @@ def elastic_run(worlds: Sequence[Sequence[int]], ways: Sequence[ParameterMemory 
 WORLDS = ([0, 0, 1], [0, 1], [0, 0, 0], [0])
 
 
-@pytest.mark.parametrize("ways", [("node",) * 3, ("replicated", in_buffers, "replicated")], ids=["node", "agreed"])
+@pytest.mark.parametrize(
+    ("ways", "dtype"),
+    [
+        (("node",) * 3, torch.bfloat16),
+        (("replicated", in_buffers, "replicated"), torch.float32),  # where one has no room for all, none has them all
+    ],
+    ids=["node", "agreed"],
+)
 def test_workers_of_some_nodes_that_come_and_go_have_the_same_parameters(
-    ways: Sequence[ParameterMemory | ParametersOf],
+    ways: Sequence[ParameterMemory | ParametersOf], dtype: torch.dtype
 ) -> None:
-    """Where one worker has no room for all of them, none has them all."""
-    found, expected = elastic_run(WORLDS, ways), elastic_run(WORLDS, ("replicated",) * 3)
+    found, expected = elastic_run(WORLDS, ways, dtype), elastic_run(WORLDS, ("replicated",) * 3, dtype)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
