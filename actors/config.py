@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actors.plan.places import GradientSetting, Places, StateSetting, gpu_places
+from actors.plan.places import GradientSetting, ParameterSetting, Places, StateSetting, gpu_places, parameter_places
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
@@ -177,6 +177,10 @@ class TrainMemoryConfig:
     # Master weights, moments and EMA of a worker's part. device: beside its weights. host: in host memory, where it is
     # updated, so that a GPU holds weights and gradient. auto: host where a GPU has no room for the largest clip else.
     state: StateSetting = "auto"
+    # replicated: all weights on every worker. node: those of all blocks once in host memory of each node; GPUs copy a
+    # block for its forward and again for its backward (`model.dit.gradient_checkpointing`), beside the block before it.
+    # auto: node where a GPU has no room for the largest clip in any other way, and an event says so. No GPU has run it.
+    parameters: ParameterSetting = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,18 +210,25 @@ class TrainConfig:
                 "train.sync deepspeed keeps optimizer state on the device; train.memory.state is host. Set it to auto "
                 "or device, or train.sync: flat."
             )
+        if self.sync == "deepspeed" and self.memory.parameters == "node":
+            raise ValueError(
+                "train.sync deepspeed has all parameters on each worker; train.memory.parameters is node. Set it to "
+                "auto or replicated, or train.sync: flat."
+            )
 
-    def places(self, weights: int, device: str) -> tuple[Places, ...]:
-        """Where gradients and state of so many trained weights may lie, with workers on `device` (cpu or cuda): what
-        is taken if it fits, the fastest first."""
+    def places(self, weights: int, device: str, fetchable: bool = False) -> tuple[Places, ...]:
+        """Where gradients, state and parameters of so many trained weights may lie, with workers on `device` (cpu or
+        cuda): what is taken if it fits, the fastest first. `fetchable`: the model's blocks can be fetched."""
         if self.sync == "deepspeed":
             return (Places("own", "device"),)
         if device != "cpu":
-            return gpu_places(self.memory.gradients, self.memory.state)
+            held = parameter_places(self.memory.parameters, fetchable)
+            return gpu_places(self.memory.gradients, self.memory.state, held)
         gradients, state = self.memory.gradients, self.memory.state
         if gradients == "auto":
             gradients = "node" if weights * _GRADIENT_BYTES >= _SHARED_GRADIENT_BYTES else "own"
-        return (Places(gradients, "host" if state == "host" else "device"),)
+        held = "node" if self.memory.parameters == "node" else "replicated"
+        return (Places(gradients, "host" if state == "host" else "device", held),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -190,6 +190,8 @@ class WorkerInfo:
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
     gradients: str = ""  # where it would have them, "own", "node" or "host"
     state_on_host: bool = False  # optimizer state will lie in host memory
+    parameters: str = ""  # where it would have them, "replicated" or "node"
+    host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -134,21 +134,65 @@ class CudaHostCopy:
         return copy, arrived.synchronize
 
     def pin(self, memory: Tensor) -> None:
-        """Whole pages; without it copies go through a buffer of the driver."""
-        torch.cuda.synchronize(self.device)
-        address, num_bytes = _pages(memory)
-        try:
-            _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _REGISTER_PORTABLE)
-        except RuntimeError as error:
-            log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", num_bytes / 2**30, error)
+        """As `pin`."""
+        pin(memory, self.device)
 
     def unpin(self, memory: Tensor) -> None:
-        """Where it was pinned. Nothing that was launched here reads it any more."""
-        try:
-            torch.cuda.synchronize(self.device)
-            _call("cuMemHostUnregister", ctypes.c_void_p(_pages(memory)[0]))
-        except RuntimeError as error:
-            log.debug("host memory was not pinned: %s", error)
+        """As `unpin`."""
+        unpin(memory, self.device)
+
+
+class CudaBlockCopies:
+    """`BlockCopies` of one GPU, in a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arrived = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def pin(self, memory: Tensor) -> None:
+        """As `pin`."""
+        pin(memory, self.device)
+
+    def unpin(self, memory: Tensor) -> None:
+        """As `unpin`."""
+        unpin(memory, self.device)
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], turn: int) -> None:
+        """As `BlockCopies.copy`."""
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._beside), torch.no_grad():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._arrived[turn].record(self._beside)
+
+    def arrived(self, turn: int) -> None:
+        """As `BlockCopies.arrived`."""
+        torch.cuda.current_stream(self.device).wait_event(self._arrived[turn])
+
+    def wait(self) -> None:
+        """As `BlockCopies.wait`. An encode that goes on beside the end of a step is not waited for."""
+        self._beside.synchronize()
+
+
+def pin(memory: Tensor, device: torch.device) -> None:
+    """The device reads this host memory itself from now on: whole pages. Without it copies go through a buffer of the
+    driver."""
+    torch.cuda.synchronize(device)
+    address, num_bytes = _pages(memory)
+    try:
+        _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _REGISTER_PORTABLE)
+    except RuntimeError as error:
+        log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", num_bytes / 2**30, error)
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
+    """Where it was pinned. Nothing that was launched here reads it any more."""
+    try:
+        torch.cuda.synchronize(device)
+        _call("cuMemHostUnregister", ctypes.c_void_p(_pages(memory)[0]))
+    except RuntimeError as error:
+        log.debug("host memory was not pinned: %s", error)
 
 
 def _pages(memory: Tensor) -> tuple[int, int]:

@@ -120,6 +120,11 @@ class DeepSpeedSync:
         """Each worker's own."""
         return "own"
 
+    @property
+    def parameter_memory(self) -> str:
+        """Each worker has all of them."""
+        return "replicated"
+
     def leave(self) -> None:
         """Nothing: the engine goes when the next generation forms."""
 

@@ -57,8 +57,12 @@ class Gradients(Protocol):
         """Parameter `index` has its gradient of the running backward pass. Waits for nobody's computation."""
         ...
 
+    def add(self, index: int, gradient: Tensor) -> None:
+        """As `received`, of a gradient that backward has left elsewhere than in the parameter's `.grad`."""
+        ...
+
     def watch(self) -> None:
-        """The coming backward pass is this worker's last of the step."""
+        """The coming backward pass is this worker's last of the step, and gives each parameter one gradient."""
         ...
 
     def start(self) -> None:
@@ -117,7 +121,8 @@ class OwnGradients:
         self.flat.zero_()
         if self._in_place:
             for parameter, view in zip(self._parameters, self._views, strict=True):
-                parameter.grad = view
+                if parameter.device == view.device:  # others come by `add`
+                    parameter.grad = view
 
     def received(self, index: int) -> None:
         """Add what lies beside the sum. Raises RuntimeError after the sum of the bucket has begun."""
@@ -126,6 +131,11 @@ class OwnGradients:
             assert parameter.grad is not None, "backward has just made it"
             self._views[index].add_(parameter.grad)
             parameter.grad = None
+        self.sum.received(index)
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """As `Gradients.add`. Raises RuntimeError after the sum of the bucket has begun."""
+        self._views[index].add_(gradient)
         self.sum.received(index)
 
     def watch(self) -> None:

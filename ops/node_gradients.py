@@ -99,9 +99,13 @@ class NodeGradients:
         """Give the parameter's gradient to the sum."""
         parameter = self._parameters[index]
         assert parameter.grad is not None, "backward has just made it"
-        if parameter.grad.numel():
-            self._sum.add(self._layout[index], parameter.grad)
+        self.add(index, parameter.grad)
         parameter.grad = None
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """As `Gradients.add`."""
+        if gradient.numel():
+            self._sum.add(self._layout[index], gradient)
 
     def watch(self) -> None:
         """Nothing: there is no sum to start."""

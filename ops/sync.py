@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,9 +28,12 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
+from ops.gradient_sum import Bounds
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.parameter_places import ParametersOf, node_parameters
+from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
 from ops.shard_export import ShardExport, copies_of
 from ops.shards import ShardState, Slot, cut, padding, shard_bounds
 from ops.waiting import Pending
@@ -77,6 +80,11 @@ class Sync(Protocol):
         """Where gradients lie or, before a generation, would: "own", "node" or "host"."""
         ...
 
+    @property
+    def parameter_memory(self) -> str:
+        """Where parameters lie or, before a generation, would: "replicated" or "node"."""
+        ...
+
     def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
     def leave(self) -> None:
         """The generation has ended; another one may follow."""
@@ -115,16 +123,19 @@ def check_weight(step: int, weight: float, bad_weight: float, planned_weight: fl
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the flat vector. Raises ValueError when there are none or their dtypes or devices differ."""
+    """The parameters of the flat vector. Raises ValueError when there are none or their dtypes differ."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("the model has no trainable parameter; set requires_grad on what should be trained.")
-    kinds = {(p.dtype, p.device) for _, p in named}
+    _check_alike({p.dtype for _, p in named})
+    return named
+
+
+def _check_alike(kinds: Collection[object]) -> None:
     if len(kinds) > 1:
         raise ValueError(
             f"trainable parameters are of {sorted(map(str, kinds))}; cast the module to one dtype on one device first."
         )
-    return named
 
 
 def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
@@ -162,9 +173,9 @@ def initial_shard(
 class FlatSync:
     """Flat ZeRO-1. Parameters become views of one vector; hooks give their gradients to `gradients`.
 
-    Parameters of lower precision, and any whose state is in host memory, have an fp32 master copy of the own shard.
-    Such state never comes back to the device, only new parameters do: a device holds weights and gradient, a snapshot
-    copies nothing from it. Do not move or re-cast the module, nor call zero_grad, afterwards.
+    Parameters of lower precision, and any that lie elsewhere than their state, have an fp32 master copy of the own
+    shard. State in host memory never comes back to the device, only new parameters do: a device holds weights and
+    gradient, a snapshot copies nothing from it. Do not move or re-cast the module, nor call zero_grad, afterwards.
     """
 
     def __init__(
@@ -175,11 +186,15 @@ class FlatSync:
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
         state: StatePlace = "device",
+        parameters: ParameterMemory | ParametersOf = "replicated",
     ) -> None:
         """`sum_elements` of own gradients are summed together on the CPU; None: the usual number. `gradients`: where
         they lie, or what makes them; workers that name different places all take the one that takes least of a device.
-        `state` host: master, moments and EMA of the own range lie in host memory and are updated there."""
+        `state` host: master, moments and EMA of the own range lie in host memory and are updated there. `parameters`
+        node: they lie once in host memory of each node (ops.node_parameters), also where other workers say so; or what
+        makes those."""
         named = trainable(module)
+        _check_alike({p.device for _, p in named})
         self.config = config
         self.total_steps = total_steps
         self.layout = slots(named)
@@ -194,11 +209,10 @@ class FlatSync:
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._host = state == "host"
         self._state_device = torch.device("cpu") if self._host else self._device
-        # the own range of the parameters is the master copy
-        self._is_master = first.dtype == self._state_dtype and not self._host
         self.copy_arrays = copies_of(self._device, self._state_device)
         self._export: ShardExport | None = None  # whose copy may still be reading the state
-        self._allocate()
+        self._module, self._named = module, named
+        self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
@@ -212,21 +226,20 @@ class FlatSync:
         without them training starts from rank 0's current parameters. Collective; all workers pass shards or none.
         """
         self._settle()
-        if self._group.abandoned:
-            # A collective of the dead generation may still be writing into the old memory.
-            self._allocate()
         self._group = group
         self._bounds = shard_bounds(self.total, group.size)
         self.lo, self.hi = self._bounds[group.rank]
-        self._agree_on_gradients(group)
+        self._agree_on_places(group)
         self.gradients.form(group, self._bounds)
+        if self._is_master:
+            self._master = torch.empty(0, dtype=self._state_dtype)  # of parameters that may be about to go
+        self.parameters.form(group, self._bounds, current=shards is None)
         if shards is None:
-            group.broadcast(self._flat, source_rank=0)
             self._fresh_state()
         else:
             self._import(cut(shards, self.lo, self.hi))
-            for one in self._gather():
-                one.wait()
+            self.parameters.changed(self._bounds)
+            self.parameters.gather()
         log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
 
     def leave(self) -> None:
@@ -239,7 +252,8 @@ class FlatSync:
 
     def watch_backward(self) -> None:
         """Start buckets of the sum inside the next backward, as they become final."""
-        self.gradients.watch()
+        if self.parameter_memory == "replicated":  # a block that runs in slices gives a gradient for each
+            self.gradients.watch()
 
     def start_sum(self) -> None:
         """Start the sum of what has not started yet."""
@@ -256,6 +270,7 @@ class FlatSync:
         """
         phase("reduce")
         self.gradients.finish()
+        self.parameters.settle()
         squares, loss, total_weight, bad = self._sum_scalars(self._own_squares(), loss, weight, bad_weight)
         check_weight(step, total_weight, bad, planned_weight)
         share = planned_weight / total_weight if total_weight > 0 else math.nan
@@ -265,10 +280,9 @@ class FlatSync:
         self.held_up_s = self._settle()
         if applied:
             phase("update")
-            pending = self._update(lr, share * clip_factor(norm, self.config.max_grad_norm))
+            self._update(lr, share * clip_factor(norm, self.config.max_grad_norm))
             phase("gather")
-            for one in pending:
-                one.wait()
+            self.parameters.gather()
         else:
             self.gradients.drop()
         return StepResult(
@@ -307,36 +321,51 @@ class FlatSync:
         """As `Sync.gradient_memory`."""
         return (self._memory or "node").removesuffix("_or_host")
 
+    @property
+    def parameter_memory(self) -> str:
+        """As `Sync.parameter_memory`."""
+        return self._parameter_memory
+
     def gradient(self) -> Tensor:
         """What of the flat gradient lies here: before `finish_step` the partial one of this worker, or its node's."""
         return self.gradients.flat
 
     # Memory -----------------------------------------------------------------------------------------------------
 
-    def _agree_on_gradients(self, group: Group) -> None:
-        """All workers sum alike, also those whose device would have room for a gradient of its own."""
-        if self._memory is None or group.size == 1:
+    def _take_parameters(self, memory: ParameterMemory | ParametersOf) -> None:
+        self._parameter_memory: ParameterMemory = "node" if callable(memory) else memory
+        if memory == "replicated":
+            self.parameters: Parameters = Replicated(self._parameters, self.layout)
+        else:
+            make = memory if callable(memory) else node_parameters
+            self.parameters = make(self._module, self._named, self.layout, self._given)
+        # the own range of the parameters is the master copy
+        there = self._device if self._parameter_memory == "replicated" else torch.device("cpu")
+        self._is_master = self._parameters[0].dtype == self._state_dtype and there == self._state_device
+
+    def _given(self, index: int, gradient: Tensor) -> None:
+        self.gradients.add(index, gradient)
+
+    def _agree_on_places(self, group: Group) -> None:
+        """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
+        own."""
+        if group.size == 1:
             return
         self.leave()  # and so have all, once they have exchanged this
-        most = MEMORIES[max(exchange(group, MEMORIES.index(self._memory), self._device))]
-        if most != self._memory:
-            log.info("gradients: %s, as another worker has no room for %s", most, self._memory)
+        mine = 0 if self._memory is None else MEMORIES.index(self._memory)
+        held = PARAMETER_MEMORIES.index(self._parameter_memory)
+        found = [divmod(one, len(MEMORIES)) for one in exchange(group, held * len(MEMORIES) + mine, self._device)]
+        parameters = PARAMETER_MEMORIES[max(held for held, _ in found)]
+        if parameters != self._parameter_memory:
+            log.info("parameters: %s, as another worker has no room for %s", parameters, self._parameter_memory)
+            self._take_parameters(parameters)
+        gradients = MEMORIES[max(gradients for _, gradients in found)]
+        if self._memory is not None and gradients != self._memory:
+            log.info("gradients: %s, as another worker has no room for %s", gradients, self._memory)
             self.gradients.release()
             del self.gradients  # before the other ones take memory
-            self._memory = most
-            self.gradients = gradients_in(most)(self._parameters, self.layout, self._state_dtype)
-
-    def _allocate(self) -> None:
-        # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
-        # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
-        first = self._parameters[0]
-        self._padded = torch.zeros(self.total + padding(self.total), dtype=first.dtype, device=self._device)
-        self._flat = self._padded[: self.total]
-        with torch.no_grad():
-            for parameter, slot in zip(self._parameters, self.layout, strict=True):
-                view = self._flat[slot.lo : slot.hi].view(slot.shape)
-                view.copy_(parameter)
-                parameter.data = view
+            self._memory = gradients
+            self.gradients = gradients_in(gradients)(self._parameters, self.layout, self._state_dtype)
 
     def _received_hook(self, index: int) -> Callable[[Tensor], None]:
         def received(parameter: Tensor) -> None:
@@ -344,14 +373,10 @@ class FlatSync:
 
         return received
 
-    def _own(self) -> Tensor:
-        return self._flat[self.lo : self.hi]
-
     def _fresh_state(self) -> None:
         self.updates = 0
-        self._master = (
-            self._own() if self._is_master else self._own().to(self._state_device, self._state_dtype, copy=True)
-        )
+        own = self.parameters.own
+        self._master = own if self._is_master else own.to(self._state_device, self._state_dtype, copy=True)
         self._exp_avg = torch.zeros_like(self._master)
         self._exp_avg_sq = torch.zeros_like(self._master)
         self._ema = self._master.clone() if self.config.ema_decay > 0 else None
@@ -366,8 +391,8 @@ class FlatSync:
             for name, array in shard.arrays.items()
         }
         self.updates = shard.updates
-        self._own().copy_(state["master"])
-        self._master = self._own() if self._is_master else state["master"]
+        self.parameters.own.copy_(state["master"])
+        self._master = self.parameters.own if self._is_master else state["master"]
         self._exp_avg, self._exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         # An EMA switched on later starts from the weights.
         self._ema = state.get("ema", self._master.clone()) if self.config.ema_decay > 0 else None
@@ -399,18 +424,12 @@ class FlatSync:
     def _bucket(self) -> int:
         return _BUCKET_CUDA if self._device.type == "cuda" else _BUCKET_CPU
 
-    def _update(self, lr: float, factor: float) -> list[Pending]:
-        """AdamW bucket by bucket; each is sent while the next is computed. Returns what is still in flight.
-
-        NCCL sends all at the end: it gathers ranges that lie side by side, and a device updates its range in less than
-        a tenth of the time that the gather takes.
-        """
+    def _update(self, lr: float, factor: float) -> None:
+        """AdamW bucket by bucket; each may be sent while the next is computed."""
         self.updates += 1
         decay = ema_decay_at(self.config, self.updates)
         bucket = self._bucket()
         longest = max(hi - lo for lo, hi in self._bounds)
-        pending: list[Pending] = []
-        at_once = self._group.even_ranges(self._padded, self.total) is not None
         for start in range(0, longest, bucket):
             pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
             lo, hi = pieces[self._group.rank]
@@ -418,18 +437,9 @@ class FlatSync:
             if lo < hi:
                 self._update_range(own, lr, factor)
                 self.gradients.used(lo, hi)
-            if not at_once:
-                pending += self._group.all_gather_ranges_async(self._flat, pieces)
+            self.parameters.changed(pieces)
             if self._ema is not None and lo < hi:
                 self._ema[own].lerp_(self._master[own], 1.0 - decay)
-        return self._gather() if at_once else pending
-
-    def _gather(self) -> list[Pending]:
-        """Every rank's range of the parameters to all."""
-        even = self._group.even_ranges(self._padded, self.total)
-        if even is not None:
-            return self._group.all_gather_ranges_async(self._padded, even)
-        return self._group.all_gather_ranges_async(self._flat, self._bounds)
 
     def _update_range(self, own: slice, lr: float, factor: float) -> None:
         adamw_(
@@ -444,10 +454,10 @@ class FlatSync:
         )
         if self._is_master:
             return
-        master = self._master[own]
-        if self._host and self._device.type != "cpu":  # rounded before it goes to the device, by memory it reads itself
-            master = torch.empty_like(master, dtype=self._flat.dtype, pin_memory=True).copy_(master)
-        self._own()[own].copy_(master)
+        master, target = self._master[own], self.parameters.own[own]
+        if self._host and target.device.type != "cpu":  # rounded before it goes there, by memory that the device reads
+            master = torch.empty_like(master, dtype=target.dtype, pin_memory=True).copy_(master)
+        target.copy_(master)
 
     def _gradient_of(self, own: slice) -> Tensor:
         """The sum of a part of the own range, where its state is; may be overwritten."""
@@ -457,3 +467,59 @@ class FlatSync:
         if gradient.device.type == "cpu":
             return gradient.to(self._state_device)
         return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)
+
+
+class Replicated:
+    """All of them on the worker's device: parameters are views of one vector, gathered from their owners."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot]) -> None:
+        self._parameters, self._layout = parameters, layout
+        self._group = Group.solo()
+        self._bounds: Bounds = [(0, layout[-1].hi)]
+        self._even: Bounds | None = None
+        self._pending: list[Pending] = []
+        self._allocate()
+
+    @property
+    def own(self) -> Tensor:
+        """As `Parameters.own`."""
+        return self._flat[slice(*self._bounds[self._group.rank])]
+
+    def form(self, group: Group, bounds: Bounds, current: bool) -> None:
+        """As `Parameters.form`."""
+        if self._group.abandoned:
+            # A collective of the dead generation may still be writing into the old memory.
+            self._allocate()
+        self._group, self._bounds, self._pending = group, bounds, []
+        self._even = group.even_ranges(self._padded, self._layout[-1].hi)
+        if current:
+            group.broadcast(self._flat, source_rank=0)
+
+    def settle(self) -> None:
+        """Nothing: passes wait for their device, and so do collectives."""
+
+    def changed(self, pieces: Bounds) -> None:
+        """Send them. NCCL does at the end: it gathers ranges that lie side by side, and a device updates its range in
+        less than a tenth of the time that the gather takes."""
+        if self._even is None:
+            self._pending += self._group.all_gather_ranges_async(self._flat, pieces)
+
+    def gather(self) -> None:
+        """As `Parameters.gather`."""
+        if self._even is not None:
+            self._pending = self._group.all_gather_ranges_async(self._padded, self._even)
+        for one in self._pending:
+            one.wait()
+        self._pending = []
+
+    def _allocate(self) -> None:
+        # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
+        # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
+        first, total = self._parameters[0], self._layout[-1].hi
+        self._padded = torch.zeros(total + padding(total), dtype=first.dtype, device=first.device)
+        self._flat = self._padded[:total]
+        with torch.no_grad():
+            for parameter, slot in zip(self._parameters, self._layout, strict=True):
+                view = self._flat[slot.lo : slot.hi].view(slot.shape)
+                view.copy_(parameter)
+                parameter.data = view

@@ -71,28 +71,41 @@ class MemoryForecast:
     cuda: bool = True
     places: Places = BESIDE
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
+    in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
+    largest_block: int = 0  # parameters of it
 
     def possible(self, train: TrainConfig, per_node: int) -> list[MemoryForecast]:
-        """With gradients and state in each of the places that the settings allow, the fastest first."""
-        places = train.places(self.trained, "cuda" if self.cuda else "cpu")
+        """With gradients, state and parameters in each of the places that the settings allow, the fastest first."""
+        places = train.places(self.trained, "cuda" if self.cuda else "cpu", fetchable=self.in_blocks > 0)
         return [replace(self, places=one, per_node=per_node) for one in places]
 
     def states(self, workers: int) -> StateSizes:
         """Of the fullest of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of
         the state (ZeRO-1); what lies in memory of the host is in `host_gib`."""
-        weights = 4 if self.deepspeed else self.parameter_bytes
-        flat = self.trained if self.deepspeed else self.trained + padding(self.trained)
-        # In fp32 the own range of the parameters is the master copy.
-        shard = self.state_bytes - (4 if self.parameter_bytes >= 4 and not self.deepspeed else 0)
+        # In fp32 the own range of the parameters is the master copy, where it lies beside the state.
+        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches
+        shard = self.state_bytes - (4 if is_master else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
-            weights=(self.parameters - self.trained) * self.parameter_bytes / GIB + flat * weights / GIB,
+            weights=self._weight_bytes() / GIB,
             gradient=self._gradient_bytes(workers, largest) / GIB,
             optimizer=0.0 if self.places.state == "host" else largest * shard / GIB,
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,
         )
+
+    @property
+    def fetches(self) -> bool:
+        """Blocks are fetched from host memory of their node. (A CPU computes with it: its workers map all of it.)"""
+        return self.cuda and self.places.parameters == "node"
+
+    def _weight_bytes(self) -> int:
+        """Of the transformer, on the device."""
+        if self.fetches:
+            return (self.parameters - self.in_blocks + 2 * self.largest_block) * self.parameter_bytes
+        flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
+        return (self.parameters - self.trained) * self.parameter_bytes + flat
 
     def _gradient_bytes(self, workers: int, largest: int) -> int:
         """On the device of a worker of the smallest node, which holds the most."""
@@ -108,10 +121,21 @@ class MemoryForecast:
         return 4 * held_elements(self.trained, largest, workers, fewest) + staged
 
     def host_gib(self, workers: int, nodes: int) -> float:
-        """GiB of a node's host memory beside what its workers count as their own: state and gradient that lie there."""
+        """GiB of a node's host memory beside what its workers count as their own: state, gradient and parameters that
+        lie there."""
         here = -(-workers // nodes)
         state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
-        return (state + (4 * self.trained if self.gradient_on_host else 0)) / GIB
+        return (state + (4 * self.trained if self.gradient_on_host else 0)) / GIB + self.host_weights_gib
+
+    @property
+    def host_weights_gib(self) -> float:
+        """GiB of each node's host memory that hold the parameters."""
+        return self.trained * self.parameter_bytes / GIB if self.fetches else 0.0
+
+    @property
+    def loaded_gib(self) -> float:
+        """GiB of a device that a worker takes before its first generation: all weights are read to the device."""
+        return self.parameters * self.parameter_bytes / GIB + self.vae_gib + self.text_gib + self.image_gib
 
     @property
     def gradient_on_host(self) -> bool:
@@ -130,13 +154,15 @@ class MemoryForecast:
         """GiB of a GPU on which, with so many of them, one clip of every shape fits."""
         legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
         worst = max(_need_gib(self.needs, geometry, clip, text_tokens, legal) for clip in clips)
-        states = self.states(workers).total
-        return CONTEXT_GIB + communicators_gib(degrees, workers, bag_peers) + (states + worst) / USABLE
+        taken = max(self.states(workers).total + worst, self.loaded_gib)
+        return CONTEXT_GIB + communicators_gib(degrees, workers, bag_peers) + taken / USABLE
 
     def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
         """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
         other = CONTEXT_GIB + bags_gib if cuda else 0.0
-        return USABLE * (memory_gib - other) - self.states(workers).total
+        usable = USABLE * (memory_gib - other)
+        room = usable - self.states(workers).total
+        return min(room, usable - self.loaded_gib) if usable < self.loaded_gib else room
 
 
 def clips_of(data: DataConfig, geometry: Geometry) -> list[Shape]:
@@ -164,10 +190,14 @@ def forecast(
     from ops.models.forecast import Precision, image_need, text_need
     from ops.models.load import dit_skeleton
     from ops.models.text import text_dtype
+    from ops.parameters import blocks_in
 
     dtype = getattr(torch, train.parameter_dtype)
     precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
-    weights = [(p.numel(), p.requires_grad) for p in dit_skeleton(model.dit).parameters()]
+    skeleton = dit_skeleton(model.dit)
+    weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
+    fetchable = blocks_in(skeleton) if model.dit.fetchable else []
+    blocks = [sum(p.numel() for p in block.parameters()) for block in fetchable]
     needs = Needs()
     predict_dit(needs, model, geometry, clips, degrees, precision)
     image = image_need(model.image, 1) if model.image is not None else None
@@ -193,6 +223,8 @@ def forecast(
         needs=needs,
         cuda=cuda,
         places=train.places(trained, "cuda" if cuda else "cpu")[0],
+        in_blocks=sum(blocks),
+        largest_block=max(blocks, default=0),
     )
 
 

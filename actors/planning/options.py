@@ -64,7 +64,8 @@ def update_kind(train: TrainConfig, weights: int, device: str) -> str:
     where `auto` has a choice, the device makes it."""
     places = train.places(weights, "cpu" if device in ("", "cpu") else "cuda")
     ema = "EMA" if train.optimizer.ema_decay > 0 else "no EMA"
-    return f"{train.sync} {train.parameter_dtype}, {ema}, {', '.join(f'{p.gradients}/{p.state}' for p in places)}"
+    ways = (f"{p.gradients}/{p.state}{'/fetched' if p.parameters == 'node' else ''}" for p in places)
+    return f"{train.sync} {train.parameter_dtype}, {ema}, {', '.join(ways)}"
 
 
 def tell_updates(profile: Profile, train: TrainConfig, model: ModelConfig, device: str) -> None:

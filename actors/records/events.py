@@ -225,10 +225,26 @@ class GenerationFormed(RunEvent, event="generation", disturbs=True):
     from_step: int
     seconds: float
     gradients: str = ""  # "own", "node" or "host"; older runs do not say
+    parameters: str = ""  # "replicated" or "node"; older runs do not say
 
     def describe(self) -> str:
         shared = ", one gradient per node" if self.gradients in ("node", "host") else ""
+        shared += ", weights once per node" if self.parameters == "node" else ""
         return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
+
+
+class WeightsFetched(RunEvent, event="weights_fetched"):
+    """`train.memory.parameters: auto` has put the weights of blocks once into host memory of each node, as GPUs have no
+    room for them otherwise."""
+
+    gib_per_node: float
+
+    def describe(self) -> str:
+        return (
+            f"warning: the GPUs have no room for all weights in any other way, so those of the blocks lie once in host "
+            f"memory of each node ({self.gib_per_node:.2f} GiB) and are fetched block by block; no GPU has run this so "
+            f"far (train.memory.parameters: auto)"
+        )
 
 
 class GenerationEnded(RunEvent, event="end"):

@@ -119,10 +119,15 @@ def seats_of(
             node=info.node,
             handle=handle_of(info.worker),
             publishes_later=info.publishes_later,
-            room_gib=None if info.room_gib is None else info.room_gib - state_gib / len(infos),
+            room_gib=None if info.room_gib is None else info.room_gib - _own_state_gib(info, state_gib / len(infos)),
         )
         for info in infos
     )
+
+
+def _own_state_gib(info: WorkerInfo, part_gib: float) -> float:
+    """GiB of its device that its part of the state will take; beside a GPU it may lie in host memory."""
+    return 0.0 if info.state_on_host and info.device != "cpu" else part_gib
 
 
 def cluster_of(world: Sequence[Seat]) -> Cluster:

@@ -43,6 +43,7 @@ from actors.records.events import (
     MemoryRanOut,
     RunFailed,
     StepsRecovered,
+    WeightsFetched,
     WorkerDied,
     WorkerDrained,
     WorkerReplaced,
@@ -80,6 +81,7 @@ class GenerationManager:
         self.events.begin(self.view.generation)
         self._broken_at: float | None = None  # unix seconds
         self._proven = 0  # the newest generation that has finished a step
+        self._told_of_fetching = False
 
     @property
     def world(self) -> tuple[Seat, ...]:
@@ -208,6 +210,8 @@ class GenerationManager:
         started = time.time()
         runner = self.runner = self.forming.form(decision, self.world)
         self.committer.account.begin(started)
+        infos = [self.pool.info(seat.name) for seat in runner.world]
+        fetched = [info for info in infos if info.parameters == "node"]  # one is enough: all do as it does
         self.events.tell(
             GenerationFormed(
                 generation=decision.generation,
@@ -216,9 +220,13 @@ class GenerationManager:
                 why=decision.reason,
                 from_step=runner.next_step,
                 seconds=round(time.time() - started, 3),
-                gradients=self.pool.info(runner.world[0].name).gradients,
+                gradients=infos[0].gradients,
+                parameters="node" if fetched else infos[0].parameters,
             )
         )
+        if fetched and self.config.train.memory.parameters == "auto" and not self._told_of_fetching:
+            self._told_of_fetching = True
+            self.events.tell(WeightsFetched(gib_per_node=max(info.host_weights_gib for info in fetched)))
 
     def _await_formed(self) -> None:
         """Returns when every worker has formed the generation, or one has failed to, or time is up."""

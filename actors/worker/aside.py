@@ -148,13 +148,14 @@ class Asides:
 
     @contextmanager
     def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """The transformer's trained parameters are `weights`, on the device. Raises NoRoom."""
+        """The transformer's trained parameters are `weights`, where its own are: on the device or, of blocks that are
+        fetched, in host memory. Raises NoRoom."""
         self._check_room()
         parameters = dict(trainable(self._modules.dit))
         homes = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                parameter.data = weights[name].to(self._device, parameter.dtype)
+                parameter.data = weights[name].to(parameter.device, parameter.dtype)
             yield
         finally:
             for name, parameter in parameters.items():
@@ -162,7 +163,8 @@ class Asides:
 
     def _check_room(self) -> None:
         """Raises NoRoom."""
-        need_gib = sum(p.numel() * p.element_size() for _, p in trainable(self._modules.dit)) / GIB
+        there = [p for _, p in trainable(self._modules.dit) if p.device.type == self._device.type]
+        need_gib = sum(p.numel() * p.element_size() for p in there) / GIB
         room_gib = self._meter.room_gib()
         if room_gib is not None and need_gib > room_gib:
             raise NoRoom(

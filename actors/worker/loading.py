@@ -50,7 +50,7 @@ class FirstWeights:
         self._in_module = True
 
     def trained(self) -> None:
-        """The DiT has other weights from now on."""
+        """The DiT has other weights from now on, or none between two generations."""
         self._in_module = False
 
     def shard(self, dit: nn.Module, config: DiTConfig, lo: int, hi: int) -> ShardState:
@@ -110,9 +110,18 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     from ops.sync import FlatSync
 
     weights = [parameter for _, parameter in trainable(dit)]
-    possible = train.places(sum(one.numel() for one in weights), weights[0].device.type)
+    config = dit.config
+    assert isinstance(config, DiTConfig)
+    possible = train.places(sum(one.numel() for one in weights), weights[0].device.type, config.fetchable)
     places = chosen(possible, least_gib, device_gib)
-    return FlatSync(dit, train.optimizer, train.steps, gradients=memory_of(train, places), state=places.state)
+    return FlatSync(
+        dit,
+        train.optimizer,
+        train.steps,
+        gradients=memory_of(train, places),
+        state=places.state,
+        parameters=places.parameters,
+    )
 
 
 def memory_of(train: TrainConfig, places: Places) -> GradientMemory:

@@ -47,7 +47,7 @@ from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
 from actors.worker.meeting import meet, own_shards
-from actors.worker.meter import freed, meter_of, peak_rss_gib
+from actors.worker.meter import GIB, freed, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
@@ -56,6 +56,7 @@ from ops.comm import free_ended
 from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
+from ops.parameters import blocks_in
 from ops.shard_export import ShardExport
 from ops.shards import ShardState
 from ops.sync import trainable
@@ -106,11 +107,13 @@ class Worker:
             born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=self._gpu_gib(),
-            room_gib=self.executor.meter.room_gib(),
+            room_gib=self._room_when_formed_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
             gradients=self.executor.sync.gradient_memory,
+            parameters=self.executor.sync.parameter_memory,
+            host_weights_gib=self._host_weights_gib(),
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
@@ -156,7 +159,11 @@ class Worker:
         self.heartbeat.activity(name, "gather", -1, 0.0, gathering)
         groups.allow(gathering)
         self.heartbeat.groups = groups
-        self.executor.form(task.generation, groups, world, shards)
+        try:
+            self.executor.form(task.generation, groups, world, shards)
+        finally:
+            if self.executor.sync.parameter_memory == "node":  # those of the module went before the node's came
+                self._first.trained()
         del shards
         self._holds = origin.step if origin is not None else -1
         fresh = origin is None or origin.checkpoint is not None
@@ -337,6 +344,20 @@ class Worker:
     def _gpu_gib(self) -> float:
         """Of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
+
+    def _room_when_formed_gib(self) -> float | None:
+        """For cascades, but for the state: on a GPU whose blocks are fetched two buffers take the place of them all."""
+        room = self.executor.meter.room_gib()
+        if room is None or self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
+            return room
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks_in(self.executor.modules.dit)]
+        return room + (sum(sizes) - 2 * max(sizes)) / GIB
+
+    def _host_weights_gib(self) -> float:
+        """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""
+        if self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
+            return 0.0
+        return sum(p.nbytes for _, p in trainable(self.executor.modules.dit)) / GIB
 
     def _host_copies(self) -> HostCopies | None:
         """On CUDA, published results are copied while the next cascades run."""

@@ -1,11 +1,11 @@
-"""`heddle bench memory`: what gradients in a node's memory save and cost, against a gradient on each worker.
+"""`heddle bench memory`: what gradients and parameters in a node's memory save and cost, against those on each worker.
 
     heddle bench memory --elements 200000000 --workers 4
 
 Workers are processes on this machine that talk over Gloo. A step is as uneven as cascades are: of four workers one runs
 three backward passes, one two, one one and one none; then the sums, AdamW with clipping and EMA, and the parameters for
 all. A pass costs next to nothing but its gradients (a real one computes with every parameter for every token), so the
-ratio of the two seconds is the worst that a run can see. Both ways take turns, step by step in the same processes.
+ratio of the seconds is the worst that a run can see. The ways take turns, step by step in the same processes.
 
 Memory is the proportional set size (PSS) of each worker above what it is before the model: shared pages count once,
 divided by those who map them. Each way is measured in processes of its own; beside it stands what the layout asks for.
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,17 +29,23 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
-from app.bench.optimizer import FULL, Weights
+from app.bench.optimizer import FULL
 from ops.comm import Group
 from ops.gradient_places import GradientMemory
 from ops.groups import Groups
+from ops.parameters import ParameterMemory
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
 
-WAYS: tuple[GradientMemory, ...] = ("own", "node")
+WAYS: dict[str, tuple[GradientMemory, ParameterMemory]] = {  # gradients, parameters
+    "own": ("own", "replicated"),
+    "node": ("node", "replicated"),
+    "node, parameters too": ("node", "node"),
+}
 _PASSES = (3, 1, 0, 2)
+_LAYERS = 64
 _WAIT_S = 1800.0
 
 
@@ -52,15 +58,49 @@ class RankFigures:
     pss_bytes: int
 
 
+class Layer(nn.Module):
+    """A block of one weight."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+    def forward(self, factor: Tensor) -> Tensor:
+        """[n] -> []"""
+        return self.weight @ factor[: len(self.weight)]
+
+
+class Layers(nn.Module):
+    """A model of equal blocks, random numbers that are the same on every rank, and a weight outside of them."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fetched: Callable[[nn.Module], Callable[..., Tensor]] | None = None
+        self.scale = nn.Parameter(torch.ones(16, dtype=dtype))
+        values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(dtype)
+        self.layers = nn.ModuleList(Layer(part) for part in values.chunk(_LAYERS))
+
+    def all_blocks(self) -> list[nn.Module]:
+        """All layers."""
+        return list(self.layers)
+
+    def forward(self, factor: Tensor) -> Tensor:
+        """[n] -> []"""
+        calls = [layer if self.fetched is None else self.fetched(layer) for layer in self.layers]
+        # layer by layer, as backward goes through a model: no two large products are held at a time
+        return self.scale.sum() * torch.stack([call(factor) for call in calls]).sum()
+
+
 class Steps:
     """A model of equal layers and its steps; backward gives every parameter a gradient without computing much."""
 
-    def __init__(self, group: Group, elements: int, dtype: torch.dtype, way: GradientMemory) -> None:
-        self._model, self._group = Weights(elements, dtype), group
-        self._sync = FlatSync(self._model, FULL, total_steps=1000, gradients=way)
+    def __init__(self, group: Group, elements: int, dtype: torch.dtype, way: str) -> None:
+        self._model, self._group = Layers(elements, dtype), group
+        gradients, parameters = WAYS[way]
+        self._sync = FlatSync(self._model, FULL, total_steps=1000, gradients=gradients, parameters=parameters)
         self._sync.form(group, None)
         self._sync.begin_step()
-        longest = max(layer.numel() for layer in self._model.layers)
+        longest = max(parameter.numel() for parameter in self._model.parameters())
         self._factor = torch.randn(longest, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
 
     def run(self, step: int) -> tuple[float, float]:
@@ -71,17 +111,13 @@ class Steps:
         for number in range(passes):
             if number == passes - 1:
                 self._sync.watch_backward()
-            self._loss().backward()
+            self._model(self._factor).backward()
         self._sync.start_sum()
         computed = time.perf_counter()
         self._sync.finish_step(step, 1.0, 1.0, float(self._group.size), lambda phase: None)
         self._sync.begin_step()
         end = time.perf_counter()
         return end - begin, end - computed
-
-    def _loss(self) -> Tensor:
-        # layer by layer, as backward goes through a model: no two large products are held at a time
-        return torch.stack([layer @ self._factor[: layer.numel()] for layer in self._model.layers]).sum()
 
 
 def pss_bytes() -> int:
@@ -90,12 +126,10 @@ def pss_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
-def measure_rank(
-    group: Group, elements: int, dtype: torch.dtype, steps: int, way: GradientMemory | None
-) -> RankFigures:
-    """One worker's part: seconds of both ways in turns, or with `way` the memory of that one."""
+def measure_rank(group: Group, elements: int, dtype: torch.dtype, steps: int, way: str | None) -> RankFigures:
+    """One worker's part: seconds of all ways in turns, or with `way` the memory of that one."""
     before = pss_bytes()
-    ways = WAYS if way is None else (way,)
+    ways = tuple(WAYS) if way is None else (way,)
     made = {name: Steps(group, elements, dtype, name) for name in ways}
     step_s: dict[str, list[float]] = {name: [] for name in ways}
     end_s: dict[str, list[float]] = {name: [] for name in ways}
@@ -111,7 +145,7 @@ def measure_rank(
     return RankFigures(step_s=step_s, end_s=end_s, pss_bytes=used)
 
 
-def measure(elements: int, workers: int, dtype: str, steps: int, way: GradientMemory | None) -> list[RankFigures]:
+def measure(elements: int, workers: int, dtype: str, steps: int, way: str | None) -> list[RankFigures]:
     """Figures of every worker; with `way` those of its memory."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -129,11 +163,13 @@ def measure(elements: int, workers: int, dtype: str, steps: int, way: GradientMe
     return [RankFigures(**json.loads(output.splitlines()[-1])) for output in outputs]
 
 
-def wanted_bytes(way: GradientMemory, elements: int, workers: int, dtype: str) -> float:
+def wanted_bytes(way: str, elements: int, workers: int, dtype: str) -> float:
     """Of one worker by the layout: parameters, gradient, and its part of moments, EMA and, beside bf16, the master."""
     parameters, master = (4, 0) if dtype == "float32" else (2, 4)
-    gradient = 4 if way == "own" else 4 / workers
-    return elements * (parameters + gradient + (12 + master) / workers)
+    gradients, held = WAYS[way]
+    gradient = 4 if gradients == "own" else 4 / workers
+    weights = parameters if held == "replicated" else parameters / workers
+    return elements * (weights + gradient + (12 + master) / workers)
 
 
 def slowest(ranks: Sequence[RankFigures], way: str, end: bool = False) -> list[float]:
@@ -144,7 +180,7 @@ def slowest(ranks: Sequence[RankFigures], way: str, end: bool = False) -> list[f
 
 
 def table(
-    timed: Sequence[RankFigures], memory: dict[GradientMemory, list[RankFigures]], sizes: tuple[int, int], dtype: str
+    timed: Sequence[RankFigures], memory: dict[str, list[RankFigures]], sizes: tuple[int, int], dtype: str
 ) -> str:
     """Markdown; `sizes` are the elements of the timed model and of that whose memory is measured."""
     workers = len(timed)
@@ -174,7 +210,7 @@ def run(
     steps: Annotated[int, typer.Option(help="Timed steps of each way.")] = 12,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Seconds of both ways in turns, then the memory of each."""
+    """Seconds of all ways in turns, then the memory of each."""
     timed = measure(timed_elements, workers, dtype, steps, None)
     memory = {way: measure(elements, workers, dtype, 2, way) for way in WAYS}
     print(table(timed, memory, (timed_elements, elements), dtype))

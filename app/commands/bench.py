@@ -29,7 +29,7 @@ BENCHMARKS = {
     "papers": ("app.bench.papers.contents", "Figures of the four papers beside Heddle's, as a page."),
     "soak": ("app.bench.soak", "A run under random faults against the same run undisturbed."),
     "optimizer": ("app.bench.optimizer", "The sharded update against a plain all-reduce and AdamW."),
-    "memory": ("app.bench.gradients", "Gradients in a node's memory against one on each worker: bytes and seconds."),
+    "memory": ("app.bench.gradients", "Gradients and parameters in a node's memory against those on each worker."),
     "headroom": (
         "app.bench.headroom",
         "What published models leave free on a GPU: on tensors without data, and planned.",

@@ -173,7 +173,14 @@ class Bench:
         collect()
         module, train, group = self._bare_dit(), self.config.train, self.group
         memory = memory_of(train, self.places)
-        sync = FlatSync(module, train.optimizer, train.steps, gradients=memory, state=self.places.state)
+        sync = FlatSync(
+            module,
+            train.optimizer,
+            train.steps,
+            gradients=memory,
+            state=self.places.state,
+            parameters=self.places.parameters,
+        )
 
         def work() -> None:
             sync.finish_step(0, 0.0, 1.0, float(group.size), lambda phase: None)

@@ -59,7 +59,7 @@ def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device:
 
     memory, _ = device_gib(config)
     if device != "cuda" or memory is None:
-        return config.train.places(num_trained(model.dit), device)[0]
+        return config.train.places(num_trained(model.dit), device, model.dit.fetchable)[0]
     most = max(model.dit.num_heads, config.workers.min)
     degrees = config.planner.degrees or model.dit.degrees(most, config.planner.sequence)
     clips = clips_of(config.data, geometry)

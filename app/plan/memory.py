@@ -98,6 +98,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         state_on_host=found.places.state == "host",
         node_gradient=found.gradient_on_host,
         copies=2,  # beside the GPU's work
+        weights_gib=found.host_weights_gib,
     )
 
 
@@ -160,6 +161,9 @@ def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, Mode
         found.append(
             ("train.memory.gradients: auto", model, replace(train, memory=replace(train.memory, gradients="auto")))
         )
+    if model.dit.fetchable and train.memory.parameters == "replicated" and train.sync == "flat":
+        fetched = replace(train, memory=replace(train.memory, parameters="node"))
+        found.append(("train.memory.parameters: node", model, fetched))
     if not (model.dit.lora_rank or model.dit.train_only):
         found.append(("model.dit.lora_rank: 16", replace(model, dit=replace(model.dit, lora_rank=16)), train))
     return found
@@ -192,7 +196,8 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     if host:
         parts = [
             *(["optimizer state"] if view.found.places.state == "host" else []),
-            *(["gradients"] if view.found.places.gradients != "own" else []),
+            *(["gradients"] if view.found.gradient_on_host else []),
+            *(["weights"] if view.found.fetches else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.host is not None:

@@ -92,7 +92,7 @@ def check(config: RunConfig) -> None:
     check_flow(config.model, config.train.flow)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
     check_attention(config.model, config.train, config.workers)
-    check_memory(config.train, config.workers)
+    check_memory(config.train, config.workers, config.model)
 
 
 def from_here(config: RunConfig) -> RunConfig:

@@ -170,10 +170,22 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
         )
 
 
-def check_memory(train: TrainConfig, workers: WorkersConfig) -> None:
-    """Host memory beside a device is for GPUs, and what GPUs have in each other's memory is fp32."""
+def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig) -> None:
+    """Host memory beside a device is for GPUs; blocks whose weights are fetched are computed again, and trained."""
     if workers.device == "cpu" and train.memory.gradients == "host":
         raise ConfigError(
             "train.memory.gradients host is host memory beside GPUs; workers.device is cpu. Set gradients to node, "
             "which is host memory there, or auto."
+        )
+    if train.memory.parameters == "node" and not model.dit.gradient_checkpointing:
+        raise ConfigError(
+            "train.memory.parameters node fetches a block's weights again in backward, where its activations are "
+            "computed again; model.dit.gradient_checkpointing is false. Set it to true, or parameters to auto or "
+            "replicated."
+        )
+    if train.memory.parameters == "node" and model.dit.lora_rank:
+        raise ConfigError(
+            f"train.memory.parameters node holds weights that are trained, and model.dit.lora_rank "
+            f"{model.dit.lora_rank} freezes those of the blocks. Set parameters to auto or replicated, or lora_rank "
+            f"to 0."
         )

@@ -1,5 +1,5 @@
-"""Workers that kill themselves with SIGKILL, in given phases of a step or in the middle of an addition, and workers
-that run out of memory."""
+"""Workers that kill themselves with SIGKILL, in given phases of a step or in the middle of an addition or of writing
+parameters, and workers that run out of memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from actors.worker.worker import Worker
 from ops.node_gradients import NodeGradients
 from ops.node_sum import SharedSum
 from ops.shards import Slot
+from ops.sync import FlatSync
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
 SHORT = "short"  # a folder there, with a file for each kind of cascade that has run out of memory
 INJECTED = 8
-ARMED = "armed"  # a file there: the next worker that adds a gradient dies
+ARMED = "armed"  # a file there: the next worker that adds a gradient, or writes parameters, dies
 
 
 class ChaosWorker(Worker):
@@ -63,6 +64,32 @@ class HalfAddingWorker(Worker):
             add(slot, gradient)
 
         gradients.sum._add = half  # type: ignore[method-assign]
+        return executor
+
+
+class HalfWritingWorker(Worker):
+    """Dies when it has written half of its new parameters, as rubbish, where those of its node lie: one worker each
+    time that a file arms them."""
+
+    def _load(self) -> Executor:
+        executor = super()._load()
+        sync, armed = executor.sync, Path(os.environ[FOLDER]) / ARMED
+        assert isinstance(sync, FlatSync)
+        update = sync._update
+
+        def half(lr: float, factor: float) -> None:
+            if len(executor.world) > 1 and armed.exists():
+                try:
+                    armed.unlink()
+                except FileNotFoundError:  # another worker was first
+                    pass
+                else:
+                    own = sync.parameters.own
+                    own[: (len(own) + 1) // 2].fill_(1000.0)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            update(lr, factor)
+
+        sync._update = half  # type: ignore[method-assign]
         return executor
 
 

@@ -38,6 +38,8 @@ from ops.models.ltx.config import LTXConfig
 from ops.models.mochi.config import MochiConfig
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
+from ops.parameter_places import ParametersOf
+from ops.parameters import ParameterMemory
 from ops.shards import ShardState
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
@@ -140,12 +142,13 @@ def make_hosts(
     nodes: Sequence[int] | None = None,
     shards: Sequence[ShardState] | None = None,
     gradients: GradientMemory | GradientsOf = "own",
+    parameters: ParameterMemory | ParametersOf = "replicated",
     executor: type[Executor] = Executor,
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. `nodes` are the nodes of each of them,
-    in whose memory they may add their `gradients`. Optimizer state lies where the settings say. With `shards` they go
-    on from that state."""
+    in whose memory they may add their `gradients` and have their `parameters`. Optimizer state lies where the settings
+    say. With `shards` they go on from that state."""
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANGS_S)
     )
@@ -169,7 +172,7 @@ def make_hosts(
             text=text,
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state)
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state, parameters)
         hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 

@@ -18,6 +18,8 @@ from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig
 from ops.models.families import FAMILIES
+from ops.parameter_places import ParametersOf
+from ops.parameters import ParameterMemory
 from ops.peer_sum import PeerSum
 from ops.waiting import GroupError
 from tests.actors.exactness import (
@@ -31,6 +33,7 @@ from tests.actors.exactness import (
     train_config,
 )
 from tests.nccl_rules import nccl_rules
+from tests.ops.block_copies import in_buffers
 from tests.ops.peers import in_host, in_peers
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
@@ -245,6 +248,36 @@ def test_every_family_trains_to_equal_parameters_on_other_workers_and_after_a_re
     assert all((each - expected).norm() / expected.norm() < 1e-10 and torch.equal(each, found[0]) for each in found)
     fresh = make_hosts(1, torch.float64, train_config(), config=model)[0].executor.modules.dit.parameters()
     assert (torch.cat([p.detach().flatten() for p in fresh]) - expected).norm() / expected.norm() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("wan", in_buffers),
+        ("stdit3", "node"),  # in a bag a block runs in slices, each of which fetches it
+        *(pytest.param(family, "node", marks=pytest.mark.long) for family in MODELS if family != "stdit3"),
+        *(pytest.param(family, in_buffers, marks=pytest.mark.long) for family in MODELS if family != "wan"),
+    ],
+)
+def test_any_plan_with_parameters_once_per_node_trains_as_one_worker(
+    family: str, parameters: ParameterMemory | ParametersOf
+) -> None:
+    """On four workers of two nodes, which add into one gradient of each node, too; then on two, from their state."""
+    model, rng = MODELS[family], np.random.default_rng(0)
+    places = {"gradients": "node", "parameters": parameters, "config": model}
+    reference = make_hosts(1, torch.float64, train_config(), config=model)
+    hosts = make_hosts(4, torch.float64, train_config(), nodes=(0, 0, 0, 1), **places)
+    for step in range(4):
+        if step == 2:
+            shards = [host.executor.sync.export_shard() for host in hosts]
+            for host in hosts:
+                host.executor.leave()
+            hosts = make_hosts(2, torch.float64, train_config(), nodes=(0, 0), shards=shards, **places)
+        items = items_of(rng, 2, step, model.dit.images_only)
+        run_step(reference, items, one_worker(items, step), step)
+        run_step(hosts, items, random_cascades(rng, items, len(hosts), step), step)
+    expected, *found = (weights_of([host]) for host in [*reference, *hosts])
+    assert all((each - expected).norm() / expected.norm() < FP64 and torch.equal(each, found[0]) for each in found)
 
 
 def test_a_clip_that_did_not_decode_counts_for_nothing() -> None:

@@ -12,7 +12,7 @@ from actors.config import (
     TrainMemoryConfig,
     WorkersConfig,
 )
-from actors.plan.places import StateSetting, chosen, gpu_places
+from actors.plan.places import ParameterSetting, StateSetting, chosen, gpu_places
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,33 @@ def test_gradients_are_shared_by_a_node_where_it_saves_something(
 def test_deepspeed_does_not_take_state_in_host_memory() -> None:
     with pytest.raises(ValueError, match=r"memory\.state is host\. Set it to auto or device, or train\.sync: flat"):
         TrainConfig(sync="deepspeed", memory=TrainMemoryConfig(state="host"))
+
+
+def test_deepspeed_does_not_take_parameters_once_per_node() -> None:
+    with pytest.raises(ValueError, match=r"memory\.parameters is node\. Set it to auto or replicated, or train\.sync"):
+        TrainConfig(sync="deepspeed", memory=TrainMemoryConfig(parameters="node"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "fetchable", "expected"),
+    [
+        ("auto", "cuda", True, ["replicated"] * 4 + ["node"] * 4),  # the last way out
+        ("auto", "cuda", False, ["replicated"] * 4),
+        ("replicated", "cuda", True, ["replicated"] * 4),
+        ("node", "cuda", True, ["node"] * 4),
+        ("auto", "cpu", True, ["replicated"]),
+        ("node", "cpu", True, ["node"]),
+    ],
+)
+def test_parameters_leave_a_gpu_where_nothing_else_helps(
+    setting: ParameterSetting, device: str, fetchable: bool, expected: list[str]
+) -> None:
+    places = TrainConfig(memory=TrainMemoryConfig(parameters=setting)).places(MANY, device, fetchable)
+    assert [one.parameters for one in places] == expected
+    needs = {"replicated": 90.0, "node": 40.0}
+    found = chosen(places, [needs[one.parameters] for one in places], 80.0)
+    assert found.parameters == expected[-1]
+    assert chosen(places, [10.0] * len(places), 80.0).parameters == expected[0]
 
 
 @pytest.mark.parametrize(

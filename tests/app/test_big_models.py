@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,29 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
         plan(tmp_path, name, "train.memory.gradients=own")
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
         plan(tmp_path, name, "workers.min=1")
+
+
+def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30.5 thousand million weights in 60 blocks on 8 x 80 GB (shared/memory.md has 29.0 GiB of states for them)."""
+    name = "wan2.1-14b-full"
+
+    def thirty(model: object, geometry: object, train: object, clips: Sequence[Shape], *rest: object) -> MemoryForecast:
+        weights, block = 30_500_000_000, 500_000_000
+        large = replace(known(name, clips), parameters=weights, trained=weights)
+        return replace(large, in_blocks=60 * block, largest_block=block)
+
+    monkeypatch.setattr("app.plan.memory.forecast", thirty)
+    plan(tmp_path, name)
+    shown = capsys.readouterr().out
+    assert free_gib(shown) > 0
+    assert "optimizer state in host memory, weights of blocks once per node in host memory" in shown
+    assert "(optimizer state and weights)" in shown and "weights 56.81" in shown
+    (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
+    assert float(states) == pytest.approx(17.8, abs=0.5)
+    with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):
+        plan(tmp_path, name, "train.memory.parameters=replicated")
 
 
 @pytest.mark.long

@@ -112,6 +112,11 @@ MISTAKES = {
     "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
     "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
     "train: {memory: {gradients: host}}\nworkers: {device: cpu}": "gradients host is host memory beside GPUs",
+    "train: {memory: {parameters: node}}": "gradient_checkpointing is false. Set it to true",
+    "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, lora_rank: 4}}": (
+        "model.dit.lora_rank 4 freezes those of the blocks"
+    ),
+    "train: {memory: {parameters: one}}": "expected one of auto, replicated, node",
     "train: {memory: {gradients: all}}": "expected one of auto, own, node, host",
     "base: missing.yaml": "missing.yaml does not exist",
     "base: run.yaml": "lists itself",

@@ -213,6 +213,12 @@ class DiTConfig:
         return 0.5
 
     @property
+    def fetchable(self) -> bool:
+        """Whether weights of its blocks may lie elsewhere and be fetched for a pass, as those that are trained and
+        whose activations are computed again."""
+        return self.gradient_checkpointing and not self.lora_rank
+
+    @property
     def block_counts(self) -> tuple[int, ...]:
         """Transformer blocks of each kind, in the order in which a token passes them."""
         return (self.num_layers,)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class PackedTransformer(nn.Module):
         self.config = config
         self.patch_size = math.prod(config.patch)
         self.rates: SliceRates | None = None  # by which a bag slices spatial-temporal blocks; equal on all its ranks
+        # what runs a block whose weights lie elsewhere (ops.node_parameters); None: they are on the device
+        self.fetched: Callable[[nn.Module], Callable[..., Any]] | None = None
 
     def forward(
         self,
@@ -88,14 +90,23 @@ class PackedTransformer(nn.Module):
         assert slicing is not None, "blocks that attend to all rows are not sliced"
         return ScheduleOf(slicing=slicing, rates=self.rates, training=torch.is_grad_enabled())
 
+    def all_blocks(self) -> list[nn.Module]:
+        """What `run` runs, stack by stack: the layers of all lists of modules."""
+        return [block for stack in self.children() if isinstance(stack, nn.ModuleList) for block in stack]
+
     def run(self, block: Callable[..., R], *inputs: object) -> R:
         """Runs a block. With gradient checkpointing its activations are computed again in the backward instead of
-        kept, its collectives too, in the same order on every rank of the bag."""
-        if self.config.gradient_checkpointing and torch.is_grad_enabled():
+        kept, its collectives too, in the same order on every rank of the bag. So it is with weights that are fetched:
+        in the backward they are fetched again."""
+        call = block
+        if self.fetched is not None:
+            assert isinstance(block, nn.Module), "its weights are known by the module"
+            call = self.fetched(block)
+        if (self.config.gradient_checkpointing or self.fetched is not None) and torch.is_grad_enabled():
             # there is no dropout
-            outputs: R = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            outputs: R = checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False)
             return outputs
-        return block(*inputs)
+        return call(*inputs)
 
     def _check(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout) -> None:
         wanted = {

@@ -30,6 +30,8 @@ UNTOLD = {GenerationEnded, StackDumped}  # the next generation tells it; a stack
 WORDS = {  # a value for every field that an event has
     "worker": "w1",
     "gradients": "node",
+    "parameters": "node",
+    "gib_per_node": 26.5,
     "host": "h",
     "node": "n",
     "pid": 4,
@@ -121,11 +123,12 @@ def test_a_line_has_time_name_generation_and_then_the_details_in_order() -> None
         from_step=4,
         seconds=0.5,
         gradients="node",
+        parameters="node",
     )
-    assert formed.describe() == "generation 3: 2 workers, one gradient per node (w1 died)"
+    assert formed.describe() == "generation 3: 2 workers, one gradient per node, weights once per node (w1 died)"
     assert json.dumps(formed.stamped(2).line() | {"time": 1.5}) == (
         '{"time": 1.5, "event": "generation", "generation": 3, "workers": ["w0", "w2"], "cluster": [1, 1], '
-        '"why": "w1 died", "from_step": 4, "seconds": 0.5, "gradients": "node"}'
+        '"why": "w1 died", "from_step": 4, "seconds": 0.5, "gradients": "node", "parameters": "node"}'
     )
     assert SettingsChanged(time=2.0, settings=("a",)).line() == {"time": 2.0, "event": "changed", "settings": ["a"]}
     assert StepsLost(to_step=3, lost_steps=2).stamped(7).line()["generation"] == 7

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from actors.pool.membership_types import Planned
+from actors.config import TrainConfig
+from actors.pool.membership_types import Form, Planned
+from actors.records.events import GenerationFormed, RunEvent, WeightsFetched
 from actors.run.generations import GenerationManager
 from ops.waiting import Patience
 
@@ -20,3 +22,24 @@ def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> N
     manager.dispatched([compiling, next_one])  # type: ignore[list-item]
     manager.dispatched([next_one])  # type: ignore[list-item]
     assert heard == [Planned(limit_s=1020.0), Planned(limit_s=1020.0), Planned(limit_s=120.0)]
+
+
+def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
+    """One worker without room is enough: all do as it does."""
+    told: list[RunEvent] = []
+    infos = {"w0": SimpleNamespace(gradients="node", parameters="replicated", host_weights_gib=0.0)}
+    infos["w1"] = SimpleNamespace(gradients="node", parameters="node", host_weights_gib=56.8)
+    world = [SimpleNamespace(name=name) for name in infos]
+    runner = SimpleNamespace(world=world, cluster=SimpleNamespace(nodes=(2,)), next_step=0)
+    manager: Any = GenerationManager.__new__(GenerationManager)
+    manager.runner, manager._told_of_fetching = None, False
+    manager.forming = SimpleNamespace(form=lambda decision, world: runner)
+    manager.committer = SimpleNamespace(account=SimpleNamespace(begin=lambda started: None))
+    manager.pool = SimpleNamespace(info=infos.__getitem__)
+    manager.events = SimpleNamespace(tell=told.append)
+    manager.config = SimpleNamespace(train=TrainConfig())
+    for generation in (1, 2):
+        manager._form(Form(generation=generation, workers=(0, 1), reason="", clean=False))
+    assert [type(event) for event in told] == [GenerationFormed, WeightsFetched, GenerationFormed]
+    assert [event.parameters for event in told if isinstance(event, GenerationFormed)] == ["node", "node"]
+    assert "56.80 GiB" in told[1].describe() and "no GPU has run this" in told[1].describe()

@@ -111,3 +111,14 @@ def test_a_node_whose_object_store_or_shared_memory_is_too_small_for_snapshots_i
 def test_a_small_state_goes_through_a_small_shared_memory_without_a_word() -> None:
     docker = replace(info("w0", "a", None), store_gib=7.0, shared_gib=0.0625)
     refuse_short_stores([docker], 0.02)
+
+
+def test_weights_that_a_node_holds_for_its_gpus_are_named() -> None:
+    infos = [replace(info(f"w{n}", "a", 700.0, on_host=False), host_weights_gib=57.0) for n in range(2)]
+    off = SnapshotConfig(enabled=False)
+    ((node, need, _),) = needs_of_hosts(infos, STATE_GIB, 16, off)
+    assert need.parameters == 57.0 and "weights 57.00" in need.describe()
+    without = replace(need, parameters=0.0)
+    refuse_short_hosts([(node, without, without.total + 1)])
+    with pytest.raises(PlanError, match=r"host-a has .* \(weights 57\.00"):
+        refuse_short_hosts([(node, need, without.total + 1)])
