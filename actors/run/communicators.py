@@ -31,7 +31,9 @@ class Communicators:
         """`most_peers`: the sum of a worker's peers over its bags; 0: no limit. A bag with more peers is alone."""
         self._most = most_peers
         self._open: set[Bag] = set()
-        self._of: dict[int, dict[Bag, None]] = {}  # those of each worker; the one that is unused for longest comes first
+        self._of: dict[
+            int, dict[Bag, None]
+        ] = {}  # those of each worker; the one that is unused for longest comes first
         self._peers: dict[int, int] = {}  # of each worker: a sum over its bags at every use would grow with the run
         self.most_seen = 0  # peers of any worker at any time
 

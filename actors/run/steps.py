@@ -23,7 +23,7 @@ from actors.ray_calls import GONE, get, wait
 from actors.refs import Ref
 from actors.run.asides import AsideTurns
 from actors.run.communicators import Bag, Communicators, StepBags
-from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of
+from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
@@ -95,18 +95,19 @@ class StepRunner:
         self._use_cache(data[step])
         submitting = time.perf_counter()
         bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in assignment.cascades])
+        samples, aside_s = {s: d.samples for s, d in data.items()}, self.asides.deal(self.world)
+        shapes = shapes_of_bags(assignment.cascades, samples)
+        patience = self.waits.of(step, assignment.cascades, shapes, assignment.step.update_s, aside_s)
         calls = calls_of(
             assignment.cascades,
-            {s: d.samples for s, d in data.items()},
+            samples,
             self.generation,
             step,
             self._holdings,
             bags.left,
+            patience,
+            assignment.rates,
         )
-        tasks_of = [(call.rank, call.task) for call in calls]
-        rates, aside_s = assignment.rates, self.asides.deal(self.world)
-        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s, aside_s)
-        calls = [replace(call, task=replace(call.task, patience=patience, rates=rates)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         outlasted = {call.rank for call in calls if call.task.outlasts}
@@ -114,7 +115,7 @@ class StepRunner:
         export = self.exports(step)
         mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
         tasks = [
-            replace(finish_of(rank, mine[rank], self.generation, step, export, before[rank]), patience=patience)
+            finish_of(rank, mine[rank], self.generation, step, export, before[rank], patience)
             for rank in range(len(self.world))
         ]
         finishes = [
