@@ -7,7 +7,7 @@ The controller turns every cascade of a plan into one `CascadeTask` per worker o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Concatenate, Protocol
@@ -142,10 +142,10 @@ class CascadeTask:
     rates: SliceRates | None = None  # by which a bag of spatial-temporal layers chooses its slices: one for all ranks
 
 
-def shapes_of(task: CascadeTask) -> set[Shape]:
+def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[Shape]:
     """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
     of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
-    return {(task.module, p.bucket, p.batch if task.module == "vae" else 0, len(task.bag)) for p in task.pieces}
+    return {(module, piece.bucket, piece.batch if module == "vae" else 0, degree) for piece in pieces}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,13 @@ def get(reference: Ref[T], timeout: float | None = None) -> T:
     return value
 
 
+def get_all(references: Sequence[Ref[T]], timeout: float | None = None) -> list[T]:
+    """The values, by one call: a step of a thousand workers asks for thousands. Raises the first error of any."""
+    listed = list(references)
+    values: list[T] = _ray.get(listed) if timeout is None else _ray.get(listed, timeout=timeout)
+    return values
+
+
 def wait(references: Sequence[R], *, num_returns: int = 1, timeout: float | None) -> tuple[list[R], list[R]]:
     """(done, not done) after `timeout` seconds, or as soon as `num_returns` are done. `references` are not empty."""
     answer: tuple[list[R], list[R]] = _ray.wait(list(references), num_returns=num_returns, timeout=timeout)

@@ -169,6 +169,9 @@ class RunningStep:
     planning_s: float
     patience: Patience  # of the waits inside it
     speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
+    answers: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = field(
+        default_factory=dict
+    )  # of the finishes that have ended well: each is asked for once
     ended_well: set[Ref[object]] = field(default_factory=set)  # DiT calls of which no failure has to be expected
 
 

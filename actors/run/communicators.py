@@ -30,16 +30,20 @@ class Communicators:
     def __init__(self, most_peers: int) -> None:
         """`most_peers`: the sum of a worker's peers over its bags; 0: no limit. A bag with more peers is alone."""
         self._most = most_peers
-        self._open: dict[Bag, None] = {}  # the one that is unused for longest comes first
+        self._open: set[Bag] = set()
+        self._of: dict[
+            int, dict[Bag, None]
+        ] = {}  # those of each worker; the one that is unused for longest comes first
+        self._peers: dict[int, int] = {}  # of each worker: a sum over its bags at every use would grow with the run
         self.most_seen = 0  # peers of any worker at any time
 
     def peers(self, worker: int) -> int:
         """Of all open bags of this worker."""
-        return sum(len(bag) - 1 for bag in self._open if worker in bag)
+        return self._peers.get(worker, 0)
 
     def bags(self, worker: int) -> int:
         """How many are open on this worker."""
-        return sum(worker in bag for bag in self._open)
+        return len(self._of.get(worker, ()))
 
     def step(self, bags: Sequence[Bag]) -> StepBags:
         """`bags` of the cascades of one dispatch in the order of the plan, each by ascending worker."""
@@ -62,8 +66,8 @@ class Communicators:
                 if bag not in last and waiting.isdisjoint(bag):
                     connected.append(bag)
                 made += 1
-            self._open.pop(bag, None)
-            self._open[bag] = None
+            self._close(bag)
+            self._use(bag)
             self.most_seen = max(self.most_seen, *(self.peers(worker) for worker in bag))
             last[bag] = position
         return StepBags(closed=tuple(closed), connected=tuple(connected), left=frozenset(left), made=made)
@@ -73,10 +77,25 @@ class Communicators:
         gone: list[Bag] = []
         for worker in bag if self._most else ():
             while self.peers(worker) + len(bag) - 1 > self._most:
-                own = [one for one in self._open if worker in one]
+                own = list(self._of.get(worker, ()))
                 if not own:
                     break
                 victim = max(own, key=lambda one: coming.index(one) if one in coming else len(coming))
-                del self._open[victim]
+                self._close(victim)
                 gone.append(victim)
         return gone
+
+    def _use(self, bag: Bag) -> None:
+        """It is open, and the last one that was used."""
+        self._open.add(bag)
+        for worker in bag:
+            self._of.setdefault(worker, {})[bag] = None
+            self._peers[worker] = self._peers.get(worker, 0) + len(bag) - 1
+
+    def _close(self, bag: Bag) -> None:
+        """Nothing happens where it is not open."""
+        if bag in self._open:
+            self._open.remove(bag)
+            for worker in bag:
+                del self._of[worker][bag]
+                self._peers[worker] -= len(bag) - 1

@@ -7,13 +7,15 @@ worker 3. Had the DiT run on (0, 1), worker 2 would publish and both calls would
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
-from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, StepSample, SumStart
+from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, Shape, StepSample, SumStart, shapes_of
 from actors.plan.types import Cascade, Module
 from actors.step import StepSamples
+from ops.spatial_temporal.choice import SliceRates
+from ops.waiting import Patience
 
 ENCODERS: tuple[Module, ...] = ("text", "vae")
 _SAME_S = 1e-9
@@ -48,23 +50,53 @@ def calls_of(
     current: int,
     holdings: Holdings,
     left: Container[int] = (),
+    patience: Patience | None = None,
+    rates: SliceRates | None = None,
 ) -> list[Call]:
     """Calls of one dispatch, in plan order; updates `holdings`. `current` is the step of its DiT cascades, `left` has
-    the positions of cascades that close their bag as they end."""
+    the positions of cascades that close their bag as they end; `patience` and `rates` are for all of them.
+
+    Members of a bag that do the same share one task: a dispatch to a thousand workers makes one per bag.
+    """
     end_s = end_of(cascades, current)
     consumer = {s.id: tuple(sorted(c.workers)) for c in cascades if c.module == "dit" for s in _samples(c, steps)}
+    outlasting = {n for n, c in enumerate(cascades) if c.step > current and c.end_s > end_s + _SAME_S}
+    starts = _sum_starts(cascades, outlasting)
     calls: list[Call] = []
     for position, cascade in enumerate(cascades):
-        made = (
-            _dit_calls(cascade, steps, generation, holdings)
+        bag, samples = tuple(sorted(cascade.workers)), _samples(cascade, steps)
+        places = (
+            _gathered(bag, samples, holdings)
             if cascade.module == "dit"
-            else _encode_calls(cascade, steps, generation, consumer, holdings)
+            else _delivered(cascade, bag, samples, consumer, holdings)
         )
-        outlasts = cascade.step > current and cascade.end_s > end_s + _SAME_S
-        if outlasts or position in left:
-            made = [replace(c, task=replace(c.task, leave=position in left, outlasts=outlasts)) for c in made]
-        calls += made
-    return _with_sum_starts(calls)
+        fields = _task_fields(cascade, steps, bag, samples) | {
+            "generation": generation,
+            "sources": places.sources,
+            "leave": position in left,
+            "outlasts": position in outlasting,
+            "patience": patience,
+            "rates": rates,
+        }
+        made: dict[object, CascadeTask] = {}
+        for rank in bag:
+            start = starts.get((position, rank), SumStart.NEVER)
+            keep, publish = places.keep.get(rank, ()), places.publish if rank == bag[0] else ()
+            if (own := (start, keep, publish)) not in made:
+                made[own] = CascadeTask(**fields, start_sum=start, keep=keep, publish=publish)
+            calls.append(Call(rank=rank, task=made[own], needs=places.needs, items=places.items))
+    return calls
+
+
+def shapes_of_bags(
+    cascades: Sequence[Cascade], steps: Mapping[int, StepSamples]
+) -> list[tuple[tuple[int, ...], set[Shape]]]:
+    """What may run for the first time in a dispatch: of every cascade its ranks and its shapes."""
+    found = []
+    for c in cascades:
+        pieces = _pieces(c, steps[c.step].buckets)
+        found.append((c.workers, shapes_of(c.module, pieces, len(c.workers))))
+    return found
 
 
 def end_of(cascades: Sequence[Cascade], step: int) -> float:
@@ -74,7 +106,13 @@ def end_of(cascades: Sequence[Cascade], step: int) -> float:
 
 
 def finish_of(
-    rank: int, calls: Sequence[Call], generation: int, step: int, export: bool, before: Sequence[Call] = ()
+    rank: int,
+    calls: Sequence[Call],
+    generation: int,
+    step: int,
+    export: bool,
+    before: Sequence[Call] = (),
+    patience: Patience | None = None,
 ) -> FinishTask:
     """The end of a step on one worker: it names every call of the dispatch that this worker must have run, but not an
     encode that outlasts the step. `before` are those that have outlasted the step before."""
@@ -87,11 +125,13 @@ def finish_of(
         export=export,
         cascades=tuple(task.cascade for task in mine),
         weight=sum(sample.weight for task in led for sample in task.samples),
+        patience=patience,
     )
 
 
-def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
-    """The calls with the place where each worker starts its gradient sum: as soon as it adds nothing more to it.
+def _sum_starts(cascades: Sequence[Cascade], outlasting: Container[int]) -> dict[tuple[int, int], SumStart]:
+    """By (position of the cascade, rank): where each worker starts its gradient sum, as soon as it adds nothing more
+    to it. `outlasting` are the positions of encodes that outlast the step.
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see
@@ -99,18 +139,16 @@ def _with_sum_starts(calls: Sequence[Call]) -> list[Call]:
     the step has its collectives after it.
     """
     starts: dict[int, tuple[int, SumStart]] = {}
-    for position, call in enumerate(calls):
-        if call.task.outlasts:
+    for position, cascade in enumerate(cascades):
+        if position in outlasting:
             continue
-        starts.setdefault(call.rank, (position, SumStart.BEFORE))
-        if len(call.task.bag) > 1:
-            starts[call.rank] = (position, SumStart.AFTER)
-        elif call.task.module == "dit":
-            starts[call.rank] = (position, SumStart.DURING)
-    marked = list(calls)
-    for position, start in starts.values():
-        marked[position] = replace(marked[position], task=replace(marked[position].task, start_sum=start))
-    return marked
+        for rank in cascade.workers:
+            starts.setdefault(rank, (position, SumStart.BEFORE))
+            if len(cascade.workers) > 1:
+                starts[rank] = (position, SumStart.AFTER)
+            elif cascade.module == "dit":
+                starts[rank] = (position, SumStart.DURING)
+    return {(position, rank): start for rank, (position, start) in starts.items()}
 
 
 def _samples(cascade: Cascade, steps: Mapping[int, StepSamples]) -> tuple[StepSample, ...]:
@@ -118,15 +156,26 @@ def _samples(cascade: Cascade, steps: Mapping[int, StepSamples]) -> tuple[StepSa
     return tuple(s for part in cascade.parts for s in of_item[part.item][part.first : part.first + part.count])
 
 
-def _encode_calls(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Places:
+    """Where the results that a cascade makes or needs are: the fields of its calls and tasks of these names."""
+
+    keep: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by rank
+    publish: tuple[int, ...] = ()  # by the first rank
+    sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+
+
+def _delivered(
     cascade: Cascade,
-    steps: Mapping[int, StepSamples],
-    generation: int,
+    bag: tuple[int, ...],
+    samples: Sequence[StepSample],
     consumer: Mapping[SampleId, tuple[int, ...]],
     holdings: Holdings,
-) -> list[Call]:
-    bag, samples, module = tuple(sorted(cascade.workers)), _samples(cascade, steps), cascade.module
-    publish: list[int] = []
+) -> _Places:
+    """Of an encode cascade, whose results `consumer` wants on these ranks."""
+    module, publish = cascade.module, []
     keeps: dict[int, list[int]] = {rank: [] for rank in bag}
     for i, sample in enumerate(samples):
         users = consumer.get(sample.id)  # unknown when its DiT cascade is planned later: keep everywhere and publish
@@ -138,27 +187,15 @@ def _encode_calls(
         if users is None or not overlap:
             publish.append(i)
             holdings.published[module, sample.id] = cascade.id
-    items = tuple(dict.fromkeys(s.item for s in samples))
-    return [
-        Call(
-            rank=rank,
-            items=items,
-            task=_task(
-                cascade,
-                steps,
-                generation,
-                samples,
-                bag,
-                keep=tuple(keeps[rank]),
-                publish=tuple(publish) if rank == bag[0] else (),
-            ),
-        )
-        for rank in bag
-    ]
+    return _Places(
+        keep={rank: tuple(kept) for rank, kept in keeps.items()},
+        publish=tuple(publish),
+        items=tuple(dict.fromkeys(s.item for s in samples)),
+    )
 
 
-def _dit_calls(cascade: Cascade, steps: Mapping[int, StepSamples], generation: int, holdings: Holdings) -> list[Call]:
-    bag, samples = tuple(sorted(cascade.workers)), _samples(cascade, steps)
+def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Holdings) -> _Places:
+    """Of a DiT cascade, which takes what its own ranks hold before what others have published."""
     sources: dict[str, tuple[int, ...]] = {}
     needs: dict[str, None] = {}
     for module in ENCODERS:
@@ -171,41 +208,32 @@ def _dit_calls(cascade: Cascade, steps: Mapping[int, StepSamples], generation: i
                 needs[holdings.published[module, sample.id]] = None
                 found.append(STORE)
         sources[module] = tuple(found)
-    return [
-        Call(rank=rank, needs=tuple(needs), task=_task(cascade, steps, generation, samples, bag, sources=sources))
-        for rank in bag
-    ]
+    return _Places(sources=sources, needs=tuple(needs))
 
 
-def _task(
-    cascade: Cascade,
-    steps: Mapping[int, StepSamples],
-    generation: int,
-    samples: tuple[StepSample, ...],
-    bag: tuple[int, ...],
-    *,
-    sources: dict[str, tuple[int, ...]] | None = None,
-    keep: tuple[int, ...] = (),
-    publish: tuple[int, ...] = (),
-) -> CascadeTask:
-    buckets = steps[cascade.step].buckets
-    batches = Counter(s.item for s in samples)
-    pieces = tuple(Piece(item=item, bucket=buckets[item], batch=batch) for item, batch in batches.items())
+def _task_fields(
+    cascade: Cascade, steps: Mapping[int, StepSamples], bag: tuple[int, ...], samples: tuple[StepSample, ...]
+) -> dict[str, Any]:
+    """What the tasks of a cascade say of it, to every rank."""
+    pieces = _pieces(cascade, steps[cascade.step].buckets)
     frames, height, width = pieces[0].bucket
     packed = "" if len(pieces) == 1 else "+"
-    name = f"{cascade.module} {frames}f{packed} {height}x{width} b{len(samples)} sp{len(bag)} s{cascade.step}"
-    return CascadeTask(
-        generation=generation,
-        step=cascade.step,
-        cascade=cascade.id,
-        name=name,
-        module=cascade.module,
-        bag=bag,
-        samples=samples,
-        pieces=pieces,
-        planned_start_s=cascade.start_s,
-        planned_end_s=cascade.end_s,
-        sources=sources or {},
-        keep=keep,
-        publish=publish,
-    )
+    return {
+        "step": cascade.step,
+        "cascade": cascade.id,
+        "name": f"{cascade.module} {frames}f{packed} {height}x{width} b{len(samples)} sp{len(bag)} s{cascade.step}",
+        "module": cascade.module,
+        "bag": bag,
+        "samples": samples,
+        "pieces": pieces,
+        "planned_start_s": cascade.start_s,
+        "planned_end_s": cascade.end_s,
+    }
+
+
+def _pieces(cascade: Cascade, buckets: Mapping[str, tuple[int, int, int]]) -> tuple[Piece, ...]:
+    """Its samples by item, in order."""
+    batches: dict[str, int] = {}
+    for part in cascade.parts:
+        batches[part.item] = batches.get(part.item, 0) + part.count
+    return tuple(Piece(item=item, bucket=buckets[item], batch=batch) for item, batch in batches.items())

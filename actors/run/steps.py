@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import ray
 
@@ -19,15 +19,17 @@ from actors.feed.step_source import StepSource
 from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
-from actors.ray_calls import GONE, get, wait
+from actors.ray_calls import GONE, get, get_all, wait
 from actors.refs import Ref
 from actors.run.asides import AsideTurns
 from actors.run.communicators import Bag, Communicators, StepBags
-from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of
+from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ENDED_S = 60.0  # a worker that has finished a step has ended its calls; an answer may arrive so much later
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
@@ -95,18 +97,19 @@ class StepRunner:
         self._use_cache(data[step])
         submitting = time.perf_counter()
         bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in assignment.cascades])
+        samples, aside_s = {s: d.samples for s, d in data.items()}, self.asides.deal(self.world)
+        shapes = shapes_of_bags(assignment.cascades, samples)
+        patience = self.waits.of(step, assignment.cascades, shapes, assignment.step.update_s, aside_s)
         calls = calls_of(
             assignment.cascades,
-            {s: d.samples for s, d in data.items()},
+            samples,
             self.generation,
             step,
             self._holdings,
             bags.left,
+            patience,
+            assignment.rates,
         )
-        tasks_of = [(call.rank, call.task) for call in calls]
-        rates, aside_s = assignment.rates, self.asides.deal(self.world)
-        patience = self.waits.of(step, assignment.cascades, tasks_of, assignment.step.update_s, aside_s)
-        calls = [replace(call, task=replace(call.task, patience=patience, rates=rates)) for call in calls]
         self._connect(bags)
         submitted = [self._submit(call, data) for call in calls]
         outlasted = {call.rank for call in calls if call.task.outlasts}
@@ -114,7 +117,7 @@ class StepRunner:
         export = self.exports(step)
         mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
         tasks = [
-            replace(finish_of(rank, mine[rank], self.generation, step, export, before[rank]), patience=patience)
+            finish_of(rank, mine[rank], self.generation, step, export, before[rank], patience)
             for rank in range(len(self.world))
         ]
         finishes = [
@@ -158,7 +161,7 @@ class StepRunner:
         self._raise_failures(ready, ended=not waiting)
         if waiting:
             return None
-        answers = [get(reference) for reference in running.finishes]
+        answers = [running.answers[reference] for reference in running.finishes]
         self._check_weights([report for report, _ in answers])
         self.waits.finished([report for report, _ in answers])
         self.running.pop(0)
@@ -262,8 +265,9 @@ class StepRunner:
             return
         done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=0)
         failed: dict[str, str] = {}
+        ended = set(done)
         for seat, reference in zip(self.world, self.forming, strict=False):
-            if reference in done:
+            if reference in ended:
                 try:
                     get(reference)
                 except ray.exceptions.RayTaskError as error:
@@ -288,11 +292,13 @@ class StepRunner:
         dead: list[str] = []
         failed: dict[str, str] = {}
         exceeded: list[MemoryExceeded] = []
-        for seat, reference in zip(self.world, self.running[0].finishes):
-            if reference not in references:
+        answers = self.running[0].answers
+        fresh = {reference for reference in references if reference not in answers}
+        for seat, reference in zip(self.world, self.running[0].finishes) if not _taken(fresh, answers) else ():
+            if reference not in fresh:
                 continue
             try:
-                get(reference)
+                answers[reference] = get(reference)
             except GONE as error:
                 log.debug("%s is gone: %s", seat.name, error)
                 dead.append(seat.name)
@@ -317,6 +323,9 @@ class StepRunner:
             if patience and waiting:
                 call = dits[waiting[0]]
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
+            if _taken(done, {}):
+                running.ended_well.update(done)
+                continue
             for reference in done:
                 if why := failure_of(reference, exceeded):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
@@ -330,6 +339,16 @@ class StepRunner:
         references = list(dict.fromkeys(reading))  # an encode that outlasts its step is a call of two steps
         done, _ = wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         return any(has_lost_argument(reference) for reference in done)
+
+
+def _taken(references: Collection[Ref[T]], into: dict[Ref[T], T]) -> bool:
+    """Whether none of these ended calls has failed, by one question to Ray; then their values are in `into`."""
+    listed = list(references)
+    try:
+        into.update(zip(listed, get_all(listed), strict=True) if listed else ())
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def early_encodes(cascade: Cascade, end_s: float) -> list[EarlyEncode]:

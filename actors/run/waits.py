@@ -6,11 +6,11 @@ cascades of the same dispatch, is in the plan; what a process does for the first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from actors.config import WorkersConfig
-from actors.messages import CascadeTask, Shape, StepReport, shapes_of
+from actors.messages import Shape, StepReport
 from actors.plan.types import Cascade
 from ops.waiting import Patience
 
@@ -33,13 +33,14 @@ class StepWaits:
         self,
         step: int,
         cascades: Sequence[Cascade],
-        tasks: Sequence[tuple[int, CascadeTask]],
+        shapes: Sequence[tuple[Collection[int], set[Shape]]],
         update_s: float = 0.0,
         aside_s: float | None = 0.0,
     ) -> Patience:
-        """For every wait of this dispatch; `tasks` are (rank, task), `update_s` is what the plan expects of the step's
-        end: until a step has ended, nothing else says that. A worker may come to that end later by a turn of an aside,
-        `aside_s`; None: there may be one for the first time, and it may be compiled like anything else."""
+        """For every wait of this dispatch; `shapes` are (ranks, shapes) of its cascades, `update_s` is what the plan
+        expects of the step's end: until a step has ended, nothing else says that. A worker may come to that end later
+        by a turn of an aside, `aside_s`; None: there may be one for the first time, and it may be compiled like
+        anything else."""
         config = self.config
         planned_s = max((c.end_s for c in cascades), default=0.0) - min((c.start_s for c in cascades), default=0.0)
         wanted = planned_s + max(self._end_s, update_s) + (aside_s or 0.0) if self.measured else 0.0
@@ -48,7 +49,7 @@ class StepWaits:
         if factor * wanted > least:
             limit_s = factor * wanted
             why = f"workers.patience_factor {factor:g} x {wanted:.1f} s that step {step} should take"
-        if self._has_new(tasks) or aside_s is None:
+        if self._has_new(shapes) or aside_s is None:
             limit_s += config.first_step_s
             why += f", and workers.first_step_s {config.first_step_s:g} for what may run for the first time"
         return Patience(limit_s=round(limit_s, 3), why=why)
@@ -60,10 +61,12 @@ class StepWaits:
             (sum(s.end - s.start for s in r.spans if s.module == "finish") + r.snapshot_s for r in reports), default=0.0
         )
 
-    def _has_new(self, tasks: Sequence[tuple[int, CascadeTask]]) -> bool:
+    def _has_new(self, shapes: Sequence[tuple[Collection[int], set[Shape]]]) -> bool:
         new = False
-        for rank, task in tasks:
-            ran, shapes = self._ran.setdefault(rank, set()), shapes_of(task)
-            new |= not shapes <= ran
-            ran |= shapes
+        for ranks, run in shapes:
+            for rank in ranks:
+                ran = self._ran.setdefault(rank, set())
+                if not run <= ran:
+                    new = True
+                    ran |= run
         return new

@@ -20,7 +20,7 @@ import ray
 
 from actors.messages import Snapshot
 from actors.outcome import Tell, silent
-from actors.ray_calls import get, wait
+from actors.ray_calls import get, get_all, wait
 from actors.records.events import CommitSlow
 from actors.refs import Ref
 from actors.step import CollectedStep
@@ -121,7 +121,8 @@ class CommitLog:
         if not step.waiting:
             return True
         done, late = wait(step.waiting, num_returns=len(step.waiting), timeout=timeout_s)
-        failures = {reference: why for reference in done if (why := _failure(reference))}
+        asked = [] if _all_held(done) else done
+        failures = {reference: why for reference in asked if (why := _failure(reference))}
         step.waiting = [*failures, *late]
         waited_s = time.monotonic() - step.since
         overdue = bool(late) and waited_s > self.patience_s
@@ -137,6 +138,14 @@ class CommitLog:
             self._told = step
             log.warning("step %d has waited for %.0f s to be held by keepers, which live", step, waited_s)
             self.tell(CommitSlow(step=step, seconds=round(waited_s, 1)))
+
+
+def _all_held(references: Sequence[Ref[bool]]) -> bool:
+    """Whether keepers have said so of all these, which have resolved."""
+    try:
+        return not references or all(get_all(references, timeout=30))
+    except ray.exceptions.RayError:
+        return False
 
 
 def _failure(reference: Ref[bool]) -> str:

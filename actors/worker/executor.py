@@ -399,7 +399,7 @@ class CascadeMeasure:
         self._inputs: Inputs | None = None
         self._fetch_s: float | None = None
         self._exceeded_gib: float | None = None
-        self._shapes = shapes_of(task)
+        self._shapes = shapes_of(task.module, task.pieces, len(task.bag))
         self._outlasting = executor.own_outlasting()
         self._held_s = 0.0  # at the gate of an encode that outlasts its step
 

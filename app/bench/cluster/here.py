@@ -14,7 +14,8 @@ import concurrent.futures
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -43,11 +44,47 @@ class CallHere:
         return self._actor.submit(self._method, arguments)
 
 
+class Post:
+    """Calls on their way to a loop, which is woken once for many of them: to wake it is a system call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._sent: deque[tuple[Future[Any], Coroutine[Any, Any, Any]]] = deque()
+        self._woken = False
+        self._running: set[asyncio.Task[None]] = set()  # a loop itself does not keep its tasks
+
+    def send(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """The answer of `call`, which runs on the loop after those that this thread sent before."""
+        answer: Future[Any] = Future()
+        self._sent.append((answer, call))
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._begin)
+        return answer
+
+    def _begin(self) -> None:
+        self._woken = False  # before the box is emptied: what comes now wakes the loop again
+        while self._sent:
+            task = self._loop.create_task(_answered(*self._sent.popleft()))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+
+async def _answered(answer: Future[Any], call: Coroutine[Any, Any, Any]) -> None:
+    try:
+        answer.set_result(await call)
+    except asyncio.CancelledError:
+        answer.cancel()
+        raise
+    except Exception as error:
+        answer.set_exception(error)
+
+
 class ActorHere:
     """Runs the methods of an object one after the other in a thread, or those of an asynchronous one on a loop."""
 
-    def __init__(self, plain: object, loop: asyncio.AbstractEventLoop) -> None:
-        self._plain, self._loop = plain, loop
+    def __init__(self, plain: object, post: Post) -> None:
+        self._plain, self._post = plain, post
         self._thread = ThreadPoolExecutor(1)
 
     def __getattr__(self, method: str) -> CallHere:
@@ -58,7 +95,7 @@ class ActorHere:
     def submit(self, method: str, arguments: Sequence[Any]) -> Future[Any]:
         bound = getattr(self._plain, method)
         if inspect.iscoroutinefunction(bound):
-            return asyncio.run_coroutine_threadsafe(bound(*arguments), self._loop)
+            return self._post.send(bound(*arguments))
         return self._thread.submit(bound, *arguments)
 
     def close(self) -> None:
@@ -73,11 +110,12 @@ class CallsHere:
         self._loop.set_exception_handler(lambda _, told: log.debug("%s", told))  # workers die that nobody asks any more
         self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
         self._thread.start()
+        self._post = Post(self._loop)
         self._actors: list[ActorHere] = []
 
     def actor(self, plain: object) -> Any:
         """A handle of an object, by the protocols of `actors.refs`."""
-        made = ActorHere(plain, self._loop)
+        made = ActorHere(plain, self._post)
         self._actors.append(made)
         return made
 
@@ -104,8 +142,10 @@ class CallsHere:
         when = concurrent.futures.ALL_COMPLETED if all_of_them else concurrent.futures.FIRST_COMPLETED
         if timeout != 0:
             concurrent.futures.wait([r for r in references if isinstance(r, Future)], timeout, when)
-        done = [r for r in references if not isinstance(r, Future) or r.done()]
-        return done, [r for r in references if isinstance(r, Future) and not r.done()]
+        done, waiting = [], []
+        for one in references:
+            (waiting if isinstance(one, Future) and not one.done() else done).append(one)
+        return done, waiting
 
     def put(self, value: Any) -> Future[Any]:
         made: Future[Any] = Future()

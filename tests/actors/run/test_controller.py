@@ -40,6 +40,8 @@ def ray_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """References are values here; an exception stands for a call that failed."""
 
     def get(value: Any, timeout: float | None = None) -> Any:
+        if isinstance(value, list):
+            return [get(one) for one in value]
         if isinstance(value, Exception):
             raise value
         return value
@@ -299,11 +301,23 @@ def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds(
     assert pace.after(0.02) == pytest.approx(1.0) and pace.after(0.5) == 2.0
 
 
-def test_a_dit_call_that_has_ended_well_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dit_calls_that_have_ended_well_are_asked_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("actors.run.steps.failure_of", lambda reference, exceeded: asked.append(reference) or "")
-    call = SimpleNamespace(reference="dit", module="dit", worker="w0", name="dit s0")
-    runner = SimpleNamespace(running=[SimpleNamespace(calls=[call], ended_well=set())])
+    monkeypatch.setattr(ray, "get", lambda references: asked.append(references) or [None] * len(references))
+    calls = [SimpleNamespace(reference=f"dit {n}", module="dit", worker=f"w{n}", name="dit s0") for n in range(3)]
+    runner = SimpleNamespace(running=[SimpleNamespace(calls=calls, ended_well=set())])
     for _ in range(3):
         assert StepRunner._failed_calls(runner, False, []) == {}  # type: ignore[arg-type]
-    assert asked == ["dit"]
+    assert asked == [["dit 0", "dit 1", "dit 2"]]
+
+
+def test_of_calls_that_ended_together_each_that_failed_is_named() -> None:
+    failed = [ray.exceptions.RayTaskError("dit", "", ValueError(why)) for why in ("no room", "no data")]
+    calls = [
+        SimpleNamespace(reference=reference, module="dit", worker=f"w{n}", name="dit s0")
+        for n, reference in enumerate((failed[0], "well", failed[1]))
+    ]
+    running = SimpleNamespace(calls=calls, ended_well=set())
+    found = StepRunner._failed_calls(SimpleNamespace(running=[running]), False, [])  # type: ignore[arg-type]
+    assert found == {"w0": "dit s0 did not run: no room", "w2": "dit s0 did not run: no data"}
+    assert running.ended_well == {"well"}

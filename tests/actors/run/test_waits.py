@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.config import WorkersConfig
-from actors.messages import CascadeTask, Piece, Span, StepReport
+from actors.messages import Piece, Shape, Span, StepReport, shapes_of
 from actors.plan.types import Cascade, Part
 from actors.run.waits import StepWaits
 
@@ -17,19 +17,8 @@ def cascade(end_s: float) -> Cascade:
     return Cascade(id="c", module="dit", step=3, parts=(part,), degree=1, workers=(0,), start_s=0.0, end_s=end_s)
 
 
-def task(frames: int = 81, module: str = "dit", batch: int = 1) -> CascadeTask:
-    return CascadeTask(
-        generation=1,
-        step=3,
-        cascade="c",
-        name="dit",
-        module=module,  # type: ignore[arg-type]
-        bag=(0,),
-        samples=(),
-        pieces=(Piece(item="i", bucket=(frames, 480, 832), batch=batch),),
-        planned_start_s=0.0,
-        planned_end_s=1.0,
-    )
+def shapes(frames: int = 81, module: str = "dit", batch: int = 1) -> set[Shape]:
+    return shapes_of(module, (Piece(item="i", bucket=(frames, 480, 832), batch=batch),), 1)
 
 
 def report(finish_s: float, snapshot_s: float) -> StepReport:
@@ -44,8 +33,8 @@ def waits(measured: bool = True, **settings: float) -> StepWaits:
 
 def after_the_first(of: StepWaits, end_s: float) -> float:
     """The limit of a step whose shapes have all run."""
-    of.of(2, [cascade(end_s)], [(0, task())])
-    return of.of(3, [cascade(end_s)], [(0, task())]).limit_s
+    of.of(2, [cascade(end_s)], [((0,), shapes())])
+    return of.of(3, [cascade(end_s)], [((0,), shapes())]).limit_s
 
 
 def test_a_short_step_has_the_least_limit_and_a_long_one_several_times_its_plan() -> None:
@@ -58,25 +47,27 @@ def test_the_end_of_a_step_counts_as_long_as_the_last_one_took() -> None:
     of = waits()
     of.finished([report(20.0, 5.0), report(30.0, 1.0)])
     assert after_the_first(of, 60.0) == 5 * (60.0 + 31.0)
-    assert of.of(4, [cascade(60.0)], [(0, task())], aside_s=2.0).limit_s == 5 * (60.0 + 31.0 + 2.0)
+    assert of.of(4, [cascade(60.0)], [((0,), shapes())], aside_s=2.0).limit_s == 5 * (60.0 + 31.0 + 2.0)
 
 
 def test_what_a_worker_runs_for_the_first_time_may_be_compiled_before() -> None:
     of = waits()
-    first = of.of(3, [cascade(1.0)], [(0, task()), (1, task())])
+    first = of.of(3, [cascade(1.0)], [((0,), shapes()), ((1,), shapes())])
     assert first.limit_s == 120.0 + FIRST_S and "first_step_s" in first.why
-    assert of.of(4, [cascade(1.0)], [(0, task(batch=2)), (1, task())]).limit_s == 120.0, "the DiT packs any batch"
-    assert of.of(5, [cascade(1.0)], [(2, task())]).limit_s == 120.0 + FIRST_S, "new to that worker"
-    assert of.of(6, [cascade(1.0)], [(0, task(module="vae"))]).limit_s == 120.0 + FIRST_S
-    assert of.of(7, [cascade(1.0)], [(0, task(module="vae", batch=2))]).limit_s == 120.0 + FIRST_S
-    assert of.of(8, [cascade(1.0)], [(0, task())], aside_s=None).limit_s == 120.0 + FIRST_S, "the first aside"
+    assert of.of(4, [cascade(1.0)], [((0,), shapes(batch=2)), ((1,), shapes())]).limit_s == 120.0, (
+        "the DiT packs any batch"
+    )
+    assert of.of(5, [cascade(1.0)], [((2,), shapes())]).limit_s == 120.0 + FIRST_S, "new to that worker"
+    assert of.of(6, [cascade(1.0)], [((0,), shapes(module="vae"))]).limit_s == 120.0 + FIRST_S
+    assert of.of(7, [cascade(1.0)], [((0,), shapes(module="vae", batch=2))]).limit_s == 120.0 + FIRST_S
+    assert of.of(8, [cascade(1.0)], [((0,), shapes())], aside_s=None).limit_s == 120.0 + FIRST_S, "the first aside"
     of.begin()
-    assert of.of(8, [cascade(1.0)], [(0, task())]).limit_s == 120.0 + FIRST_S, "its process may be new"
+    assert of.of(8, [cascade(1.0)], [((0,), shapes())]).limit_s == 120.0 + FIRST_S, "its process may be new"
 
 
 def test_costs_that_nobody_has_measured_on_a_gpu_make_no_limit_of_days() -> None:
     of = waits(measured=False)
-    assert of.of(0, [cascade(208_000.0)], [(0, task())]).limit_s == 120.0 + FIRST_S
+    assert of.of(0, [cascade(208_000.0)], [((0,), shapes())]).limit_s == 120.0 + FIRST_S
     of.finished([report(1.0, 0.0)])
     assert after_the_first(of, 60.0) == 5 * 61.0
 
