@@ -183,9 +183,9 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             "computed again; model.dit.gradient_checkpointing is false. Set it to true, or parameters to auto or "
             "replicated."
         )
-    if train.memory.parameters == "node" and model.dit.lora_rank:
+    if train.memory.parameters == "node" and (model.dit.lora_rank or model.dit.train_only):
+        few = f"lora_rank {model.dit.lora_rank}" if model.dit.lora_rank else f"train_only {list(model.dit.train_only)}"
         raise ConfigError(
-            f"train.memory.parameters node holds weights that are trained, and model.dit.lora_rank "
-            f"{model.dit.lora_rank} freezes those of the blocks. Set parameters to auto or replicated, or lora_rank "
-            f"to 0."
+            f"train.memory.parameters node holds weights that are trained, and model.dit.{few} freezes those of the "
+            f"blocks. Set parameters to auto or replicated, or train all weights."
         )

@@ -116,6 +116,9 @@ MISTAKES = {
     "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, lora_rank: 4}}": (
         "model.dit.lora_rank 4 freezes those of the blocks"
     ),
+    "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, train_only: [blocks.0]}}": (
+        "model.dit.train_only ['blocks.0'] freezes those of the blocks"
+    ),
     "train: {memory: {parameters: one}}": "expected one of auto, replicated, node",
     "train: {memory: {gradients: all}}": "expected one of auto, own, node, host",
     "base: missing.yaml": "missing.yaml does not exist",

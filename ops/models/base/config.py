@@ -216,7 +216,7 @@ class DiTConfig:
     def fetchable(self) -> bool:
         """Whether weights of its blocks may lie elsewhere and be fetched for a pass, as those that are trained and
         whose activations are computed again."""
-        return self.gradient_checkpointing and not self.lora_rank
+        return self.gradient_checkpointing and not (self.lora_rank or self.train_only)
 
     @property
     def block_counts(self) -> tuple[int, ...]:
