@@ -222,9 +222,9 @@ class RunState:
         self._survivors.outlived(done.running.generation)
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
+            self.keepers.commit(step, position)  # at once: whoever takes the run over knows of no line of metrics
             if self.writer.due(step) and not self.writer.puts_off(step):
                 self.writer.save(done.snapshots, self._meta(step))
-            self.keepers.commit(step, position)
             self.interval.held(time.time() - done.collected_at)
             if self._config.snapshot.enabled and self.interval.choose():
                 log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)

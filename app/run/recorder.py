@@ -69,7 +69,7 @@ class Recorder:
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self._guard()
         self._save_settings()
-        self._metrics.step(metrics)
+        self._write_plan(metrics.step, plan)
         for span in timeline:
             self._timeline.write(json.dumps(span.line()) + "\n")
         self._timeline.flush()
@@ -77,7 +77,7 @@ class Recorder:
             self._timeline.close()
             os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
             self._timeline = _appending(self._run_dir / TIMELINE)
-        self._write_plan(metrics.step, plan)
+        self._metrics.step(metrics)  # at last: with this line the step counts, and keepers are told of it next
 
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """Keep the newest plans and every 1,000th of the older ones, since a run may take millions of steps."""

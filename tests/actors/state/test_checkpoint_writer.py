@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,7 @@ class Tasks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[Any, ...]] = []
+        self.on_begin: Callable[[], None] = lambda: None
         self.done: set[int] = set()
         self.results: dict[int, Any] = {}
         monkeypatch.setattr(ray, "get", lambda reference, timeout=None: self.results.get(reference))
@@ -96,6 +97,7 @@ class Tasks:
         monkeypatch.setattr(ray, "wait", self._wait)
 
     def _begin(self, *arguments: Any) -> int:
+        self.on_begin()
         self.begun.append(arguments)
         return len(self.begun) - 1
 
@@ -178,9 +180,12 @@ def test_a_last_state_that_cannot_be_sealed_leaves_nothing_and_is_told(
 def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A controller that is killed between would leave a checkpoint of a step whose metrics nobody has written."""
-    tasks = Tasks(monkeypatch)
-    state = state_of(tmp_path, writer=writer_of(tmp_path), model=MODEL)
+    """A controller that is killed between would leave a checkpoint of a step whose metrics nobody has written. Keepers
+    are told first: one that is killed while it begins would leave a step with metrics that nobody knows to count."""
+    tasks, keepers = Tasks(monkeypatch), KeepersHere()
+    tasks.on_begin = lambda: begun_after.append(list(keepers.told))
+    begun_after: list[Any] = []
+    state = state_of(tmp_path, keepers=keepers, writer=writer_of(tmp_path), model=MODEL)
     done = collected(9, 1)
     done.reports, done.collected_at = (), 0.0
     done.snapshots = (snapshot(9, "shard 9", total=TOTAL),)
@@ -188,6 +193,7 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     assert state.saves(9) and tasks.begun == []
     state.committed(done, None)
     assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (["shard 9"], [], True)
+    assert begun_after == [[("commit", 9)]]
 
 
 def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_says_so(tmp_path: Path) -> None:
