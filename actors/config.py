@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actors.plan.places import GradientSetting, ParameterSetting, Places, StateSetting, gpu_places, parameter_places
+from actors.plan.places import (
+    GradientSetting,
+    ParameterPlace,
+    ParameterSetting,
+    Places,
+    StateSetting,
+    gpu_places,
+    parameter_places,
+)
 from actors.plan.registry import StrategyName
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
@@ -227,8 +235,8 @@ class TrainConfig:
         gradients, state = self.memory.gradients, self.memory.state
         if gradients == "auto":
             gradients = "node" if weights * _GRADIENT_BYTES >= _SHARED_GRADIENT_BYTES else "own"
-        held = "node" if self.memory.parameters == "node" else "replicated"
-        return (Places(gradients, "host" if state == "host" else "device", held),)
+        parameters: ParameterPlace = "node" if self.memory.parameters == "node" else "replicated"
+        return (Places(gradients, "host" if state == "host" else "device", parameters),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -293,7 +293,8 @@ class StepRunner:
         failed: dict[str, str] = {}
         exceeded: list[MemoryExceeded] = []
         answers = self.running[0].answers
-        fresh = {reference for reference in references if reference not in answers}
+        ready = set(references)
+        fresh = {one for one in self.running[0].finishes if one in ready and one not in answers}
         for seat, reference in zip(self.world, self.running[0].finishes) if not _taken(fresh, answers) else ():
             if reference not in fresh:
                 continue

@@ -221,7 +221,7 @@ def _by_our_names(
     for original, layers in _originals(known, config).items():
         names = (original, f"diffusion_model.{original}", f"lora_unet_{original.replace('.', '_')}")
         ours |= dict.fromkeys(names, (original, layers))
-    found = {}
+    found: dict[str, Tensor] = {}
     for layer, parts in files.items():
         alpha = parts.pop(".alpha", None)
         if B in parts:

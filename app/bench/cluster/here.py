@@ -142,7 +142,8 @@ class CallsHere:
         when = concurrent.futures.ALL_COMPLETED if all_of_them else concurrent.futures.FIRST_COMPLETED
         if timeout != 0:
             concurrent.futures.wait([r for r in references if isinstance(r, Future)], timeout, when)
-        done, waiting = [], []
+        done: list[Any] = []
+        waiting: list[Any] = []
         for one in references:
             (waiting if isinstance(one, Future) and not one.done() else done).append(one)
         return done, waiting
