@@ -122,8 +122,9 @@ class StepAccount:
         facts = self._facts(done, started)
         self._data_wait_s = 0.0
         begin = begin_of(done.reports, started)
+        told: dict[str, Contents] = {}
         timeline = [
-            record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin)
+            record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin, told)
         ]
         return step_metrics(facts, done.reports, self.geometry, self.work, self._history), timeline
 
@@ -314,8 +315,16 @@ def handoff_seconds(spans: Sequence[Span]) -> float:
     return sum(quickest.values())
 
 
-def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start: float) -> list[SpanRecord]:
-    """Lines of timeline.jsonl for one worker."""
+Contents = tuple[str, tuple[int, int, int] | None, tuple[PieceRecord, ...]]  # of a span: item, bucket, pieces
+
+
+def timeline_records(
+    facts: StepFacts, report: StepReport, node: str, step_start: float, told: dict[str, Contents] | None = None
+) -> list[SpanRecord]:
+    """Lines of timeline.jsonl for one worker. `told` is what cascades of the step contain, by their ids: the lines of a
+    bag share it."""
+    told = {} if told is None else told
+    contents = [told.get(s.cascade) or told.setdefault(s.cascade, _contents(s)) for s in report.spans]
     return [
         SpanRecord(
             step=s.step,
@@ -324,9 +333,9 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             name=s.name,
             module=s.module,
             cascade=s.cascade,
-            item=s.item,
-            bucket=s.bucket,
-            pieces=tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in s.pieces),
+            item=item,
+            bucket=bucket,
+            pieces=pieces,
             batch=s.batch,
             degree=s.degree,
             start=s.start,
@@ -343,8 +352,13 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             wait_s=round(s.wait_s, 6),
             exposed_s=round(s.exposed_s, 6),
         )
-        for s in report.spans
+        for s, (item, bucket, pieces) in zip(report.spans, contents, strict=True)
     ]
+
+
+def _contents(span: Span) -> Contents:
+    pieces = tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in span.pieces)
+    return span.item, span.bucket, pieces
 
 
 def _pieces(spans: Sequence[Span]) -> list[Piece]:
