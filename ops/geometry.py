@@ -6,6 +6,7 @@ T, H, W are the frames, height and width of a clip in pixels; t, h, w those of i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,11 @@ class Geometry:
         return latent_frames, height // stride_h, width // stride_w
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Token (t, h, w) of a clip: the latent grid divided by the patch."""
+        """Token (t, h, w) of a clip: the latent grid divided by the patch. Remembered: a step of a thousand workers
+        asks some ten thousand times for the grids of a few buckets."""
+        return _token_grid(self, frames, height, width)
+
+    def _divided(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         grid = self.latent_grid(frames, height, width)
         if grid[0] % self.patch[0]:
             unit = self.vae_stride[0] * self.patch[0]
@@ -64,3 +69,8 @@ class Geometry:
     def spatial_multiple(self) -> int:
         """Heights and widths must be multiples of this."""
         return max(self.vae_stride[1] * self.patch[1], self.vae_stride[2] * self.patch[2])
+
+
+@lru_cache(maxsize=1024)
+def _token_grid(geometry: Geometry, frames: int, height: int, width: int) -> tuple[int, int, int]:
+    return geometry._divided(frames, height, width)

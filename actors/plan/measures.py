@@ -30,7 +30,9 @@ def variation(values: Sequence[float]) -> float:
     Values 1 and 3: 0.5.
     """
     mean = statistics.fmean(values) if values else 0.0
-    return statistics.pstdev(values) / mean if mean > 0 else 0.0
+    if not mean > 0:
+        return 0.0
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)) / mean
 
 
 def workload_imbalance(loads: Sequence[float]) -> float | None:

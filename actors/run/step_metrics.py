@@ -122,8 +122,9 @@ class StepAccount:
         facts = self._facts(done, started)
         self._data_wait_s = 0.0
         begin = begin_of(done.reports, started)
+        told: dict[str, Contents] = {}
         timeline = [
-            record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin)
+            record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin, told)
         ]
         return step_metrics(facts, done.reports, self.geometry, self.work, self._history), timeline
 
@@ -164,19 +165,20 @@ def step_metrics(
     first = reports[0]
     spans = {r.worker: r.spans for r in reports}
     cascades = [[s for s in of if s.module != "finish"] for of in spans.values()]
-    loads = [worker_load(of, facts.text_tokens, geometry) for of in cascades]
+    sizes = sizes_of((s for of in cascades for s in of), facts.text_tokens, geometry, work)
+    loads = [worker_load(of, sizes) for of in cascades]
+    tokens_of = [sum(n * size.length for n, size in of) for of in loads]
     step_s = max(facts.step_s, 1e-9)
     finish = [s for of in spans.values() for s in of if s.module == "finish"]
-    tokens = sum(count * length for of in loads for count, length in of)
+    tokens = sum(tokens_of)
     dits = [s for of in cascades for s in of if s.module == "dit"]
     fbl_s = max((s.end for s in dits), default=0.0) - min((s.start for s in dits), default=0.0)
-    shapes = [worker_shapes(of, facts.text_tokens, geometry) for of in cascades]
-    computed = [sum(n * work.computed_tflop(1, *shape) for n, shape in of) if work else 0.0 for of in shapes]
-    trained = sum(n * work.model_tflop(1, *shape) for of in shapes for n, shape in of) if work else 0.0
+    computed = [sum(n * size.computed_tflop for n, size in of) for of in loads]
+    trained = sum(n * size.trained_tflop for of in loads for n, size in of)
     peaks = [r.peak_tflops for r in reports] if work else []
     waits = dict(zip(spans, wait_of(cascades, finish), strict=True))
     if history is not None and dits:
-        history.add(facts.step_s, _samples_of(dits, facts.text_tokens, geometry))
+        history.add(facts.step_s, _samples_of(dits, sizes))
     with_load = history.with_load if history is not None else None
     return StepMetrics(
         step=facts.step,
@@ -191,8 +193,8 @@ def step_metrics(
         idle_ratio=round(
             max(0.0, 1 - sum(s.end - s.start for of in cascades for s in of) / (len(reports) * step_s)), 4
         ),
-        cv_step=round(cv_step([sum(n * length for n, length in of) for of in loads]), 4),
-        cv_compute=round(variation([sum(n * length**2 for n, length in of) for of in loads]), 4),
+        cv_step=round(cv_step(tokens_of), 4),
+        cv_compute=round(variation([sum(n * size.length**2 for n, size in of) for of in loads]), 4),
         wir=_rounded(workload_imbalance([sum(s.end - s.start for s in of if s.module == "dit") for of in cascades])),
         tokens_per_s=round(facts.num_tokens / step_s, 1),
         videos_per_s=round(facts.num_samples / step_s, 3),
@@ -231,33 +233,36 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def worker_load(spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry) -> list[tuple[float, int]]:
-    """(samples, tokens of one) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
-    return [
-        (piece.batch / span.degree, _length(piece, text_tokens, geometry))
-        for span in spans
-        if span.module == "dit"
-        for piece in span.pieces
-    ]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleSize:
+    """One sample of an item. All its workers tell of it, so that it is counted once per step and not per span."""
+
+    length: int  # text and video tokens
+    trained_tflop: float = 0.0  # of its forward and backward; 0 where nobody counts
+    computed_tflop: float = 0.0  # the same with recomputation
 
 
-def worker_shapes(
-    spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry
-) -> list[tuple[float, tuple[int, int, int]]]:
-    """The same with (tokens, of these text, frames of the others) of one sample, by which FLOPs are counted."""
-    return [
-        (
-            piece.batch / span.degree,
-            (
-                _length(piece, text_tokens, geometry),
-                text_tokens.get(piece.item, 0),
-                geometry.token_grid(*piece.bucket)[0],
-            ),
-        )
-        for span in spans
-        if span.module == "dit"
-        for piece in span.pieces
-    ]
+def sizes_of(
+    spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry, work: DiTWork | None
+) -> dict[str, SampleSize]:
+    """By item, of all that DiT cascades have trained."""
+    found: dict[str, SampleSize] = {}
+    for piece in (piece for span in spans if span.module == "dit" for piece in span.pieces):
+        if piece.item not in found:
+            text, (frames, height, width) = text_tokens.get(piece.item, 0), geometry.token_grid(*piece.bucket)
+            length = frames * height * width + text
+            found[piece.item] = SampleSize(
+                length=length,
+                trained_tflop=work.model_tflop(1, length, text, frames) if work else 0.0,
+                computed_tflop=work.computed_tflop(1, length, text, frames) if work else 0.0,
+            )
+    return found
+
+
+def worker_load(spans: Iterable[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[float, SampleSize]]:
+    """(samples, one of them) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
+    dits = (span for span in spans if span.module == "dit")
+    return [(piece.batch / span.degree, sizes[piece.item]) for span in dits for piece in span.pieces]
 
 
 def wait_of(cascades: Sequence[Sequence[Span]], finish: Sequence[Span]) -> list[float]:
@@ -277,14 +282,10 @@ def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[
     return found
 
 
-def _samples_of(dits: Sequence[Span], text_tokens: Mapping[str, int], geometry: Geometry) -> list[tuple[int, int]]:
+def _samples_of(dits: Sequence[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[int, int]]:
     """(samples, tokens of one) of a step; every worker of a bag tells of the same cascade."""
     once = {span.cascade: span for span in dits}
-    return [(piece.batch, _length(piece, text_tokens, geometry)) for s in once.values() for piece in s.pieces]
-
-
-def _length(piece: Piece, text_tokens: Mapping[str, int], geometry: Geometry) -> int:
-    return geometry.tokens(*piece.bucket) + text_tokens.get(piece.item, 0)
+    return [(piece.batch, sizes[piece.item].length) for s in once.values() for piece in s.pieces]
 
 
 def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
@@ -294,7 +295,8 @@ def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
     buckets: dict[str, str] = {}
     for report in reports:
         for piece in _pieces(report.spans):
-            buckets[piece.item] = "x".join(map(str, piece.bucket))
+            if piece.item not in buckets:
+                buckets[piece.item] = "x".join(map(str, piece.bucket))
     for report in reports:
         for item, loss, weight in report.item_losses:
             bucket = buckets.get(item)
@@ -313,8 +315,16 @@ def handoff_seconds(spans: Sequence[Span]) -> float:
     return sum(quickest.values())
 
 
-def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start: float) -> list[SpanRecord]:
-    """Lines of timeline.jsonl for one worker."""
+Contents = tuple[str, tuple[int, int, int] | None, tuple[PieceRecord, ...]]  # of a span: item, bucket, pieces
+
+
+def timeline_records(
+    facts: StepFacts, report: StepReport, node: str, step_start: float, told: dict[str, Contents] | None = None
+) -> list[SpanRecord]:
+    """Lines of timeline.jsonl for one worker. `told` is what cascades of the step contain, by their ids: the lines of a
+    bag share it."""
+    told = {} if told is None else told
+    contents = [told.get(s.cascade) or told.setdefault(s.cascade, _contents(s)) for s in report.spans]
     return [
         SpanRecord(
             step=s.step,
@@ -323,9 +333,9 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             name=s.name,
             module=s.module,
             cascade=s.cascade,
-            item=s.item,
-            bucket=s.bucket,
-            pieces=tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in s.pieces),
+            item=item,
+            bucket=bucket,
+            pieces=pieces,
             batch=s.batch,
             degree=s.degree,
             start=s.start,
@@ -342,8 +352,13 @@ def timeline_records(facts: StepFacts, report: StepReport, node: str, step_start
             wait_s=round(s.wait_s, 6),
             exposed_s=round(s.exposed_s, 6),
         )
-        for s in report.spans
+        for s, (item, bucket, pieces) in zip(report.spans, contents, strict=True)
     ]
+
+
+def _contents(span: Span) -> Contents:
+    pieces = tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in span.pieces)
+    return span.item, span.bucket, pieces
 
 
 def _pieces(spans: Sequence[Span]) -> list[Piece]:

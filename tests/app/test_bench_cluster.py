@@ -12,6 +12,7 @@ import typer
 
 from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
 from app.bench.cluster.command import curves_of, disturbances, fitted, run, sizes_of
+from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.simulate import (
@@ -117,6 +118,31 @@ def test_a_worker_runs_calls_in_their_order_and_refuses_a_step_that_it_has_not_r
         await host.end(["w0"])
 
     asyncio.run(play())
+
+
+def test_a_loop_is_woken_once_for_all_calls_that_wait_for_it() -> None:
+    loop = asyncio.new_event_loop()
+    woken: list[Any] = []
+    post = Post(SimpleNamespace(call_soon_threadsafe=woken.append, create_task=loop.create_task))  # type: ignore[arg-type]
+
+    async def answer(number: int) -> int:
+        if number == 7:
+            raise ValueError("seven")
+        return number
+
+    sent = [post.send(answer(n)) for n in range(100)]
+    assert len(woken) == 1
+    loop.call_soon(woken.pop())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert [one.result() for n, one in enumerate(sent) if n != 7] == [n for n in range(100) if n != 7]
+    with pytest.raises(ValueError, match="seven"):
+        sent[7].result()
+    again = post.send(answer(1))
+    assert len(woken) == 1, "what comes later wakes it again"
+    loop.call_soon(woken.pop())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert again.result() == 1
+    loop.close()
 
 
 def test_a_larger_cluster_has_more_items_and_the_same_seed_the_same() -> None:
