@@ -19,6 +19,7 @@ from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
+from ops.models.experts import parts_of
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState
@@ -104,6 +105,8 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     """The sync engine that the settings name, for a device of `device_gib` (0: no limit), of which training needs
     `least_gib` with each of `TrainConfig.places`."""
     if train.sync == "deepspeed":
+        if len(parts_of(dit)) > 1:
+            raise ValueError("train.sync deepspeed updates all weights together; with model.dit.expert both use flat.")
         from ops.deepspeed_sync import DeepSpeedSync
 
         return DeepSpeedSync(dit, train.optimizer, train.steps)
@@ -112,7 +115,14 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     weights = [parameter for _, parameter in trainable(dit)]
     possible = train.places(sum(one.numel() for one in weights), weights[0].device.type)
     places = chosen(possible, least_gib, device_gib)
-    return FlatSync(dit, train.optimizer, train.steps, gradients=memory_of(train, places), state=places.state)
+    return FlatSync(
+        dit,
+        train.optimizer,
+        train.steps,
+        gradients=memory_of(train, places),
+        state=places.state,
+        parts=parts_of(dit),
+    )
 
 
 def memory_of(train: TrainConfig, places: Places) -> GradientMemory:

@@ -170,6 +170,15 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
         )
 
 
+def check_experts(model: ModelConfig, train: TrainConfig) -> None:
+    """Two experts are updated apart."""
+    if train.sync == "deepspeed" and len(model.dit.experts) > 1:
+        raise ConfigError(
+            "train.sync is deepspeed, which updates all weights together, and model.dit.expert is both; set train.sync "
+            "to flat, or train one expert."
+        )
+
+
 def check_memory(train: TrainConfig, workers: WorkersConfig) -> None:
     """Host memory beside a device is for GPUs, and what GPUs have in each other's memory is fp32."""
     if workers.device == "cpu" and train.memory.gradients == "host":
