@@ -61,6 +61,7 @@ class StepSample:
     key: str  # source/epoch/row: the same on every run, worker and plan
     grid: tuple[int, int, int]  # token (t, h, w)
     weight: float  # share of the step's loss if the clip decodes
+    expert: int = 0  # of several transformers, the number of the one that is trained on it
     latent_key: str = ""  # names in the cache; empty without one
     text_key: str = ""
 

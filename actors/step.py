@@ -66,6 +66,11 @@ class StepSamples:
         )
         return replace(self, samples={**self.samples, item: named})
 
+    def routed(self, experts: Mapping[str, int]) -> StepSamples:
+        """The same with the expert of each item's samples."""
+        samples = {item: tuple(replace(s, expert=experts[item]) for s in found) for item, found in self.samples.items()}
+        return replace(self, samples=samples)
+
     @staticmethod
     def of(
         step: int,

@@ -140,9 +140,17 @@ class DeepSpeedSync:
         """Nothing, see `watch_backward`."""
 
     def finish_step(
-        self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
+        self,
+        step: int,
+        loss: float,
+        weight: float,
+        planned_weight: float,
+        phase: Phase,
+        bad_weight: float = 0.0,
+        part_weights: Sequence[float] | None = None,
     ) -> StepResult:
-        """See FlatSync.finish_step. DeepSpeed does sum, update and gather in one call."""
+        """See FlatSync.finish_step. DeepSpeed does sum, update and gather in one call, of one part alone."""
+        assert part_weights is None, "build_sync refuses models of several parts"
         phase("reduce")
         sums = torch.tensor([loss, weight, bad_weight], dtype=torch.float64, device=self._parameters[0].device)
         self._group.all_reduce(sums)

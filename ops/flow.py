@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,9 +41,21 @@ def draw_sigma(
         if low <= sigma and (sigma < high or high == 1.0):
             return sigma
     raise ValueError(
-        f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which model.dit.expert trains. "
+        f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which an expert of model.dit is for. "
         f"Change train.flow.flow_shift or its density."
     )
+
+
+def draw_expert(
+    config: FlowConfig, seed: int, step: int, item: str, tokens: int, experts: Sequence[tuple[float, float]]
+) -> int:
+    """Which of these intervals of noise levels [low, high), that cover all, the clips of an item, of so many tokens
+    each, are trained at in this step: the one that a level drawn for the item lies in. Levels of its clips are then
+    drawn within it (`draw_sigma`), so that over all steps a clip sees every level as often as with one transformer."""
+    if len(experts) == 1:
+        return 0
+    level = draw_sigma(config, seed, step, f"expert of {item}", tokens)
+    return next(number for number, (low, _) in enumerate(experts) if level >= low)
 
 
 def is_first_frame_given(config: FlowConfig, seed: int, step: int, key: str) -> bool:

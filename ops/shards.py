@@ -8,7 +8,7 @@ Only tensors that NCCL sums or gathers have a few more elements behind the vecto
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class ShardState:
     hi: int
     total: int
     arrays: dict[str, np.ndarray]
+    # of each part of the vector that is updated apart (`ops.sync.FlatSync`); (): it is one, with `updates`
+    part_updates: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.lo <= self.hi <= self.total:
@@ -43,13 +45,17 @@ class ShardState:
                 )
 
     @property
+    def state(self) -> tuple[int, int, tuple[int, ...]]:
+        """What all shards of one state have in common."""
+        return self.updates, self.total, self.part_updates
+
+    @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
     def copy(self) -> ShardState:
         """The same state in memory of its own."""
-        arrays = {name: np.array(array) for name, array in self.arrays.items()}
-        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=arrays)
+        return replace(self, arrays={name: np.array(array) for name, array in self.arrays.items()})
 
 
 def bytes_per_weight(ema: bool) -> int:
@@ -131,10 +137,9 @@ def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
     if not shards:
         raise ValueError(f"no shards given for the range [{lo}, {hi}).")
     first = shards[0]
-    if len({(shard.updates, shard.total) for shard in shards}) > 1:
-        raise ValueError(
-            f"shards of different states: (updates, total) {sorted({(s.updates, s.total) for s in shards})}."
-        )
+    states = {shard.state for shard in shards}
+    if len(states) > 1:
+        raise ValueError(f"shards of different states: (updates, total, updates of parts) {sorted(states)}.")
     gaps = missing([(shard.lo, shard.hi) for shard in shards], lo, hi)
     if gaps:
         raise ValueError(f"state of [{lo}, {hi}) is incomplete: {gaps} is in none of the {len(shards)} shards.")
@@ -144,4 +149,4 @@ def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
         if a < b:
             for name, array in arrays.items():
                 array[a - lo : b - lo] = shard.arrays[name][a - shard.lo : b - shard.lo]
-    return ShardState(updates=first.updates, lo=lo, hi=hi, total=first.total, arrays=arrays)
+    return replace(first, lo=lo, hi=hi, arrays=arrays)

@@ -100,7 +100,14 @@ class Sync(Protocol):
         ...
 
     def finish_step(
-        self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
+        self,
+        step: int,
+        loss: float,
+        weight: float,
+        planned_weight: float,
+        phase: Phase,
+        bad_weight: float = 0.0,
+        part_weights: Sequence[float] | None = None,
     ) -> StepResult: ...
     def export_shard(self) -> ShardState: ...
     def begin_export(self) -> ShardExport:
@@ -147,6 +154,14 @@ def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
     return tuple(found)
 
 
+def part_ranges(layout: Sequence[Slot], parts: Sequence[str]) -> list[tuple[int, int]]:
+    """[lo, hi) of the flat vector for each beginning of names. Raises ValueError unless they divide it in order."""
+    found = [[slot for slot in layout if slot.name.startswith(part)] for part in parts]
+    if [slot for slots_of in found for slot in slots_of] != list(layout) or not all(found):
+        raise ValueError(f"parts {list(parts)} do not divide the trained parameters in their order.")
+    return [(slots_of[0].lo, slots_of[-1].hi) for slots_of in found]
+
+
 def initial_shard(
     named: Sequence[tuple[str, Tensor]], lo: int, hi: int, value: Callable[[str], Tensor] | None = None
 ) -> ShardState:
@@ -187,19 +202,26 @@ class FlatSync:
         gradients: GradientMemory | GradientsOf = "own",
         state: StatePlace = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
+        parts: Sequence[str] = ("",),
     ) -> None:
         """`sum_elements` of own gradients are summed together on the CPU; None: the usual number. `gradients`: where
         they lie, or what makes them; workers that name different places all take the one that takes least of a device.
         `state` host: master, moments and EMA of the own range lie in host memory and are updated there. `parameters`
         node: they lie once in host memory of each node (ops.node_parameters), also where other workers say so; or what
-        makes those."""
+        makes those.
+
+        `parts`: what parameter names begin with, of parts that lie one after the other. Each is trained as if it were
+        alone: by the mean over its own samples, clipped by its own norm, with updates that are counted for it. A step
+        without a good sample of it leaves its weights, moments, EMA and count as they are, bit for bit."""
         named = trainable(module)
         _check_alike({p.device for _, p in named})
         self.config = config
         self.total_steps = total_steps
         self.layout = slots(named)
         self.total = self.layout[-1].hi
-        self.updates = 0  # optimizer updates applied so far
+        self.updates = 0  # steps applied so far
+        self._parts = part_ranges(self.layout, parts)
+        self._part_updates = [0] * len(self._parts)  # steps applied to each part
         self.held_up_s = 0.0
         self.lo = self.hi = 0
         self._parameters = [p for _, p in named]
@@ -260,27 +282,43 @@ class FlatSync:
         self.gradients.start()
 
     def finish_step(
-        self, step: int, loss: float, weight: float, planned_weight: float, phase: Phase, bad_weight: float = 0.0
+        self,
+        step: int,
+        loss: float,
+        weight: float,
+        planned_weight: float,
+        phase: Phase,
+        bad_weight: float = 0.0,
+        part_weights: Sequence[float] | None = None,
     ) -> StepResult:
         """Sum, clip, update, gather. Collective; `phase` is told "reduce", "update" and "gather" as they begin.
 
         `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
         `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the
-        step were good. Raises StepIncomplete on all workers, and changes nothing, when samples are missing anywhere.
+        step were good. `part_weights` are those of the good samples of each part (None: all samples are of every part).
+        Raises StepIncomplete on all workers, and changes nothing, when samples are missing anywhere.
         """
         phase("reduce")
         self.gradients.finish()
         self.parameters.settle()
-        squares, loss, total_weight, bad = self._sum_scalars(self._own_squares(), loss, weight, bad_weight)
+        count = len(self._parts)
+        own_weights = [weight] * count if part_weights is None else part_weights
+        summed = self._sum_scalars(*self._own_squares(), *own_weights, loss, weight, bad_weight)
+        squares, weights, (loss, total_weight, bad) = summed[:count], summed[count:-3], summed[-3:]
         check_weight(step, total_weight, bad, planned_weight)
         share = planned_weight / total_weight if total_weight > 0 else math.nan
-        norm = math.sqrt(squares) * share
+        shares = [planned_weight / one if one > 0 else None for one in weights]
+        norms = [None if s is None else math.sqrt(square) * s for square, s in zip(squares, shares, strict=True)]
+        trained = [norm for norm in norms if norm is not None]
+        norm = math.hypot(*trained) if trained else math.nan
         lr = lr_at(self.config, step, self.total_steps)
         applied = math.isfinite(norm)
         self.held_up_s = self._settle()
         if applied:
             phase("update")
-            self._update(lr, share * clip_factor(norm, self.config.max_grad_norm))
+            most = self.config.max_grad_norm
+            factors = [None if s is None or n is None else s * clip_factor(n, most) for s, n in zip(shares, norms)]
+            self._update(lr, factors)
             phase("gather")
             self.parameters.gather()
         else:
@@ -307,7 +345,14 @@ class FlatSync:
         if self._ema is not None:
             arrays["ema"] = self._ema
         copies = self.copy_arrays(arrays)
-        shard = ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies.arrays)
+        shard = ShardState(
+            updates=self.updates,
+            lo=self.lo,
+            hi=self.hi,
+            total=self.total,
+            arrays=copies.arrays,
+            part_updates=tuple(self._part_updates) if len(self._parts) > 1 else (),
+        )
         self._export = ShardExport(shard=shard, wait=copies.wait)
         return self._export
 
@@ -375,6 +420,7 @@ class FlatSync:
 
     def _fresh_state(self) -> None:
         self.updates = 0
+        self._part_updates = [0] * len(self._parts)
         own = self.parameters.own
         self._master = own if self._is_master else own.to(self._state_device, self._state_dtype, copy=True)
         self._exp_avg = torch.zeros_like(self._master)
@@ -390,7 +436,14 @@ class FlatSync:
             name: torch.from_numpy(array).to(self._state_device, self._state_dtype)
             for name, array in shard.arrays.items()
         }
+        counts = shard.part_updates or (shard.updates,)
+        if shard.updates and len(counts) != len(self._parts):
+            raise ValueError(
+                f"the state counts updates of {len(counts)} parts, the model has {len(self._parts)}; use the run's own "
+                f"model."
+            )
         self.updates = shard.updates
+        self._part_updates = list(counts) if shard.updates else [0] * len(self._parts)
         self.parameters.own.copy_(state["master"])
         self._master = self.parameters.own if self._is_master else state["master"]
         self._exp_avg, self._exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
@@ -408,13 +461,19 @@ class FlatSync:
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    def _own_squares(self) -> float:
-        own = self.gradients.part(self.lo, self.hi)
-        if not own.numel():
-            return 0.0
-        # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits.
-        norms = [torch.linalg.vector_norm(piece).double() for piece in own.split(self._bucket())]
-        return torch.stack(norms).square().sum().item()
+    def _own_squares(self) -> list[float]:
+        """Of each part's elements in the own range."""
+        found = []
+        for lo, hi in self._parts:
+            lo, hi = max(lo, self.lo), min(hi, self.hi)
+            if lo >= hi:
+                found.append(0.0)
+                continue
+            own = self.gradients.part(lo, hi)
+            # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits.
+            norms = [torch.linalg.vector_norm(piece).double() for piece in own.split(self._bucket())]
+            found.append(torch.stack(norms).square().sum().item())
+        return found
 
     def _sum_scalars(self, *values: float) -> list[float]:
         summed = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -424,31 +483,39 @@ class FlatSync:
     def _bucket(self) -> int:
         return _BUCKET_CUDA if self._device.type == "cuda" else _BUCKET_CPU
 
-    def _update(self, lr: float, factor: float) -> None:
-        """AdamW bucket by bucket; each may be sent while the next is computed."""
+    def _update(self, lr: float, factors: Sequence[float | None]) -> None:
+        """AdamW bucket by bucket; each may be sent while the next is computed. `factors` of the parts' gradients, None
+        for a part that stays as it is."""
         self.updates += 1
-        decay = ema_decay_at(self.config, self.updates)
+        for number, factor in enumerate(factors):
+            self._part_updates[number] += factor is not None
         bucket = self._bucket()
         longest = max(hi - lo for lo, hi in self._bounds)
         for start in range(0, longest, bucket):
             pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
             lo, hi = pieces[self._group.rank]
-            own = slice(lo - self.lo, hi - self.lo)
+            trained = [
+                (slice(max(lo, first) - self.lo, min(hi, last) - self.lo), factor, updates)
+                for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
+                if factor is not None and max(lo, first) < min(hi, last)
+            ]
+            for own, factor, updates in trained:
+                self._update_range(own, lr, factor, updates)
             if lo < hi:
-                self._update_range(own, lr, factor)
                 self.gradients.used(lo, hi)
             self.parameters.changed(pieces)
-            if self._ema is not None and lo < hi:
-                self._ema[own].lerp_(self._master[own], 1.0 - decay)
+            if self._ema is not None:
+                for own, _, updates in trained:
+                    self._ema[own].lerp_(self._master[own], 1.0 - ema_decay_at(self.config, updates))
 
-    def _update_range(self, own: slice, lr: float, factor: float) -> None:
+    def _update_range(self, own: slice, lr: float, factor: float, updates: int) -> None:
         adamw_(
             self.config,
             master=self._master[own],
             grad=self._gradient_of(own),
             exp_avg=self._exp_avg[own],
             exp_avg_sq=self._exp_avg_sq[own],
-            updates=self.updates,
+            updates=updates,
             lr=lr,
             factor=factor,
         )

@@ -6,12 +6,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import ray
 
 from actors.config import RuntimeConfig
 from actors.feed.encoders import Encoders
+from actors.feed.experts import ExpertDraw
 from actors.feed.feeder import Feeder
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
 from actors.pool.workers import kill_process, uses_gpu
@@ -70,9 +72,12 @@ class StepSource:
         last_step: int,
         stall_s: float,
         silent_s: float = 60.0,
+        experts: ExpertDraw | None = None,
     ) -> None:
         """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
-        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`)."""
+        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`).
+        `experts` draws which of two transformers an item is for."""
+        self._experts = experts
         self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
         self._silent_s = silent_s
@@ -154,15 +159,16 @@ class StepSource:
         if step in self._ready:
             return self._ready[step].items
         self.request(step)
-        return self._get(self._items[step]) if step in self._items else None
+        return self._items_of(step) if step in self._items else None
 
     def data(self, step: int) -> StepData:
         """Everything of a step; waits for its decoding. Raises DataError or DataLost."""
         if step not in self._ready:
             self.request(step)
-            items, batches = self._get(self._items[step]), self._get(self._batches[step])
+            items, batches = self._items_of(step), self._get(self._batches[step])
             listed = [(i.id, (i.frames, i.height, i.width), keys) for i, keys in zip(items.items, items.keys)]
             samples = StepSamples.of(step, listed, self._geometry, self._loss_weight)
+            samples = samples.routed({i.id: i.expert for i in items.items})
             for item, (latent_keys, text_keys) in items.cache_keys.items():
                 samples = samples.cached(item, latent_keys, text_keys)
             self._ready[step] = StepData(
@@ -176,6 +182,10 @@ class StepSource:
                 self._positions.popitem(last=False)
             del self._items[step], self._batches[step], self._asked_at[step]
         return self._ready[step]
+
+    def _items_of(self, step: int) -> StepItems:
+        items = self._get(self._items[step])
+        return items if self._experts is None else replace(items, items=self._experts.routed(step, items.items))
 
     def release(self, step: int) -> Position | None:
         """The step is committed. Returns the data's position after it."""

@@ -40,6 +40,7 @@ class Item:
     height: int
     width: int
     text_tokens: int = 0  # mean per sample
+    expert: int = 0  # of several transformers, the number of the one that is trained on it; a DiT cascade is of one
     cached: tuple[Module, ...] = ()  # encode results that already exist: no cascade is planned for them
 
 

@@ -19,7 +19,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -89,7 +89,10 @@ def begin(folder: Path) -> bool:
 def write_shard(folder: Path, shard: ShardState) -> File:
     """Write one worker's shard. Safe to call from several processes at once."""
     numbers = {"step": shard.updates, "lo": shard.lo, "hi": shard.hi, "total": shard.total}
-    header: dict[str, object] = {"__metadata__": {name: str(value) for name, value in numbers.items()}}
+    said = {name: str(value) for name, value in numbers.items()}
+    if shard.part_updates:
+        said["part_updates"] = ",".join(map(str, shard.part_updates))
+    header: dict[str, object] = {"__metadata__": said}
     at = 0
     for name, array in shard.arrays.items():
         header[name] = {
@@ -130,7 +133,7 @@ def seal(
     ranges = [(shard.lo, shard.hi) for shard in shards]
     gaps = missing(ranges, 0, total)
     overlap = sum(b - a for a, b in ranges) != total
-    if gaps or overlap or len({(shard.updates, shard.total) for shard in shards}) > 1:
+    if gaps or overlap or len({shard.state for shard in shards}) > 1:
         raise CheckpointError(
             f"{folder}: shards {ranges} of {total} elements "
             + (f"leave {gaps} uncovered" if gaps else "overlap or belong to different states")
@@ -305,9 +308,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _select(shard: ShardState, name: str) -> ShardState:
-    return ShardState(
-        updates=shard.updates, lo=shard.lo, hi=shard.hi, total=shard.total, arrays={name: shard.arrays[name]}
-    )
+    return replace(shard, arrays={name: shard.arrays[name]})
 
 
 def _open_shard(path: Path) -> ShardState:
@@ -327,6 +328,7 @@ def _open_shard(path: Path) -> ShardState:
             hi=int(numbers["hi"]),
             total=int(numbers["total"]),
             arrays=arrays,
+            part_updates=tuple(int(count) for count in numbers.get("part_updates", "").split(",") if count),
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read as a shard ({error}); use another checkpoint.") from error

@@ -17,7 +17,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -183,7 +183,7 @@ class Keeper:
         buffers = self._take_buffers(shard)
         for name, array in shard.arrays.items():
             np.copyto(buffers[name], array)
-        return ShardState(updates=shard.updates, lo=shard.lo, hi=shard.hi, total=shard.total, arrays=buffers)
+        return replace(shard, arrays=buffers)
 
     def _take_buffers(self, shard: ShardState) -> dict[str, np.ndarray]:
         want = {name: (array.shape, array.dtype) for name, array in shard.arrays.items()}

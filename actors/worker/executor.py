@@ -43,6 +43,7 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.flow import is_first_frame_given, sequence_losses
 from ops.groups import Groups
+from ops.models.experts import ExpertPair
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.noise import NoiseKey
@@ -266,6 +267,8 @@ class Executor:
                 self.device,
             )
             modules.dit.rates = task.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
+            if isinstance(modules.dit, ExpertPair):
+                (modules.dit.routed,) = {s.expert for s in task.samples}
             done = train_pass(
                 modules.dit,
                 self._noisy_clips(task.samples, inputs),
@@ -295,7 +298,8 @@ class Executor:
         try:
             self.work.check_complete(task)
             loss, weight, bad = self.work.take_losses(task.step)
-            result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of, bad_weight=bad)
+            weights = self.work.take_expert_weights(task.step, len(self.modules.config.dit.experts))
+            result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of, bad_weight=bad, part_weights=weights)
             if self.groups is not None:
                 self.groups.check(f"finish of step {task.step}")
         except Exception as error:
@@ -343,13 +347,15 @@ class Executor:
 
     def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
         """The samples' random draws, which depend on seed, step and sample alone."""
-        seed, sigmas = self.train.seed, self.modules.config.dit.sigmas
+        seed, experts = self.train.seed, self.modules.config.dit.experts
         return [
             NoisyClip(
                 rows=rows,
                 text=text,
                 noise=NoiseKey.of(seed, sample.step, sample.key),
-                level=self.objective.draw(seed, sample.step, sample.key, math.prod(sample.grid), sigmas),
+                level=self.objective.draw(
+                    seed, sample.step, sample.key, math.prod(sample.grid), experts[sample.expert].sigmas
+                ),
                 weight=sample.weight if good else 0.0,
             )
             for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True)

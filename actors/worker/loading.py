@@ -19,6 +19,7 @@ from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
+from ops.models.experts import parts_of
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState
@@ -104,6 +105,8 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     """The sync engine that the settings name, for a device of `device_gib` (0: no limit), of which training needs
     `least_gib` with each of `TrainConfig.places`."""
     if train.sync == "deepspeed":
+        if len(parts_of(dit)) > 1:
+            raise ValueError("train.sync deepspeed updates all weights together; with model.dit.expert both use flat.")
         from ops.deepspeed_sync import DeepSpeedSync
 
         return DeepSpeedSync(dit, train.optimizer, train.steps)
@@ -121,6 +124,7 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
         gradients=memory_of(train, places),
         state=places.state,
         parameters=places.parameters,
+        parts=parts_of(dit),
     )
 
 

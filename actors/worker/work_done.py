@@ -36,6 +36,7 @@ class WorkDone:
         self._losses: dict[int, Tensor] = {}  # by step
         self._weights: dict[int, float] = {}
         self._bad_weights: dict[int, float] = {}
+        self._expert_weights: dict[int, dict[int, float]] = {}  # of good samples, by step and expert
         self._bad: list[str] = []
         self._item_losses: dict[str, tuple[float, float]] = {}
 
@@ -58,6 +59,9 @@ class WorkDone:
                 for wanted in (True, False)
             )
             self.add_weights(task.step, good, bad)
+            for sample, decoded in zip(task.samples, ok, strict=True):
+                by_expert = self._expert_weights.setdefault(task.step, {})
+                by_expert[sample.expert] = by_expert.get(sample.expert, 0.0) + sample.weight * decoded
             self._bad.extend(s.key for s, decoded in zip(task.samples, ok) if not decoded)
         value = loss.double().cpu()
         if not torch.isfinite(value):
@@ -91,6 +95,12 @@ class WorkDone:
         loss = self.loss(step)
         self._losses.pop(step, None)
         return loss, self._weights.pop(step, 0.0), self._bad_weights.pop(step, 0.0)
+
+    def take_expert_weights(self, step: int, experts: int) -> tuple[float, ...] | None:
+        """Shares of the step's samples that were run here for each of several experts, and decoded; None of one. They
+        are not held any longer."""
+        found = self._expert_weights.pop(step, {})
+        return tuple(found.get(expert, 0.0) for expert in range(experts)) if experts > 1 else None
 
     def finished(self, result: StepResult) -> FinishedStep:
         """The step has ended with this result. What comes now belongs to the next one."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.state.checkpoint_files import load, model_state
 from app.export import frozen_parts
@@ -28,17 +28,16 @@ from app.export.parity import compare_forward, compare_read_back, compare_weight
 from app.sampling.model import checkpoint_folder, put_weights, run_config
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
+from ops.models.experts import transformers
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.folders import component, dit_json, resolve
 from ops.models.load import build_dit
-from ops.models.lora import for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.lora import factor_file, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.weights import write_folder
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
-
-COMFYUI_FILE = "comfyui_lora_weights.safetensors"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -118,19 +117,19 @@ def _fill(
     resolved, _ = resolve(config.model)
     parts = frozen_parts.collect(work, replace(config, model=resolved), base)
     averaged = ema and config.train.optimizer.ema_decay > 0
-    state = _plain_state(work, resolved.dit, config.train.seed, folder, averaged)
-    state = {key: tensor.to(dtype) for key, tensor in state.items()}
-    plain = replace(resolved.dit, lora_rank=0, lora_from=None, path=None)
-    family = FAMILIES[plain.architecture]
-    target = work / plain.part
-    largest = _write_transformer(target, plain, state, _transformer_json(resolved.dit, base))
-    parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
-        "" if averaged == ema else ", which keeps no EMA"
-    )
-    if resolved.dit.lora_rank:
-        parts.origins["pytorch_lora_weights.safetensors"] = f"LoRA factors of {folder.name}"
-        if (work / COMFYUI_FILE).is_file():
-            parts.origins[COMFYUI_FILE] = "the same by their original names, as ComfyUI reads them"
+    family = FAMILIES[resolved.dit.architecture]
+    differences = []
+    for expert, module in zip(resolved.dit.experts, _trained(resolved.dit, config.train.seed, folder, averaged)):
+        name = expert.expert_name if len(resolved.dit.experts) > 1 else ""
+        state = {key: tensor.to(dtype) for key, tensor in _plain_state(work, expert, module, name, parts).items()}
+        plain = replace(expert, lora_rank=0, lora_from=None, path=None)
+        differences.append(_write_transformer(work / plain.part, plain, state, _transformer_json(expert, base)))
+        parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
+            "" if averaged == ema else ", which keeps no EMA"
+        )
+        parts.index[plain.part] = ["diffusers", family.diffusers_class]
+    known = [difference for difference in differences if difference is not None]
+    largest = max(known, default=None)
     parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
     growing = config.train.flow.token_shift
     said = family.own_code is not None or (family.shifts_by_tokens and growing is not None and growing.law == "line")
@@ -149,10 +148,10 @@ def _fill(
         parts.notes.append(
             "hard-linked files are the same files as their originals: replace one, do not edit it in place."
         )
-    parts.index[plain.part] = ["diffusers", family.diffusers_class]
-    if plain.two_experts:
-        source = Path(resolved.dit.path or base or "").expanduser() / plain.other_expert().part
-        frozen_parts.other_expert(work, plain, source if source.is_dir() else None, parts)
+    frozen_parts.say_boundary(resolved.dit, parts)
+    if resolved.dit.lacks_expert:
+        source = Path(resolved.dit.path or base or "").expanduser() / resolved.dit.other_expert().part
+        frozen_parts.other_expert(work, resolved.dit, source if source.is_dir() else None, parts)
     if family.own_code is None:
         index = json.dumps(parts.index, indent=2, sort_keys=True)
         (work / "model_index.json").write_text(index + "\n", encoding="utf-8")
@@ -175,18 +174,28 @@ def _write_transformer(
     return None
 
 
-def _plain_state(work: Path, dit: DiTConfig, seed: int, folder: Path, ema: bool) -> dict[str, Tensor]:
-    """The weights of the plain model, with LoRA factors merged in; the factors are also written to a file of their
-    own."""
+def _trained(dit: DiTConfig, seed: int, folder: Path, ema: bool) -> tuple[nn.Module, ...]:
+    """The transformers of the checkpoint: one, or both experts."""
     module = build_dit(replace(dit, lora_from=None), seed)
     put_weights(module, model_state(folder, ema), str(folder))
+    return transformers(module)
+
+
+def _plain_state(
+    work: Path, dit: DiTConfig, module: nn.Module, expert: str, parts: frozen_parts.FrozenParts
+) -> dict[str, Tensor]:
+    """The weights of the plain model, with LoRA factors merged in; the factors are also written to a file of their own,
+    with the expert's name if both were trained."""
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
     if not dit.lora_rank:
         return state
-    file = "pytorch_lora_weights.safetensors"
+    file = factor_file(expert)
     save_file(for_diffusers(state, lora_scale(dit)), work / file, metadata={"format": "pt"})
+    parts.origins[file] = f"LoRA factors of {dit.part}/"
     if original := for_comfyui(state, dit):
-        save_file(original, work / COMFYUI_FILE, metadata={"format": "pt"})
+        file = file.replace("pytorch", "comfyui")
+        save_file(original, work / file, metadata={"format": "pt"})
+        parts.origins[file] = "the same by their original names, as ComfyUI reads them"
     return merged(state, lora_scale(dit))
 
 

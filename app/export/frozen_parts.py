@@ -185,13 +185,21 @@ def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     parts.origins["scheduler"] = how
 
 
+def say_boundary(dit: DiTConfig, parts: FrozenParts) -> None:
+    """Tell the pipeline of two experts where the one for low noise takes over."""
+    if not dit.two_experts:
+        return
+    low, high = dit.experts[0].sigmas
+    parts.index["boundary_ratio"] = low if high == 1.0 else high
+    if dit.lora_rank and any(expert.part == "transformer_2" for expert in dit.experts):
+        parts.notes.append(
+            "LoRA factors of the expert for low noise load by load_lora_weights(..., load_into_transformer_2=True)."
+        )
+
+
 def other_expert(work: Path, trained: DiTConfig, source: Path | None, parts: FrozenParts) -> None:
     """Add the transformer for the other noise levels, from `source` where there is one."""
     part = trained.other_expert().part
-    low, high = trained.sigmas
-    parts.index["boundary_ratio"] = low if high == 1.0 else high
-    if trained.part == "transformer_2":
-        parts.notes.append("LoRA factors of this expert load by load_lora_weights(..., load_into_transformer_2=True).")
     if source is None:
         parts.index[part] = [None, None]
         parts.notes.append(

@@ -40,6 +40,10 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         raise ConfigError(
             f"{config} is of family {dit.architecture}; single files of {', '.join(known)} are converted."
         )
+    if len(dit.experts) > 1:
+        raise ConfigError(
+            f"model.dit.expert of {config} is both, and a file holds one transformer; set it to high or low."
+        )
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another --to.")
     state = by_diffusers_names(read_file(file), family, str(file))

@@ -31,11 +31,16 @@ def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dat
 def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: ModelConfig) -> list[tuple[Item, ...]]:
     """The items of the first steps as a run's planner sees them: text lengths of their captions, and what is cached."""
     from actors.feed.encoders import Encoders, modules_in_cache, plan_item, text_keys
+    from actors.feed.experts import ExpertDraw
     from data.cache import Cache, CachedLatents
 
+    experts = ExpertDraw.of(model.dit, config.train, dataset.geometry)
     if not config.data.cache.path:
         encoders = Encoders.of(model, named=False)
-        return [tuple(plan_item(item, encoders, ()) for item in dataset.step(step).items) for step in range(steps)]
+        return [
+            experts.routed(step, [plan_item(item, encoders, ()) for item in dataset.step(step).items])
+            for step in range(steps)
+        ]
     from actors.pool.workers import uses_gpu
     from ops.models.text import text_dtype
 
@@ -47,7 +52,10 @@ def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: Mode
         texts = text_keys(item, dataset.job(item), encoders, config.data)
         return modules_in_cache(item, texts, cache, latents)
 
-    return [tuple(plan_item(item, encoders, known(item)) for item in dataset.step(step).items) for step in range(steps)]
+    return [
+        experts.routed(step, [plan_item(item, encoders, known(item)) for item in dataset.step(step).items])
+        for step in range(steps)
+    ]
 
 
 def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[Bucket, tuple[int, str]]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.feed.experts import ExpertDraw
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import check
@@ -180,6 +181,8 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         batches = batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)
         steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
+        experts = ExpertDraw.of(model.dit, config.train, geometry)
+        steps = tuple(experts.routed(number, items) for number, items in enumerate(steps))
     return PlanInputs(
         steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s), memory=view
     )

@@ -1,7 +1,7 @@
 """Samples while a run trains: its prompts, from its checkpoints, made by the workers that train (`actors.run.asides`).
 
 Every prompt is an aside with a name; its file appears when it is made, the contact sheet with the last one. What the
-workers have no room for, and a model of two experts, of which they hold one, is made by a Ray task of its own instead.
+workers have no room for, and a model of two experts, is made by a Ray task of its own instead.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
+from ops.models.experts import transformers
 from ops.models.folders import resolve
 from ops.models.image import ImageEncoder
 from ops.models.load import build_dit, build_image, build_text, build_vae
@@ -102,9 +103,10 @@ def config_of(path: Path, device: str = "auto") -> tuple[RunConfig, Geometry]:
 
 def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Module | None:
     """The transformer for the noise levels that the trained one is not for. Raises ConfigError where it is nowhere."""
-    if not trained.two_experts:
+    if not trained.lacks_expert:
         if other is not None:
-            raise ConfigError(f"--other {other} is given, but this run trained one transformer for all noise levels.")
+            what = "both experts" if trained.two_experts else "one transformer for all noise levels"
+            raise ConfigError(f"--other {other} is given, but this run trained {what}.")
         return None
     if other is None:
         wanted = trained.other_expert()
@@ -117,7 +119,7 @@ def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Modul
     folder = checkpoint_folder(other)
     config = run_config(load(folder)[0], folder)
     dit = resolve(config.model)[0].dit
-    if dit.sigmas != trained.other_expert().sigmas:
+    if len(dit.experts) > 1 or dit.sigmas != trained.other_expert().sigmas:
         raise ConfigError(
             f"--other {other} trained noise levels {dit.sigmas[0]:g} to {dit.sigmas[1]:g}, and this run "
             f"{trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give a run of the other expert."
@@ -131,6 +133,9 @@ def _experts(
     trained: DiTConfig, dit: nn.Module, other: nn.Module | None, device: torch.device
 ) -> tuple[nn.Module, LowNoiseExpert | None]:
     """(for high noise, for low), or the one transformer and nothing."""
+    if len(trained.experts) > 1:
+        first, second = transformers(dit)
+        return first, LowNoiseExpert(second, trained.experts[0].sigmas[0])
     if other is None:
         return dit, None
     other = other.eval().to(device)

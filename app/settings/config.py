@@ -26,6 +26,7 @@ from app.settings.rules import (
     check_attention,
     check_buckets,
     check_degrees,
+    check_experts,
     check_flow,
     check_frame_rate,
     check_images,
@@ -92,6 +93,7 @@ def check(config: RunConfig) -> None:
     check_flow(config.model, config.train.flow)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
     check_attention(config.model, config.train, config.workers)
+    check_experts(config.model, config.train)
     check_memory(config.train, config.workers, config.model)
 
 

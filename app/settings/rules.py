@@ -170,6 +170,15 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
         )
 
 
+def check_experts(model: ModelConfig, train: TrainConfig) -> None:
+    """Two experts are updated apart."""
+    if train.sync == "deepspeed" and len(model.dit.experts) > 1:
+        raise ConfigError(
+            "train.sync is deepspeed, which updates all weights together, and model.dit.expert is both; set train.sync "
+            "to flat, or train one expert."
+        )
+
+
 def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig) -> None:
     """Host memory beside a device is for GPUs; blocks whose weights are fetched are computed again, and trained."""
     if workers.device == "cpu" and train.memory.gradients == "host":
@@ -182,6 +191,11 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             "train.memory.parameters node fetches a block's weights again in backward, where its activations are "
             "computed again; model.dit.gradient_checkpointing is false. Set it to true, or parameters to auto or "
             "replicated."
+        )
+    if train.memory.parameters == "node" and len(model.dit.experts) > 1:
+        raise ConfigError(
+            "train.memory.parameters node holds the blocks of one transformer, and model.dit.expert is both. Set "
+            "parameters to auto or replicated, or train one expert."
         )
     if train.memory.parameters == "node" and (model.dit.lora_rank or model.dit.train_only):
         few = f"lora_rank {model.dit.lora_rank}" if model.dit.lora_rank else f"train_only {list(model.dit.train_only)}"

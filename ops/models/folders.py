@@ -269,12 +269,21 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
     pipeline = Path(dit.path).expanduser()
     if (pipeline / "transformer_2").is_dir() and not dit.two_experts:
         raise ValueError(
-            f"{pipeline} holds two transformers, for high and for low noise. Set model.dit.expert to high or low; a "
-            f"run trains one of them."
+            f"{pipeline} holds two transformers, for high and for low noise. Set model.dit.expert to high, low or both."
+        )
+    if len(dit.experts) > 1 and not (pipeline / "transformer_2").is_dir():
+        raise ValueError(
+            f"{pipeline} has no transformer_2/, and model.dit.expert is both. Give the folder of the whole pipeline, "
+            f"or train the one it holds."
         )
     index = pipeline / "model_index.json"
     dit = dit.of_pipeline(read_json(index)) if index.is_file() else dit
+    wanted_of = dit
     dit = dit_config(read_json(folder / "config.json"), dit, str(folder))
+    for expert in dit.experts[1:]:
+        other = component(pipeline, expert.part)
+        if dit_config(read_json(other / "config.json"), wanted_of, str(other)) != dit:
+            raise ValueError(f"{other} has other numbers than {folder}. Two experts are trained together if alike.")
     if dit.image_width and not image_dim:
         raise ValueError(
             f"{folder} listens to image embeddings of width {dit.image_width}, and there is no model.image to "

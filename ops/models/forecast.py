@@ -128,7 +128,7 @@ def pass_bytes(
         "stream_segments",
     ):
         getattr(layout, part)  # they read their own values, which tensors without data have not
-    config = replace(config, attention="auto", path=None)
+    config = replace(config.experts[0], attention="auto", path=None)  # a pass is of one expert
     images = sum(sequence.image_tokens for sequence in sequences)
     width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):

@@ -29,23 +29,26 @@ def build_dit(
     Random weights are drawn in fp32 on the CPU. Those of a folder are read straight into `dtype` on `device`, so that
     loading needs no more memory than the result and no initial values are drawn to be thrown away.
 
-    With a `lora_rank` only the low-rank factors are trainable (`requires_grad`), with `train_only` what it names.
+    With a `lora_rank` only the low-rank factors are trainable (`requires_grad`), with `train_only` what it names. Of a
+    config of two experts it is a pair of them (`ops.models.experts`).
 
     Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), and
     for a name in `train_only` that no weight has.
     """
     import torch
 
-    from ops.models.lora import begin_with_file, first_factors
+    from ops.models.experts import transformers
+    from ops.models.lora import first_factors
     from ops.models.weights import fill
 
     dtype = dtype or torch.float32
     if config.path:
         module = first_factors(dit_skeleton(config), seed)
-        fill(module, config.path, dtype, device, FAMILIES[config.architecture].surplus, config.part)
+        for one, expert in zip(config.experts, transformers(module), strict=True):
+            fill(expert, config.path, dtype, device, FAMILIES[config.architecture].surplus, one.part)
     else:
         module = _random_dit(config, seed)
-    begin_with_file(module, config)
+    _begin_with_files(module, config)
     return module.to(device, dtype)
 
 
@@ -54,16 +57,33 @@ def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
 
     Those of a folder are read when they are asked for, one at a time.
     """
+    from ops.models.experts import EXPERTS
     from ops.models.folders import component
-    from ops.models.lora import begin_with_file, first_factors
+    from ops.models.lora import first_factors
     from ops.models.weights import StoredWeights
 
     if config.path and not config.lora_rank:
-        stored = StoredWeights(component(config.path, config.part))
-        return lambda name: stored[name]
+        stored = [StoredWeights(component(config.path, one.part)) for one in config.experts]
+        if len(stored) == 1:
+            return lambda name: stored[0][name]
+        by_name = dict(zip(EXPERTS, stored, strict=True))
+
+        def read(name: str) -> Tensor:
+            expert, _, inside = name.partition(".")
+            return by_name[expert][inside]
+
+        return read
     module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
-    begin_with_file(module, config)
+    _begin_with_files(module, config)
     return module.get_parameter
+
+
+def _begin_with_files(module: nn.Module, config: DiTConfig) -> None:
+    from ops.models.experts import transformers
+    from ops.models.lora import begin_with_file
+
+    for one, expert in zip(config.experts, transformers(module), strict=True):
+        begin_with_file(expert, one)
 
 
 def dit_skeleton(config: DiTConfig) -> nn.Module:
@@ -90,6 +110,10 @@ def num_trained(config: DiTConfig) -> int:
 def bare_dit(config: DiTConfig) -> nn.Module:
     """The module of a config as its class makes it, in the default dtype, with LoRA's factors if it asks for them, and
     with what it does not train frozen."""
+    if len(config.experts) > 1:
+        from ops.models.experts import ExpertPair
+
+        return ExpertPair(*(bare_dit(one) for one in config.experts))
     module = FAMILIES[config.architecture].model()(config)
     if config.lora_rank:
         from ops.models.lora import add_lora

@@ -145,7 +145,7 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
     """
     if not config.lora_from:
         return
-    file = _factor_file(Path(config.lora_from).expanduser())
+    file = _factor_file(Path(config.lora_from).expanduser(), config.expert_name)
     try:
         stored, declared = load_file(file), _declared_scale(file)
     except SafetensorError as error:
@@ -175,8 +175,16 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
             parameters[name].copy_(tensor / lora_scale(config) if name.endswith(B) else tensor)
 
 
-def _factor_file(path: Path) -> Path:
-    file = path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
+def factor_file(expert: str) -> str:
+    """The name that Diffusers gives to a file of factors; of one of two experts ("high" or "low") with its name."""
+    return f"pytorch_lora_weights{'_' if expert else ''}{expert}.safetensors"
+
+
+def _factor_file(path: Path, expert: str) -> Path:
+    """The file itself, or in a folder that of the expert, or of a run of that expert alone."""
+    names = dict.fromkeys([factor_file(expert), factor_file("")])
+    found = [path / name for name in names if (path / name).is_file()] or [path / factor_file(expert)]
+    file = found[0] if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
             f"model.dit.lora_from {file} does not exist. Give the file of the factors, or its folder."

@@ -29,6 +29,7 @@ from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.experts import parts_of
 from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
@@ -172,7 +173,7 @@ def make_hosts(
             text=text,
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state, parameters)
+        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state, parameters, parts_of(dit))
         hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
     everyone = tuple(range(world))
 
@@ -256,7 +257,7 @@ def run_step(
         [(i.id, (i.frames, i.height, i.width), [f"0/0/{i.id}/{n}" for n in range(i.batch)]) for i in items],
         geometry,
         loss_weight,
-    )
+    ).routed({i.id: i.expert for i in items})
     bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
     on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)
     calls = calls_of(cascades, {step: samples}, generation, step, Holdings(), bags.left)

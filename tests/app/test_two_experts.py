@@ -1,4 +1,4 @@
-"""Wan2.2 A14B: one run trains one of two experts; sampling and export join them."""
+"""Wan2.2 A14B: one run trains one of two experts, or both; sampling and export join them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
+from actors.config import TrainConfig
 from app.export import export
 from app.run.resume import Change, is_refused
 from app.sampling.clips import ClipChanges, ClipSettings, make_clips
 from app.sampling.model import load_model
 from app.sampling.sample import run
 from app.settings.config import RunConfig
-from app.settings.rules import check_sample
+from app.settings.rules import check_experts, check_sample
 from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.experts import transformers
 from ops.models.folders import dit_json, resolve
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
@@ -125,6 +127,71 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     assert not np.array_equal(clip, make_clips(ours, ["a disc"], same)[0]), "each has guidance of its own"
     alone = replace(ours, low=None)
     assert not np.array_equal(clip, make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path: Path, rank: int) -> None:
+    base = publish(tmp_path / "base")
+    config = run_of(base, "both")
+    config = replace(config, model=replace(config.model, dit=replace(config.model.dit, lora_rank=rank)))
+    published = build_dit(resolve(run_of(base, "both").model)[0].dit, 0)
+    for part, expert in zip(("transformer", "transformer_2"), transformers(published), strict=True):
+        expected = WanTransformer3DModel.from_pretrained(base, subfolder=part).state_dict()
+        assert all(torch.equal(tensor, expert.state_dict()[name]) for name, tensor in expected.items())
+    write_checkpoint(tmp_path / "run", config)
+    done = export.export(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
+    assert {"transformer", "transformer_2"} <= set(done.components)
+    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
+    assert ours.low is not None and exported.low is not None and ours.low.boundary == exported.low.boundary == 0.9
+    settings = ClipSettings.of(ours.config)
+    (clip,) = make_clips(ours, ["a disc"], settings)
+    (again,) = make_clips(exported, ["a disc"], ClipSettings.of(exported.config))
+    assert np.abs(clip.astype(int) - again.astype(int)).max() <= 1
+    pipe = DiffusionPipeline.from_pretrained(base if rank else tmp_path / "out")
+    if rank:  # the factors, on the published pipeline, are what was merged
+        for expert, second in (("high", False), ("low", True)):
+            file = f"pytorch_lora_weights_{expert}.safetensors"
+            assert f"comfyui_lora_weights_{expert}.safetensors" in done.components
+            pipe.load_lora_weights(
+                tmp_path / "out", weight_name=file, adapter_name=expert, load_into_transformer_2=second
+            )
+    pipe.set_progress_bar_config(disable=True)
+    text, negative = ours.text.encode(["a disc", ""])
+    expected = pipe(
+        prompt_embeds=text[None],
+        negative_prompt_embeds=negative[None],
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=4,
+        guidance_scale=4.0,
+        guidance_scale_2=1.5,
+        latents=initial_noise(0, (4, 2, 4, 6))[None],
+        output_type="np",
+    ).frames[0]
+    assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
+    with pytest.raises(ConfigError, match="this run trained both experts"):
+        load_model(tmp_path / "run", other=tmp_path / "run")
+    if rank:  # and they are what a run may begin with
+        begun = replace(resolve(config.model)[0].dit, lora_from=str(tmp_path / "out"))
+        for one, other in zip(build_dit(begun, 0).parameters(), trained(config, 2).parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_both_experts_need_a_pipeline_that_holds_two_alike(tmp_path: Path) -> None:
+    base = publish(tmp_path / "base")
+    low = base / "transformer_2" / "config.json"
+    kept = low.read_text()
+    low.write_text(kept.replace('"ffn_dim": 32', '"ffn_dim": 64'))
+    with pytest.raises(ValueError, match="transformer_2 has other numbers than"):
+        resolve(run_of(base, "both").model)
+    low.parent.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"has no transformer_2/, and model\.dit\.expert is both"):
+        resolve(run_of(base, "both").model)
+    deepspeed = TrainConfig(sync="deepspeed")
+    with pytest.raises(ConfigError, match=r"train\.sync is deepspeed.*model\.dit\.expert is both"):
+        check_experts(ModelConfig(dit=replace(DIT, expert="both")), deepspeed)
 
 
 def test_two_runs_are_joined(tmp_path: Path) -> None:

@@ -90,6 +90,9 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
                 f"{name}: degree {cascade.degree} is not legal for {cascade.module} of batch {part.count}, "
                 f"{item.frames}f {item.height}x{item.width}."
             )
+    experts = {items[cascade.step, part.item].expert for part in cascade.parts}
+    if cascade.module == "dit" and len(experts) > 1:
+        raise PlanError(f"{name} packs items of experts {sorted(experts)}; a dit cascade is of one expert.")
     expected = cascade_seconds(cascade, items, profile, topology)
     if abs(cascade.seconds - expected) > TOLERANCE_S * max(1.0, expected):
         raise PlanError(f"{name} lasts {cascade.seconds:.6f} s, the profile says {expected:.6f} s.")

@@ -179,7 +179,10 @@ def _bag_cascades(problem: Problem, units: Sequence[Unit], members: tuple[int, .
                 free.update(dict.fromkeys(chosen, end))
                 order.append(_cascade(module, [unit], chosen, len(order), name))
     wanted = [unit for unit in units if problem.needs(unit.key, "dit")]
-    packed = [wanted] if problem.profile.extrapolate else [[unit] for unit in wanted]
+    packed = [[unit] for unit in wanted]
+    if problem.profile.extrapolate:  # a packed sequence for each expert
+        experts = sorted({problem.items[unit.key].expert for unit in wanted})
+        packed = [[unit for unit in wanted if problem.items[unit.key].expert == expert] for expert in experts]
     for group in packed:
         if group:
             order.append(_cascade("dit", group, members, len(order), name))

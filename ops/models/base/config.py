@@ -162,9 +162,24 @@ class DiTConfig:
         return 0.0, 1.0
 
     @property
-    def two_experts(self) -> bool:
-        """Whether another transformer is for the other noise levels."""
+    def experts(self) -> tuple[Self, ...]:
+        """The settings of each transformer that is trained: of one, or of one for high noise and one for low."""
+        return (self,)
+
+    @property
+    def expert_name(self) -> str:
+        """Which of two experts it is, "high" or "low"; "": neither, or both."""
+        return ""
+
+    @property
+    def lacks_expert(self) -> bool:
+        """Whether another transformer, which is not trained, is for the other noise levels."""
         return self.sigmas != (0.0, 1.0)
+
+    @property
+    def two_experts(self) -> bool:
+        """Whether two transformers share the noise levels, be one of them trained or both."""
+        return self.lacks_expert or len(self.experts) > 1
 
     def other_expert(self) -> Self:
         """The settings of the transformer for the other noise levels, in the same folder."""
@@ -216,7 +231,7 @@ class DiTConfig:
     def fetchable(self) -> bool:
         """Whether weights of its blocks may lie elsewhere and be fetched for a pass, as those that are trained and
         whose activations are computed again."""
-        return self.gradient_checkpointing and not (self.lora_rank or self.train_only)
+        return self.gradient_checkpointing and not (self.lora_rank or self.train_only or len(self.experts) > 1)
 
     @property
     def block_counts(self) -> tuple[int, ...]:

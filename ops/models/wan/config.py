@@ -19,8 +19,9 @@ class WanConfig(DiTConfig):
     # channels: the latent of (first frame, then grey) and a mask of its frames are joined to the noisy latent, as in
     # Wan's image-to-video weights; none: text to video
     first_frame: Literal["none", "channels"] = "none"
-    # Wan2.2 A14B has a transformer for high noise (transformer/) and one for low (transformer_2/); a run trains one
-    expert: Literal["none", "high", "low"] = "none"
+    # Wan2.2 A14B has a transformer for high noise (transformer/) and one for low (transformer_2/); a run trains one of
+    # them, or both
+    expert: Literal["none", "high", "low", "both"] = "none"
     boundary: float = 0.875  # the noise level between them; 0.9 for image to video; a folder's own counts
     image_dim: int = 0  # width of the image encoder's output, whose rows the blocks attend to; follows model.image
 
@@ -40,7 +41,17 @@ class WanConfig(DiTConfig):
 
     @property
     def sigmas(self) -> tuple[float, float]:
-        return {"none": (0.0, 1.0), "high": (self.boundary, 1.0), "low": (0.0, self.boundary)}[self.expert]
+        return {"high": (self.boundary, 1.0), "low": (0.0, self.boundary)}.get(self.expert, (0.0, 1.0))
+
+    @property
+    def experts(self) -> tuple[Self, ...]:
+        if self.expert != "both":
+            return (self,)
+        return replace(self, expert="high"), replace(self, expert="low")
+
+    @property
+    def expert_name(self) -> str:
+        return self.expert if self.expert in ("high", "low") else ""
 
     def other_expert(self) -> Self:
         return replace(self, expert="low" if self.expert == "high" else "high")
