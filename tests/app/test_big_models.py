@@ -27,6 +27,7 @@ CASES = {  # the config, its family, and a described cluster
     "flux.1-dev-lora-80gb": ("flux", "gpu-1x80gb"),
     "mochi-1-lora-80gb": ("mochi", "gpu-1x80gb"),
     "cogvideox-2b-lora-24gb": ("cogvideox", "gpu-1x24gb"),
+    "wan2.2-t2v-a14b-both-lora-80gb": ("wan", "gpu-8x80gb"),
 }
 # Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
 PREDICTED = {
