@@ -21,9 +21,9 @@ class ExpertPair(nn.Module):
         self.high, self.low = high, low
         self.routed = 0  # the number of the expert, of `EXPERTS`, that the next forward passes are of
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """As the expert's."""
-        velocity: Tensor = transformers(self)[self.routed](*inputs)
+        velocity: Tensor = transformers(self)[self.routed](*inputs, **named)
         return velocity
 
 

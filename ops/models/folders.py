@@ -278,11 +278,11 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
         )
     index = pipeline / "model_index.json"
     dit = dit.of_pipeline(read_json(index)) if index.is_file() else dit
-    wanted_of = dit
+    told = dit
     dit = dit_config(read_json(folder / "config.json"), dit, str(folder))
     for expert in dit.experts[1:]:
         other = component(pipeline, expert.part)
-        if dit_config(read_json(other / "config.json"), wanted_of, str(other)) != dit:
+        if dit_config(read_json(other / "config.json"), told, str(other)) != dit:
             raise ValueError(f"{other} has other numbers than {folder}. Two experts are trained together if alike.")
     if dit.image_width and not image_dim:
         raise ValueError(

@@ -6,6 +6,7 @@ Importing this file costs nothing; torch, Diffusers and Transformers are importe
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ops.models.base.config import DiTConfig
@@ -79,9 +80,17 @@ def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
 
 
 def _begin_with_files(module: nn.Module, config: DiTConfig) -> None:
+    """Factors of `config.lora_from`. Raises FileNotFoundError where two experts have not a file each."""
     from ops.models.experts import transformers
-    from ops.models.lora import begin_with_file
+    from ops.models.lora import begin_with_file, factor_file
 
+    if config.lora_from and len(config.experts) > 1:
+        names = [factor_file(one.expert_name) for one in config.experts]
+        if not all((Path(config.lora_from).expanduser() / name).is_file() for name in names):
+            raise FileNotFoundError(
+                f"model.dit.lora_from {config.lora_from} must be a folder that holds {' and '.join(names)}, as "
+                f"model.dit.expert is both. Name your files so."
+            )
     for one, expert in zip(config.experts, transformers(module), strict=True):
         begin_with_file(expert, one)
 

@@ -31,6 +31,7 @@ CASES = {  # the config, its family, and a described cluster
     "cogvideox-5b-lora-80gb": ("cogvideox", "gpu-1x80gb"),
     "ltx-2b-lora-24gb": ("ltx", "gpu-1x24gb"),
     "latte-1-lora-24gb": ("latte", "gpu-1x24gb"),
+    "wan2.2-t2v-a14b-both-lora-80gb": ("wan", "gpu-8x80gb"),
 }
 # Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
 PREDICTED = {

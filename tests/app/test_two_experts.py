@@ -177,6 +177,9 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
         begun = replace(resolve(config.model)[0].dit, lora_from=str(tmp_path / "out"))
         for one, other in zip(build_dit(begun, 0).parameters(), trained(config, 2).parameters(), strict=True):
             torch.testing.assert_close(one, other)
+        (tmp_path / "out" / "pytorch_lora_weights_low.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match="must be a folder that holds pytorch_lora_weights_high"):
+            build_dit(begun, 0)
 
 
 def test_both_experts_need_a_pipeline_that_holds_two_alike(tmp_path: Path) -> None:
