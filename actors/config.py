@@ -7,7 +7,6 @@ from typing import Literal
 
 from actors.plan.places import (
     GradientSetting,
-    ParameterPlace,
     ParameterSetting,
     Places,
     StateSetting,
@@ -235,8 +234,8 @@ class TrainConfig:
         gradients, state = self.memory.gradients, self.memory.state
         if gradients == "auto":
             gradients = "node" if weights * _GRADIENT_BYTES >= _SHARED_GRADIENT_BYTES else "own"
-        parameters: ParameterPlace = "node" if self.memory.parameters == "node" else "replicated"
-        return (Places(gradients, "host" if state == "host" else "device", parameters),)
+        (fetched,) = parameter_places(self.memory.parameters, fetchable=False)  # auto is for GPUs
+        return (Places(gradients, "host" if state == "host" else "device", fetched),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

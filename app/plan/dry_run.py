@@ -82,8 +82,8 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
     print(f"gradients {_gradients(config, count)}")
     if config.train.memory.parameters == "node":
-        weights_gib = count * {"float32": 4, "bfloat16": 2}[config.train.parameter_dtype] / 2**30
-        print(f"weights   {weights_gib:.2f} GiB once in host memory of each node (train.memory.parameters: node)")
+        gib = count * {"float32": 4, "bfloat16": 2}[config.train.parameter_dtype] / 2**30
+        print(f"weights   {gib:.2f} GiB once in host memory of each node (train.memory.parameters: node)")
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
         print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")

@@ -14,7 +14,7 @@ from tests.actors import chaos
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FP32 = 1e-5
-STEPS = 40  # whose losses are compared
+STEPS = 20  # whose losses are compared
 MODEL = {"dit": {"num_heads": 6, "gradient_checkpointing": True}}  # legal degrees 1, 2, 3
 SHARED = {"steps": OPEN_END, "memory": {"gradients": "node", "parameters": "node"}}
 
