@@ -16,8 +16,8 @@ with.
 
 **How much.** An aside runs piece by piece: the prompt with the first denoising step, each further step, the decode. A
 piece begins while it fits, by what its kind took last, into the planned gap and what the worker has saved up: `share`
-of the time that has passed, less what earlier turns took beyond their gaps (`Allowance`). So a run pays that share of
-its time and a piece more, at most.
+of the time that has passed, less what earlier turns took beyond their gaps (`Allowance`). Weights are brought only for
+a piece that fits behind that, which counts, too. So a run pays that share of its time and a piece more, at most.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Asides:
         self._allowance = Allowance()
         self._seen_at = 0.0
         self._expected: dict[str, float] = {}  # kind of piece -> seconds of the last one
+        self._lending_s = 0.0  # of the last turn, until weights were on the device
 
     def turn(self, task: TurnTask) -> TurnReport:
         """Let the task's aside go on for as long as the turn allows, and say what has become of it."""
@@ -102,10 +103,10 @@ class Asides:
         self._allowance.passed(now - self._seen_at, task.share)
         self._seen_at = now
         took_s = 0.0
-        if one.is_ready(wait=task.whole):
+        if one.is_ready(wait=task.whole) and self._fits(one, task, self._lending_s):
             try:
                 with self._lent(one.weights):
-                    took_s = self._pieces(one, task)
+                    took_s = self._pieces(one, task, self._lending_s)
             except Exception as error:  # the weights found no room after all, or they are other ones
                 one.end()
                 one.failure = error
@@ -119,17 +120,22 @@ class Asides:
             self._now.end()
             self._now = None
 
-    def _pieces(self, one: AsideThread, task: TurnTask) -> float:
-        """Seconds of the pieces that ran."""
-        took_s = 0.0
-        while (kind := one.next_piece) is not None:
-            expected_s = self._expected.get(kind, 0.0)
-            if not (task.whole or self._allowance.allows(expected_s, task.gap_s, took_s)):
-                break
+    def _fits(self, one: AsideThread, task: TurnTask, took_s: float) -> bool:
+        """Whether the next piece may begin when the turn has taken so long."""
+        if (kind := one.next_piece) is None:
+            return False
+        return task.whole or self._allowance.allows(self._expected.get(kind, 0.0), task.gap_s, took_s)
+
+    def _pieces(self, one: AsideThread, task: TurnTask, took_s: float) -> float:
+        """Seconds of the turn with the pieces that ran, behind the first `took_s` of it; one does, as weights have been
+        brought for it."""
+        more = True
+        while more and (kind := one.next_piece) is not None:
             began = self._clock()
             one.run_piece()
             self._expected[kind] = self._clock() - began
             took_s += self._expected[kind]
+            more = self._fits(one, task, took_s)
         return took_s
 
     def _report(self, one: AsideThread, took_s: float) -> TurnReport:
@@ -152,10 +158,11 @@ class Asides:
         fetched, in host memory. Raises NoRoom."""
         self._check_room()
         parameters = dict(trainable(self._modules.dit))
-        homes = {name: parameter.data for name, parameter in parameters.items()}
+        homes, began = {name: parameter.data for name, parameter in parameters.items()}, self._clock()
         try:
             for name, parameter in parameters.items():
                 parameter.data = weights[name].to(parameter.device, parameter.dtype)
+            self._lending_s = self._clock() - began
             yield
         finally:
             for name, parameter in parameters.items():

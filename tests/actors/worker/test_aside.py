@@ -96,7 +96,8 @@ def task(work: Any, **told: Any) -> TurnTask:
 
 def begun(of: Asides, work: Any) -> None:
     """Returns when its weights are read."""
-    of.turn(task(work, share=-1e6))
+    of._allowance.saved_s = -1.0  # it may stand before its first piece already
+    of.turn(task(work))
     assert of._now is not None and of._now.is_ready(wait=True)
 
 
@@ -125,6 +126,34 @@ def test_a_turn_ends_where_the_next_piece_does_not_fit() -> None:
     assert of.turn(task(work, share=0.05)).took_s == 1.0
     last = of.turn(task(work, gap_s=9.0))
     assert (last.took_s, last.made) == (1.0, [8.0] * 6)
+
+
+class Brought(dict[str, Tensor]):
+    """Weights that take a second to be copied to a device."""
+
+    def __init__(self, weights: Mapping[str, Tensor], tick: Callable[[], None]) -> None:
+        super().__init__(weights)
+        self.tick, self.times = tick, 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.tick()
+        self.times += 1
+        return super().__getitem__(name)
+
+
+def test_weights_are_brought_for_a_piece_that_fits_and_their_copy_counts() -> None:
+    clock = Clock()
+    of, _ = asides(clock)
+    work = Steps(pieces=4, tick=clock.second)
+    begun(of, work)
+    assert of._now is not None
+    of._now.weights = brought = Brought(of._now.weights, clock.second)
+    of._allowance.saved_s = 0.0
+    assert of.turn(task(work, gap_s=3.5)).took_s == 3.0, "a second for the weights, and two for pieces"
+    assert of.turn(task(work, gap_s=1.5)).took_s == 0.0 and brought.times == 1, "nothing fits behind them"
+    assert of.turn(task(work, gap_s=2.0)).took_s == 2.0 and brought.times == 2
+    clock.now += 40.0
+    assert of.turn(task(work, share=0.05)).took_s == 2.0 and brought.times == 3
 
 
 def test_a_failure_is_told_and_the_next_aside_is_made() -> None:
