@@ -394,7 +394,7 @@ class FlatSync:
     def _agree_on_places(self, group: Group) -> None:
         """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
         own."""
-        if group.size == 1:
+        if group.size == 1 or (self._memory is None and self._parameter_memory == "replicated"):
             return
         self.leave()  # and so have all, once they have exchanged this
         mine = 0 if self._memory is None else MEMORIES.index(self._memory)

@@ -19,7 +19,7 @@ from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
-from ops.models.experts import parts_of
+from ops.models.experts import parts_of, transformers
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.shards import ShardState
@@ -113,9 +113,10 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     from ops.sync import FlatSync
 
     weights = [parameter for _, parameter in trainable(dit)]
-    config = dit.config
-    assert isinstance(config, DiTConfig)
-    possible = train.places(sum(one.numel() for one in weights), weights[0].device.type, config.fetchable)
+    first, *second = transformers(dit)
+    assert isinstance(first.config, DiTConfig)
+    fetchable = first.config.fetchable and not second
+    possible = train.places(sum(one.numel() for one in weights), weights[0].device.type, fetchable)
     places = chosen(possible, least_gib, device_gib)
     return FlatSync(
         dit,

@@ -19,10 +19,13 @@ from actors.plan.types import Cascade, Cluster, Item, Part, Plan, PlanError, Ste
 from actors.planning.make_plan import make_plan
 from actors.planning.options import profile_of
 from actors.state import checkpoint_files
+from actors.worker.loading import build_sync
+from ops.comm import Group
 from ops.config import FlowConfig
 from ops.geometry import Geometry
 from ops.models.experts import parts_of
 from ops.models.folders import resolve
+from ops.models.load import build_dit
 from ops.shards import ShardState, cut
 from tests.actors.exactness import (
     MODEL,
@@ -180,3 +183,12 @@ def test_parameters_of_the_experts_lie_one_behind_the_other() -> None:
     assert parts_of(host.executor.modules.dit) == ("high.", "low.")
     names = [slot.name.partition(".")[0] for slot in host.executor.sync.layout]
     assert names == sorted(names) and set(names) == {"high", "low"}
+
+
+def test_a_worker_updates_the_experts_apart() -> None:
+    dit = build_dit(BOTH.dit, seed=0)
+    sync = build_sync(dit, train_config())
+    sync.form(Group.solo(), None)
+    assert len(sync.export_shard().part_updates) == 2
+    with pytest.raises(ValueError, match="deepspeed updates all weights together"):
+        build_sync(dit, replace(train_config(), sync="deepspeed"))

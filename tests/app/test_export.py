@@ -631,7 +631,7 @@ NEEDS_PEFT = "Diffusers loads factors by PEFT, which Heddle does not need"
     ("family", "file"),
     [
         *((family, "pytorch_lora_weights.safetensors") for family in PUBLISHED),
-        *((family, export.COMFYUI_FILE) for family in ("wan", "ltx")),
+        *((family, "comfyui_lora_weights.safetensors") for family in ("wan", "ltx")),
     ],
 )
 def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, file: str, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def first_norm(config: DiTConfig, place: Place) -> float:
 
 def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[Callable[[], StepResult], int]:
     """A whole step as one call, and the number of its weights."""
+    torch.manual_seed(0)  # steps of one model are compared
     dit = build(config, place.device, torch.bfloat16).train()
     parameters: ParameterMemory = "node" if settings.fetched else "replicated"
     sync = FlatSync(dit, OptimizerConfig(), total_steps=1000, parameters=parameters)

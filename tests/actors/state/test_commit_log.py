@@ -27,7 +27,9 @@ class Acknowledgements:
     def _wait(self, references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         return [r for r in references if r in self.answers], [r for r in references if r not in self.answers]
 
-    def _get(self, reference: str, timeout: float) -> Any:
+    def _get(self, reference: str | list[str], timeout: float) -> Any:
+        if isinstance(reference, list):
+            return [self._get(one, timeout) for one in reference]
         answer = self.answers[reference]
         if isinstance(answer, Exception):
             raise answer
