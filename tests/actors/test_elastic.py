@@ -199,6 +199,7 @@ def assert_avoided(run: LabRun, event: MemoryRanOut) -> None:
         assert not (same and span.batch >= batch > 1), f"{span.name} after {event}"
 
 
+@pytest.mark.long
 def test_random_cascades_run_out_of_memory_and_the_training_is_the_same(lab: Lab, alone: Alone) -> None:
     """That is a measurement: no step is lost, the losses are the same, and it is avoided from then on."""
     workers = {"min": 2, "max": 2, **PATIENT}
