@@ -41,18 +41,17 @@ from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
-from ops.flow import is_first_frame_given, sequence_losses
+from ops.flow import sequence_losses
 from ops.groups import Groups
-from ops.models.experts import ExpertPair
+from ops.models.experts import slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.noise import NoiseKey
-from ops.objective import objective_of
+from ops.objective import is_first_frame_given, objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
 from ops.sync import StepIncomplete, Sync
-from ops.train_pass import NoisyClip, train_pass
+from ops.train_pass import PassClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -266,16 +265,21 @@ class Executor:
                 group.rank,
                 self.device,
             )
-            modules.dit.rates = task.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
-            if isinstance(modules.dit, ExpertPair):
-                (modules.dit.routed,) = {s.expert for s in task.samples}
+            slice_by(modules.dit, task.rates)
+            (expert,) = {s.expert for s in task.samples}
             done = train_pass(
-                modules.dit,
-                self._noisy_clips(task.samples, inputs),
+                transformers(modules.dit)[expert],
+                [
+                    PassClip(rows=rows, text=text, key=s.key, weight=s.weight if good else 0.0)
+                    for s, rows, text, good in zip(task.samples, inputs.rows, inputs.text, inputs.ok, strict=True)
+                ],
                 layout,
                 group,
-                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
                 objective=self.objective,
+                seed=self.train.seed,
+                step=task.step,
+                sigmas=modules.config.dit.experts[expert].sigmas,
+                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
                 phase=measure.phase,
@@ -355,22 +359,6 @@ class Executor:
         """Noise, targets and loss are at least fp32, whatever the parameters are."""
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-    def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
-        """The samples' random draws, which depend on seed, step and sample alone."""
-        seed, experts = self.train.seed, self.modules.config.dit.experts
-        return [
-            NoisyClip(
-                rows=rows,
-                text=text,
-                noise=NoiseKey.of(seed, sample.step, sample.key),
-                level=self.objective.draw(
-                    seed, sample.step, sample.key, math.prod(sample.grid), experts[sample.expert].sigmas
-                ),
-                weight=sample.weight if good else 0.0,
-            )
-            for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True)
-        ]
 
     def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
         if self.groups is not None and self.groups.rank == task.bag[0]:
