@@ -1,8 +1,9 @@
-"""Runs cascades on one device: text encode, VAE encode, DiT forward and backward, end of step. No Ray inside.
+"""Runs cascades on one device: admits and measures them, DiT forward and backward, end of step. No Ray inside.
 
-The worker actor feeds it; tests run it in threads or alone. Every member of a bag calls the same method with its own
-view of the same cascade, in the same order; partial gradients add up in the parameters until `finish`, whose one sum
-over all workers is the exact gradient of the step (whatever the plan was).
+Encode cascades are in `actors.worker.encoding`. The worker actor feeds both; tests run them in threads or alone. Every
+member of a bag calls the same method with its own view of the same cascade, in the same order; partial gradients add up
+in the parameters until `finish`, whose one sum over all workers is the exact gradient of the step (whatever the plan
+was).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from actors.messages import (
     SumStart,
     shapes_of,
 )
-from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.loading import Modules
 from actors.worker.meter import Meter, Unmetered, freed, ran_out, release
@@ -57,11 +56,6 @@ if TYPE_CHECKING:
     from actors.config import TrainConfig
 
 Phase = Callable[[str], None]
-Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
-
-
-def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
-    """No cache is kept: the encode results go to their DiT cascades alone."""
 
 
 class Executor:
@@ -74,16 +68,14 @@ class Executor:
         train: TrainConfig,
         device: torch.device,
         on_phase: Phase = lambda phase: None,
-        on_encoded: Encoded = nobody,
         copies: HostCopies | None = None,
         meter: Meter | None = None,
         name: str = "",
     ) -> None:
-        """`on_phase` is told what the worker does now, `on_encoded` the results of each encode cascade that it leads.
-        With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there. `name`
-        is the worker's."""
+        """`on_phase` is told what the worker does now. With `copies`, on CUDA, published results are copied while the
+        next cascades run, and taken from there. `name` is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
-        self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
+        self.on_phase, self.copies = on_phase, copies
         self.meter, self.name = meter or Unmetered(), name
         self.frame = FirstFrame.of(modules.config)
         self.objective = objective_of(modules.config.dit.diffusion, train.flow)
@@ -155,34 +147,9 @@ class Executor:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def text(
-        self,
-        task: CascadeTask,
-        captions: Sequence[str],
-        pictures: Sequence[np.ndarray] = (),
-        ok: Sequence[bool] = (),
-    ) -> list[EncodeResult]:
-        """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
-        encoder that sees them, of which `ok` says whether they were decoded."""
-        with CascadeMeasure(self, task) as measure:
-            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device, pictures)
-            made = [
-                EncodeResult(id=s.id, rows=rows[i], ok=not len(ok) or bool(ok[i])) for i, s in enumerate(task.samples)
-            ]
-            return self._deliver(task, made)
-
-    def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
-        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
-        with CascadeMeasure(self, task) as measure:
-            pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
-            rows = encode_clips(self.modules, self.frame, pixels, measure.meet(), measure, self.device)
-            return self._deliver(
-                task, [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
-            )
-
     def begin_outlasting(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:
         """Begin an encode that may outlast its step. Nothing but the end of that step, `finish`, may follow before
-        `end_outlasting`. `encode` is a call of `text` or `vae` with this task."""
+        `end_outlasting`. `encode` is a call of `Encoding` with this task."""
         self.admit(task.generation)
         self._wait_as(task)
         self._bag(task)  # connects it: the thread may not
@@ -359,22 +326,6 @@ class Executor:
         """Noise, targets and loss are at least fp32, whatever the parameters are."""
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-    def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
-        if self.groups is not None and self.groups.rank == task.bag[0]:
-            self.on_encoded(task, results)
-        kept = [results[i] for i in task.keep]
-        if (outlasting := self.own_outlasting()) is not None:
-            outlasting.kept = kept
-        else:
-            for result in kept:
-                self.store.keep(task.module, result)
-        published = [results[i] for i in task.publish]
-        if self.copies is None:
-            return [replace(result, rows=result.rows.cpu()) for result in published]
-        if published:
-            self.copies.start((task.generation, task.cascade), published)
-        return []
 
 
 def _unseen(phase: str) -> None:

@@ -42,7 +42,8 @@ from actors.ray_calls import bar, get, node_address, object_store_gib, own_handl
 from actors.refs import Ref
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache
-from actors.worker.executor import Executor, nobody
+from actors.worker.encoding import Encoding, nobody
+from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
@@ -86,6 +87,7 @@ class Worker:
         self._on_sigterm()
         self.heartbeat.start()
         self.executor = self._load()
+        self.encoding = self._encoding()
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
@@ -207,7 +209,7 @@ class Worker:
         seen = task.samples if self.executor.modules.config.text.sees_picture else ()
         pictures = [batch_of[s.item].video[s.index, 0] for s in seen]
         ok = [batch_of[s.item].ok[s.index] for s in seen]
-        return self._encoded(task, lambda: self.executor.text(task, captions, pictures, ok))
+        return self._encoded(task, lambda: self.encoding.text(task, captions, pictures, ok))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)
@@ -215,7 +217,7 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        return self._encoded(task, lambda: self.executor.vae(task, video, ok))
+        return self._encoded(task, lambda: self.encoding.vae(task, video, ok))
 
     def outlasted(self, task: CascadeTask) -> list[PublishedResult]:
         """The end of an encode that was begun with `outlasts`: comes after the end of the step that it outlasts, and
@@ -321,19 +323,20 @@ class Worker:
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
         sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib)
-        cache = self.settings.cache
-        on_encoded = ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody
         return Executor(
             modules,
             sync,
             self.settings.train,
             self.device,
             self._phase,
-            on_encoded,
             copies=self._host_copies(),
             meter=meter_of(self.device, self.settings.workers.memory_gib),
             name=self.name,
         )
+
+    def _encoding(self) -> Encoding:
+        cache = self.settings.cache
+        return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody)
 
     def _gathering(self) -> Patience:
         """For the first collectives of a generation, in which all get all parameters."""

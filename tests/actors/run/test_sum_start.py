@@ -99,7 +99,7 @@ def test_executors_start_as_they_are_told_and_finish_with_one_result() -> None:
     def run(rank: int) -> None:
         executor = hosts[rank].executor
         for call in [c for c in calls if c.rank == rank]:
-            execute(executor, call, {}, frozenset())
+            execute(hosts[rank].encoding, call, {}, frozenset())
         started[rank] = executor.sync.gradients.started
         executor.finish(finish_of(rank, calls, 1, 0, export=False))
         assert executor.sync.gradients.started == 0
