@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.experts import ExpertDraw
 from actors.feed.first_sizes import first_sizes
 from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
@@ -94,12 +93,9 @@ def start_controller(
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),
-        geometry,
-        config.train.loss_weight,
         config.train.steps,
         config.data.engine.stall_s,
         config.data.engine.silent_s,
-        ExpertDraw.of(model.dit, config.train, geometry),
     )
     if why := take_up(profile, setting, run_dir):
         events.tell(ProfileRefused(why=why))

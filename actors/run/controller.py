@@ -222,7 +222,7 @@ class Controller:
         self.generations.finished(done)
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
-        tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
+        tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         spans = [s for r in done.reports for s in r.spans]
         self.planner.observe(spans, tokens, runner.cluster, runner.generation)
         if self.state.saves(done.running.step):

@@ -136,7 +136,7 @@ class GenerationManager:
             )
         )
         items = self.forming.source.items(found.step)
-        tokens = {item.id: item.text_tokens for item in items.items} if items is not None else {}
+        tokens = {item.id: item.text_tokens for item in items or ()}
         return self.forming.planner.exceeded(found, tokens)
 
     def dispatched(self, running: Sequence[RunningStep]) -> None:

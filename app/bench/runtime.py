@@ -39,6 +39,7 @@ from actors.worker.loading import Modules
 from actors.worker.worker import Worker
 from app.bench import memory
 from app.bench.lab import Lab
+from app.inputs.workload import workload_items
 from data.types import Batch
 from ops.sync import FlatSync
 
@@ -111,10 +112,7 @@ class WorkloadFeeder(Answering):
         return {"steps": len(self._steps)}
 
     def items(self, step: int) -> StepItems:
-        items = tuple(self._steps[step])
-        return StepItems(
-            step=step, items=items, keys=tuple(tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch)) for i in items)
-        )
+        return workload_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         references = tuple(

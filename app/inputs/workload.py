@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.plan.types import Item, refuse_below
+from actors.step import DrawnItem, StepItems
+from ops.geometry import Geometry
 from ops.typed import ConfigError, as_plain, build, node_of, read_json
 
 
@@ -70,3 +72,9 @@ def read_workload(path: Path) -> Workload:
         return build(WorkloadFile, node_of(held)).workload()
     except ConfigError as error:
         raise ConfigError(f"workload {path}: {error}") from None
+
+
+def workload_items(step: int, items: Sequence[Item]) -> StepItems:
+    """These items as a feeder without data tells of them: every sample has a key of its own."""
+    drawn = [DrawnItem(plan=item, keys=tuple(f"0/{step}/{item.id}.{n}" for n in range(item.batch))) for item in items]
+    return StepItems.of(step, drawn, Geometry(), "sample")

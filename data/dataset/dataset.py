@@ -2,7 +2,7 @@
 
 dataset = Dataset.open(config.data, geometry, seed=0)
 step = dataset.step(41)                 # the items of step 41, for any number of workers
-job = dataset.job(step.items[0])        # what a decoder needs to read it
+job = step.items[0].job                 # what a decoder needs to read it
 token = dataset.token(42)               # saved with committed step 41; dataset.resume(token) continues there
 """
 
@@ -13,13 +13,11 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from data.buckets import BatchSize, BucketTable, Choice, ClipShape, Refusal, available_frames, last_start, planned_batch
-from data.cache import CachedLatents
 from data.config import DataConfig, SegmentConfig
 from data.dataset.index import Index, IndexRow, build_index
 from data.dataset.order import (
@@ -46,7 +44,6 @@ from ops.geometry import Geometry
 log = logging.getLogger(__name__)
 
 KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
-KEPT_ROWS = 4096
 NO_DRAWS: DrawsRecord = {"sources": {}}
 MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
@@ -62,13 +59,12 @@ class Dataset:
         geometry: Geometry,
         ledger: Ledger,
         timed: BatchSize | None = None,
-        latents: CachedLatents | None = None,
     ) -> None:
         """Use `open`."""
         if not indexes:
             raise DataError("data.sources is empty. Give at least one source with its path.")
         self.config, self.indexes, self.seed = config, tuple(indexes), seed
-        self.geometry, self.ledger, self.timed, self.latents = geometry, ledger, timed, latents
+        self.geometry, self.ledger, self.timed = geometry, ledger, timed
         self.shapes, codes = _shapes(self.indexes)
         segments = config.segments or (SegmentConfig(until_step=0),)
         self.tables = [BucketTable.build(segment.buckets or config.buckets, geometry) for segment in segments]
@@ -85,7 +81,6 @@ class Dataset:
         self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, StepOfItems] = OrderedDict()
         self._draws: OrderedDict[int, DrawsRecord] = OrderedDict({0: ledger.draw_state()})  # of the steps before
-        self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
     @classmethod
     def open(
@@ -96,13 +91,11 @@ class Dataset:
         *,
         bad_list: str | Path | None = None,
         timed: BatchSize | None = None,
-        latents: CachedLatents | None = None,
     ) -> Dataset:
         """Load or build the index of every source, then plan. Raises DataError when no item can be formed or more is
         bad than data.limits allow, ValueError for settings that make no sense.
 
-        `bad_list`: where bad.jsonl goes. `timed` sizes the batches of buckets with a `target_s`. `latents`: what a
-        cache holds; items that it holds whole need no pixels.
+        `bad_list`: where bad.jsonl goes. `timed` sizes the batches of buckets with a `target_s`.
         """
         ledger = Ledger(config.limits, bad_list)
         indexes = [
@@ -111,7 +104,7 @@ class Dataset:
             )
             for ordinal, source in enumerate(config.sources)
         ]
-        dataset = cls(config, indexes, seed, geometry, ledger, timed, latents)
+        dataset = cls(config, indexes, seed, geometry, ledger, timed)
         ledger.check()
         ledger.check_limits()
         return dataset
@@ -130,28 +123,6 @@ class Dataset:
                 )
             )
         return self._steps[index]
-
-    def needs_pixels(self, item: DataItem) -> bool:
-        """False when a cache holds the latents of all its samples, and texts that are made of pixels."""
-        return self.latents is None or not self.latents.spares_pixels(item)
-
-    def latents_denied(self, item: DataItem) -> bool:
-        """Whether a cache named all latents of this item, and one of them then could not be read."""
-        return self.latents is not None and self.latents.denied(item)
-
-    def job(self, item: DataItem, pixels: bool = True) -> DecodeJob:
-        """Everything a decoder needs to make the item's batch."""
-        clips = tuple(self._clip(ref) for ref in item.samples)
-        return DecodeJob(
-            item=item.id,
-            bucket=item.bucket,
-            clips=clips,
-            fps=self.config.fps,
-            crop=self.config.buckets.oversize == "crop",
-            limits=self.config.limits,
-            decoder=self.config.engine.decoder,
-            pixels=pixels,
-        )
 
     # position
 
@@ -261,18 +232,27 @@ class Dataset:
             self._steps.popitem(last=False)
 
     def _item(self, name: str, micro: BatchDraw) -> DataItem:
-        return DataItem(
-            id=name, bucket=micro.bucket, samples=tuple(self._sample(draw, micro.bucket) for draw in micro.draws)
+        drawn = [self._sample(draw, micro.bucket) for draw in micro.draws]
+        job = DecodeJob(
+            item=name,
+            bucket=micro.bucket,
+            clips=tuple(clip for _, clip in drawn),
+            fps=self.config.fps,
+            crop=self.config.buckets.oversize == "crop",
+            limits=self.config.limits,
+            decoder=self.config.engine.decoder,
         )
+        return DataItem(job=job, samples=tuple(sample for sample, _ in drawn))
 
-    def _sample(self, draw: SampleDraw, bucket: Bucket) -> SampleRef:
-        row = self._row(draw.source, draw.row)
+    def _sample(self, draw: SampleDraw, bucket: Bucket) -> tuple[SampleRef, Clip]:
+        """What chance decides about a clip, and where it lies."""
+        row = self.indexes[draw.source].row(draw.row)
         who = (self.seed, draw.source, draw.epoch, draw.row)
         drop = uniform(*who, DROP) < self.config.caption_dropout
         shape = ClipShape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
         latest = last_start(shape, bucket, self.config.fps) if self.config.start_frame == "random" else 0
         chosen = uniform(*who, PICK)
-        return SampleRef(
+        sample = SampleRef(
             source=draw.source,
             epoch=draw.epoch,
             row=draw.row,
@@ -283,12 +263,7 @@ class Dataset:
             caption_drop=drop,
             caption_chars=0 if drop else _caption_chars(row, chosen),
         )
-
-    def _clip(self, ref: SampleRef) -> Clip:
-        return self._row(ref.source, ref.row).clip(ref.start_frame, ref.caption_pick, ref.caption_drop)
-
-    def _load_row(self, source: int, row: int) -> IndexRow:
-        return self.indexes[source].row(row)
+        return sample, row.clip(sample.start_frame, chosen, drop)
 
     def _admit(self, codes: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Shape codes with -1 where the index, a filter or every table refuses the row; refusals go to the ledger."""

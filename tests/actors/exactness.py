@@ -20,7 +20,6 @@ from actors.plan.places import StatePlace
 from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
-from actors.step import StepSamples
 from actors.worker.encoding import Encoded, Encoding, nobody
 from actors.worker.executor import Executor
 from actors.worker.loading import Modules
@@ -45,6 +44,7 @@ from ops.parameters import ParameterMemory
 from ops.shards import ShardState
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
+from tests.actors.fakes import step_items
 
 MODEL = ModelConfig(
     dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
@@ -256,12 +256,13 @@ def run_step(
     nor do those that wait for their results. `account` closes and opens bags as the controller does.
     """
     geometry = hosts[0].executor.modules.geometry
-    samples = StepSamples.of(
+    samples = step_items(
         step,
         [(i.id, (i.frames, i.height, i.width), [f"0/0/{i.id}/{n}" for n in range(i.batch)]) for i in items],
         geometry,
         loss_weight,
-    ).routed({i.id: i.expert for i in items})
+        {i.id: i.expert for i in items},
+    )
     bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
     on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)
     calls = calls_of(cascades, {step: samples}, generation, step, Holdings(), bags.left)

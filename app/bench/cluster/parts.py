@@ -29,6 +29,7 @@ from actors.state.keeper import HeldShard, Standing, place
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import Position, StepBatches, StepItems
+from app.inputs.workload import workload_items
 
 
 @dataclass
@@ -248,9 +249,7 @@ class VirtualFeeder(Answering):
         return {"steps": len(self._steps)}
 
     def items(self, step: int) -> StepItems:
-        items = tuple(self._steps[step])
-        keys = tuple(tuple(f"0/{step}/{item.id}.{n}" for n in range(item.batch)) for item in items)
-        return StepItems(step=step, items=items, keys=keys)
+        return workload_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         nothing = put(b"")

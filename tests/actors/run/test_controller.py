@@ -27,9 +27,9 @@ from actors.records.events import (
 from actors.run.controller import Controller, LookPace
 from actors.run.steps import StepRunner
 from actors.state.recovery import CommitLog, Recovery
-from actors.step import StepAssignment, StepData, StepItems, StepSamples
+from actors.step import StepAssignment, StepData
 from ops.geometry import Geometry
-from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here
+from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here, step_items
 
 STEPS = 6
 
@@ -63,16 +63,13 @@ class Source:
     def has(self, step: int, timeout_s: float) -> bool:
         return True
 
-    def items(self, step: int) -> StepItems | None:
-        image = Item(id=f"s{step}", batch=1, frames=1, height=64, width=96, text_tokens=7)
-        return StepItems(step=step, items=(image,), keys=(("a/0/0",),)) if step < STEPS else None
+    def items(self, step: int) -> tuple[Item, ...] | None:
+        return self.data(step).items.planned if step < STEPS else None
 
     def data(self, step: int) -> StepData:
-        items = self.items(step)
-        assert items is not None
-        samples = StepSamples.of(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry(), "sample")
+        items = step_items(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry())
         batches: dict[str, Any] = {f"s{step}": "pixels"}
-        return StepData(items=items, samples=samples, batches=batches, cached={})
+        return StepData(items=items, batches=batches)
 
     def request(self, step: int) -> None: ...
     def ledger(self) -> dict[str, Any]:

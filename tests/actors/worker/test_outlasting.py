@@ -16,10 +16,11 @@ from actors.plan.types import Cascade, Item, Part
 from actors.run import steps
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.run.steps import StepRunner
-from actors.step import StepSamples
+from actors.step import StepItems
 from actors.worker.work_done import FinishedStep
 from ops.sync import StepIncomplete
 from tests.actors.exactness import Host, execute, make_hosts, on_all, train_config
+from tests.actors.fakes import step_items
 
 ITEMS = [
     [Item(id=f"s{step}.{n}", batch=2, frames=5, height=32, width=48, text_tokens=12) for n in range(2)]
@@ -52,9 +53,9 @@ def two_steps(early: tuple[int, ...]) -> list[list[Cascade]]:
     return [[*first, late], second]
 
 
-def samples_of(hosts: Sequence[Host]) -> dict[int, StepSamples]:
+def samples_of(hosts: Sequence[Host]) -> dict[int, StepItems]:
     return {
-        step: StepSamples.of(
+        step: step_items(
             step,
             [(i.id, (i.frames, i.height, i.width), [f"0/{step}/{i.id}/{n}" for n in range(i.batch)]) for i in items],
             hosts[0].executor.modules.geometry,
