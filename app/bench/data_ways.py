@@ -277,7 +277,7 @@ def import_decoder(rows: Any) -> Any:
 
 
 def index(setting: Setting) -> Cost:
-    from data.dataset.index import build_index
+    from data.dataset.index_build import build_index
     from data.ledger import Ledger
 
     source = config(setting).sources[0]
