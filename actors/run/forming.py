@@ -53,18 +53,16 @@ class Forming:
     state_gib: float = 0.0  # of the training state that the workers of a generation share
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
-    def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
+    def form(self, decision: Form) -> StepRunner:
         """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.
 
-        `holders` are the workers of a generation that ends cleanly here; each holds the last finished step. Raises
-        StopRun when the workers' weights differ, PlanError when a node has too little memory for the first generation.
+        Raises StopRun when the workers' weights differ, PlanError when a node has too little memory for the first
+        generation.
         """
-        if decision.clean and holders:
-            self.committer.settle_all(holders, self.config.workers.collective_timeout_s)
         infos = decision.infos
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
-        recovery = self.committer.state.recover(holders, self.committer.log)
+        recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery, decision.generation)

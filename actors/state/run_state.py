@@ -148,11 +148,11 @@ class RunState:
         self._tell(KeepersSilent(silent=self._silent, seconds=patience))
         raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=last_step))
 
-    def recover(self, world: Sequence[Seat], commits: CommitLog) -> Recovery:
-        """The newest whole state for a generation; `world` are workers of a cleanly ended one, which still hold it."""
+    def recover(self, commits: CommitLog) -> Recovery:
+        """The newest whole state for a generation, of keepers, of workers of the last one, or on disk."""
         if self._first is not None:
             return Recovery(origin=self._first)
-        recovery = self._find([*self._survivors.exports, *exports_of(world, commits.newest)], commits)
+        recovery = self._find(self._survivors.exports, commits)
         if recovery.lost_steps:
             self._refuse_to_guess(recovery.step, commits.committed)
             where = recovery.origin.checkpoint if recovery.origin is not None else "the start"

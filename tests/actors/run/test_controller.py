@@ -116,7 +116,7 @@ class Held(StateHere):
         self.keepers = SimpleNamespace(of=lambda rank: ())
         self.recovered: list[int] = []
 
-    def recover(self, holders: Sequence[Any], commits: CommitLog) -> Recovery:
+    def recover(self, commits: CommitLog) -> Recovery:
         newest = commits.newest
         self.recovered.append(newest)
         return Recovery(origin=Origin(step=newest) if newest >= 0 else None, newly_safe=commits.finished)

@@ -35,7 +35,7 @@ def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
     runner = SimpleNamespace(world=world, cluster=SimpleNamespace(nodes=(2,)), next_step=0)
     manager: Any = GenerationManager.__new__(GenerationManager)
     manager.runner, manager._told_of_fetching = None, False
-    manager.forming = SimpleNamespace(form=lambda decision, world: runner)
+    manager.forming = SimpleNamespace(form=lambda decision: runner)
     manager.committer = SimpleNamespace(account=SimpleNamespace(begin=lambda started: None))
     manager.events = SimpleNamespace(tell=told.append)
     manager.config = SimpleNamespace(train=TrainConfig())

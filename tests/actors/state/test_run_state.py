@@ -80,7 +80,7 @@ def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(gene
     survivors.ended(3)
     survivors.part(0, Handle(hand_over=lambda step: "w0"))  # type: ignore[arg-type]
     survivors.exports = (snapshot(7),)
-    recovery = state.recover((), CommitLog(committed=6, finished=(collected(7, 3),)))
+    recovery = state.recover(CommitLog(committed=6, finished=(collected(7, 3),)))
     assert recovery.step == 7 and [done.running.step for done in recovery.newly_safe] == [7]
     for done in recovery.newly_safe:
         state.committed(done, {})
