@@ -23,7 +23,7 @@ from actors.messages import PublishedResult
 from actors.plan.types import Module
 from actors.ray_calls import put
 from actors.refs import Ref
-from actors.step import Position, StepBatches, StepItems
+from actors.step import DrawnItem, Position, StepBatches
 from data.buckets import BatchSize
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
@@ -79,7 +79,7 @@ class Feeder(Answering):
         self._dataset: Dataset | None = None
         self._engine: Engine | None = None
         self._cache = ItemCache(config, facts.encoders, facts.geometry) if config.cache.path else None
-        self._items: dict[int, StepItems] = {}  # told and not released
+        self._items: dict[int, tuple[DrawnItem, ...]] = {}  # told and not released
         self._known: dict[int, dict[str, KnownItem]] = {}  # by step and item, of steps that are not released
 
     @property
@@ -124,14 +124,14 @@ class Feeder(Answering):
         if self._engine is not None:
             self._engine.start(decision.from_step)
 
-    def items(self, step: int) -> StepItems:
+    def items(self, step: int) -> tuple[DrawnItem, ...]:
         """Metadata, and which results a cache holds: possible for any step at any time, and the same answer each time
         until the step is released."""
         if step not in self._items:
             items = self.dataset.step(step).items
             known = [self._look_up(item) for item in items]
             drawn = [self._facts.drawn(i, k.names, tuple(k.results)) for i, k in zip(items, known, strict=True)]
-            self._items[step] = StepItems.of(step, drawn, self._facts.geometry, self._facts.loss_weight)
+            self._items[step] = tuple(drawn)
         return self._items[step]
 
     def batches(self, step: int) -> StepBatches:

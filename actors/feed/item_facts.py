@@ -1,4 +1,4 @@
-"""What a run and its preview tell of an item before its pixels are there."""
+"""What a run and its preview know of an item before its pixels are there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class ItemFacts:
     geometry: Geometry
     encoders: Encoders
     experts: ExpertDraw
-    loss_weight: str
 
     def drawn(self, item: DataItem, names: CacheNames, cached: tuple[Module, ...]) -> DrawnItem:
         """An item, by the names of its results in the cache and the modules of which they exist."""

@@ -20,7 +20,7 @@ from actors.plan.types import Item
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
-from actors.step import DataLost, Position, StepBatches, StepData, StepItems
+from actors.step import DataLost, DrawnItem, Position, StepBatches, StepData, StepItems
 from data.buckets import BatchSize
 from data.config import DataConfig
 from data.dataset.order import SizesRecord
@@ -49,7 +49,7 @@ class FeederHandle(Protocol):
     @property
     def start(self) -> Method[[int, Position | None], Accounting]: ...
     @property
-    def items(self) -> Method[[int], StepItems]: ...
+    def items(self) -> Method[[int], tuple[DrawnItem, ...]]: ...
     @property
     def batches(self) -> Method[[int], StepBatches]: ...
     @property
@@ -70,18 +70,21 @@ class StepSource:
     def __init__(
         self,
         make: Callable[[], FeederHandle],
+        geometry: Geometry,
+        loss_weight: str,
         last_step: int,
         stall_s: float,
         silent_s: float = 60.0,
     ) -> None:
         """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
         and one whose process does not even answer for `silent_s` (`data.engine.silent_s`)."""
-        self._make, self._last = make, last_step
+        self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
         self._silent_s = silent_s
         self._feeder: FeederHandle | None = None
         self._pulse: Pulse | None = None
-        self._items: dict[int, Ref[StepItems]] = {}
+        self._items: dict[int, Ref[tuple[DrawnItem, ...]]] = {}
+        self._told: dict[int, StepItems] = {}  # of these
         self._batches: dict[int, Ref[StepBatches]] = {}
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
@@ -95,7 +98,7 @@ class StepSource:
 
         `token` may stand before `first_step`; the exact position goes before it where this object has seen it.
         """
-        for known in (self._items, self._batches, self._asked_at, self._ready):
+        for known in (self._items, self._told, self._batches, self._asked_at, self._ready):
             known.clear()
         for later in [step for step in self._positions if step > first_step]:
             del self._positions[later]
@@ -157,13 +160,13 @@ class StepSource:
         if step in self._ready:
             return self._ready[step].items.planned
         self.request(step)
-        return self._get(self._items[step]).planned if step in self._items else None
+        return self._items_of(step).planned if step in self._items else None
 
     def data(self, step: int) -> StepData:
         """Everything of a step; waits for its decoding. Raises DataError or DataLost."""
         if step not in self._ready:
             self.request(step)
-            items, batches = self._get(self._items[step]), self._get(self._batches[step])
+            items, batches = self._items_of(step), self._get(self._batches[step])
             self._ready[step] = StepData(
                 items=items,
                 batches=dict(zip(items.items, batches.references, strict=True)),
@@ -172,8 +175,15 @@ class StepSource:
             self._positions[step + 1] = batches.position
             while len(self._positions) > _POSITIONS_KEPT:
                 self._positions.popitem(last=False)
-            del self._items[step], self._batches[step], self._asked_at[step]
+            del self._items[step], self._told[step], self._batches[step], self._asked_at[step]
         return self._ready[step]
+
+    def _items_of(self, step: int) -> StepItems:
+        """With their samples, which are made here: thousands of them take five times as long to be sent. That is when
+        the planner is asked, steps before they are dispatched."""
+        if step not in self._told:
+            self._told[step] = StepItems.of(step, self._get(self._items[step]), self._geometry, self._loss_weight)
+        return self._told[step]
 
     def release(self, step: int) -> Position | None:
         """The step is committed. Returns the data's position after it."""
@@ -274,5 +284,4 @@ def item_facts(
         geometry=geometry,
         encoders=Encoders.of(model, dtype, named=bool(data.cache.path)),
         experts=ExpertDraw.of(model.dit, train, geometry),
-        loss_weight=train.loss_weight,
     )

@@ -93,6 +93,8 @@ def start_controller(
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),
+        geometry,
+        config.train.loss_weight,
         config.train.steps,
         config.data.engine.stall_s,
         config.data.engine.silent_s,

@@ -31,7 +31,7 @@ from actors.messages import CascadeTask, SampleId
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
 from actors.ray_calls import put
-from actors.step import Position, StepBatches, StepItems
+from actors.step import DrawnItem, Position, StepBatches
 from actors.worker.encoding import Encoding
 from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
@@ -39,7 +39,7 @@ from actors.worker.loading import Modules
 from actors.worker.worker import Worker
 from app.bench import memory
 from app.bench.lab import Lab
-from app.inputs.workload import workload_items
+from app.inputs.workload import drawn_items
 from data.types import Batch
 from ops.sync import FlatSync
 
@@ -111,8 +111,8 @@ class WorkloadFeeder(Answering):
     def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
         return {"steps": len(self._steps)}
 
-    def items(self, step: int) -> StepItems:
-        return workload_items(step, self._steps[step])
+    def items(self, step: int) -> tuple[DrawnItem, ...]:
+        return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         references = tuple(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.plan.types import Item, refuse_below
-from actors.step import DrawnItem, StepItems
-from ops.geometry import Geometry
+from actors.step import DrawnItem
 from ops.typed import ConfigError, as_plain, build, node_of, read_json
 
 
@@ -74,7 +73,6 @@ def read_workload(path: Path) -> Workload:
         raise ConfigError(f"workload {path}: {error}") from None
 
 
-def workload_items(step: int, items: Sequence[Item]) -> StepItems:
+def drawn_items(step: int, items: Sequence[Item]) -> tuple[DrawnItem, ...]:
     """These items as a feeder without data tells of them: every sample has a key of its own."""
-    drawn = [DrawnItem(plan=item, keys=tuple(f"0/{step}/{item.id}.{n}" for n in range(item.batch))) for item in items]
-    return StepItems.of(step, drawn, Geometry(), "sample")
+    return tuple(DrawnItem(plan=i, keys=tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch))) for i in items)

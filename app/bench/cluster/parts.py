@@ -28,8 +28,8 @@ from actors.ray_calls import get, put
 from actors.state.keeper import HeldShard, Standing, place
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
-from actors.step import Position, StepBatches, StepItems
-from app.inputs.workload import workload_items
+from actors.step import DrawnItem, Position, StepBatches
+from app.inputs.workload import drawn_items
 
 
 @dataclass
@@ -248,8 +248,8 @@ class VirtualFeeder(Answering):
     def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
         return {"steps": len(self._steps)}
 
-    def items(self, step: int) -> StepItems:
-        return workload_items(step, self._steps[step])
+    def items(self, step: int) -> tuple[DrawnItem, ...]:
+        return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         nothing = put(b"")

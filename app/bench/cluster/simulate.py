@@ -259,7 +259,7 @@ def controller_of_virtual(
     pool = VirtualPool(machines, hosts)
     events = Events(watching)
     survivors = Survivors()
-    source = StepSource(feeder, setup.steps, _PATIENCE_S, _PATIENCE_S)
+    source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S)
     keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)
     writer: Any = VirtualWriter()
     state = VirtualState(

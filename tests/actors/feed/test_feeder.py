@@ -21,6 +21,7 @@ from actors.feed.feeder import EngineOf, Feeder
 from actors.feed.item_cache import ItemCache
 from actors.feed.item_facts import ItemFacts
 from actors.feed.step_source import StepSource, item_facts
+from actors.plan.types import Item
 from actors.step import StepBatches
 from app.inputs.items import items_from_data
 from app.settings.config import RunConfig
@@ -73,6 +74,11 @@ def feeder_of(data: DataConfig, folder: Path, model: ModelConfig = MODEL, engine
     resolved, geometry = resolve(model)
     facts = item_facts(data, TrainConfig(), WorkersConfig(device="cpu"), resolved, geometry)
     return Feeder(data, facts, 0, str(folder), engine_of)
+
+
+def planned(feeder: Feeder, step: int) -> list[Item]:
+    """The items of a step as the planner sees them."""
+    return [item.plan for item in feeder.items(step)]
 
 
 def cache_of(feeder: Feeder) -> ItemCache:
@@ -135,16 +141,16 @@ def test_an_item_whose_latents_are_damaged_is_encoded_again(
     damage(cache._path("latents", cache_of(feeder).names(victim).latents[0]))
     feeder.start(0)
     items = feeder.items(0)
-    assert [item.cached for item in items.planned] == [("text", "vae"), ("text",)]
+    assert [item.cached for item in planned(feeder, 0)] == [("text", "vae"), ("text",)]
     for _ in range(2):  # also when the step is asked for again
         batches = feeder.batches(0)
         spared, decoded = batches.references
         assert spared.video.shape[1] == 0 and decoded.video.shape[1] == victim.bucket.frames and decoded.video.any()
-        first, second = items.items
+        first, second = (item.plan.id for item in items)
         assert set(batches.cached) == {("text", first), ("vae", first), ("text", second)}
     assert feeder.items(0) is items
     assert feeder.ledger()["delivered"] == feeder.dataset.step(0).num_samples
-    assert [item.cached for item in feeder.items(1).planned] == [("text", "vae")] * 2
+    assert [item.cached for item in planned(feeder, 1)] == [("text", "vae")] * 2
 
 
 def test_what_is_decoded_is_what_plans_are_told_while_workers_fill_the_cache(make: Callable[[], Feeder]) -> None:
@@ -156,12 +162,12 @@ def test_what_is_decoded_is_what_plans_are_told_while_workers_fill_the_cache(mak
     fill(feeder, 4)
     for step, pixels in ((0, True), (1, True), (2, True), (3, False)):
         batches = feeder.batches(step)
-        assert [item.cached for item in feeder.items(step).planned] == [() if pixels else ("text", "vae")] * 2
+        assert [item.cached for item in planned(feeder, step)] == [() if pixels else ("text", "vae")] * 2
         assert [batch.video.shape[1] > 0 for batch in batches.references] == [pixels] * 2
         assert bool(batches.cached) != pixels
     assert feeder.items(2) is told
     feeder.start(0)  # again: nothing of it is on a worker
-    assert [item.cached for item in feeder.items(0).planned] == [("text", "vae")] * 2
+    assert [item.cached for item in planned(feeder, 0)] == [("text", "vae")] * 2
     assert [batch.video.shape[1] for batch in feeder.batches(0).references] == [0, 0]
 
 
@@ -170,12 +176,12 @@ def test_items_of_other_sizes_are_looked_up_anew(make: Callable[[], Feeder]) -> 
     feeder = make()
     fill(feeder, 6)
     feeder.start(0)
-    before = {step: feeder.items(step).planned for step in range(3)}
+    before = {step: planned(feeder, step) for step in range(3)}
     feeder.resize({"from": 2, "sizes": {"1x64x96": 3, "9x64x96": 1}})
-    assert [feeder.items(step).planned for step in range(2)] == [before[0], before[1]]
-    assert feeder.items(2).planned != before[2], "other batches"
+    assert [planned(feeder, step) for step in range(2)] == [before[0], before[1]]
+    assert planned(feeder, 2) != before[2], "other batches"
     for item in feeder.dataset.step(2).items:
-        (found,) = [one for one in feeder.items(2).planned if one.id == item.id]
+        (found,) = [one for one in planned(feeder, 2) if one.id == item.id]
         held = cache_of(feeder)
         assert found.cached == held.named(held.names(item))
 
@@ -185,7 +191,7 @@ def test_a_text_that_is_damaged_is_encoded_again(make: Callable[[], Feeder]) -> 
     cache = fill(feeder, 1)
     name = cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts[0]
     zero_the_end(cache._path("text", name))
-    assert feeder.items(0).planned[0].cached == ("vae",)
+    assert planned(feeder, 0)[0].cached == ("vae",)
 
 
 def folder(path: Path) -> Path:
@@ -262,7 +268,7 @@ def test_cached_results_of_image_to_video_have_the_rows_of_the_image(
     tokens = feeder.dataset.geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
     for name in cache_of(feeder).names(item).latents:
         cache_of(feeder).cache.put("latents", name, np.ones((tokens + more, 400), np.float32))
-    assert ("vae" in feeder.items(0).planned[0].cached) == found
+    assert ("vae" in planned(feeder, 0)[0].cached) == found
 
 
 @pytest.mark.parametrize(("rows", "found"), [(3, True), (6, True), (7, False)])
@@ -275,7 +281,7 @@ def test_cached_text_of_two_encoders_has_the_rows_of_the_vector(
     feeder = feeder_of(config(clips, tmp_path / "cache"), tmp_path, model)
     for name in cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts:
         cache_of(feeder).cache.put("text", name, np.ones((rows, 16), np.float32))
-    assert ("text" in feeder.items(0).planned[0].cached) == found
+    assert ("text" in planned(feeder, 0)[0].cached) == found
 
 
 def of_pictures(clips: Path, folder: Path, text: bool = True) -> tuple[Feeder, TextConfig]:
@@ -322,11 +328,11 @@ def test_pixels_are_spared_only_where_the_texts_of_first_frames_are_kept_too(cli
     """The answer stands when workers fill the cache between the planner's question and the engine's."""
     feeder, text = of_pictures(clips, tmp_path)
     item = keep(feeder, text, texts=False)
-    assert feeder.items(0).planned[0].cached == ("vae",) and feeder._needs_pixels(item)
+    assert planned(feeder, 0)[0].cached == ("vae",) and feeder._needs_pixels(item)
     keep(feeder, text)
     assert feeder._needs_pixels(item)
     again, _ = of_pictures(clips, tmp_path)
-    assert not again._needs_pixels(item) and again.items(0).planned[0].cached == ("text", "vae")
+    assert not again._needs_pixels(item) and planned(again, 0)[0].cached == ("text", "vae")
 
 
 def damaged(path: Path) -> None:
@@ -340,7 +346,7 @@ def test_a_text_of_a_first_frame_that_is_damaged_or_gone_has_its_item_decoded(
     feeder, text = of_pictures(clips, tmp_path)
     item = keep(feeder, text)
     harm(cache_of(feeder).cache._path("text", cache_of(feeder).names(item).texts[0]))
-    assert feeder._needs_pixels(item) and feeder.items(0).planned[0].cached == ("vae",)
+    assert feeder._needs_pixels(item) and planned(feeder, 0)[0].cached == ("vae",)
 
 
 def test_no_pixels_are_spared_for_texts_of_first_frames_that_the_cache_is_not_asked_for(
@@ -349,7 +355,7 @@ def test_no_pixels_are_spared_for_texts_of_first_frames_that_the_cache_is_not_as
     """A folder may hold texts of another run, and this one have data.cache.text off."""
     item = keep(*of_pictures(clips, tmp_path))
     asked, _ = of_pictures(clips, tmp_path, text=False)
-    assert asked.items(0).planned[0].cached == ("vae",) and asked._needs_pixels(item)
+    assert planned(asked, 0)[0].cached == ("vae",) and asked._needs_pixels(item)
 
 
 def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> None:
@@ -371,7 +377,7 @@ def test_an_empty_caption_that_is_no_text_is_kept_in_the_cache(clips: Path, tmp_
     feeder = feeder_of(config(clips, tmp_path / "cache"), tmp_path, model)
     for name in cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts:
         cache_of(feeder).cache.put("text", name, np.ones((0, model.text.d_model), np.float32))
-    assert feeder.items(0).planned[0].cached == ("text",)
+    assert planned(feeder, 0)[0].cached == ("text",)
 
 
 def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:
@@ -426,7 +432,8 @@ def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
     monkeypatch.setattr(ray, "wait", lambda asked, num_returns=1, timeout=None: (asked, []))
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
     plain = two_sources(clips)
-    return StepSource(lambda: Actor(feeder_of(plain, clips, engine_of=Engine)), 10**6, 60.0)
+    make = lambda: Actor(feeder_of(plain, clips, engine_of=Engine))  # noqa: E731
+    return StepSource(make, Geometry(), "sample", 10**6, 60.0)
 
 
 def two_sources(clips: Path) -> DataConfig:
@@ -524,7 +531,7 @@ def test_a_preview_tells_the_planner_of_the_same_items_as_a_run(make: Callable[[
     fill(feeder, 1)
     warm = items_from_data(feeder.dataset, 2, preview, MODEL)
     assert [item.cached for step in warm for item in step] == [("text", "vae")] * 2 + [()] * 2
-    assert [feeder.items(step).planned for step in range(2)] == warm
+    assert [tuple(planned(feeder, step)) for step in range(2)] == warm
 
 
 def batches_of(data: StepSource, steps: range) -> list[list[tuple[str, tuple[str, ...]]]]:

@@ -77,7 +77,8 @@ def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, 
 def test_a_stopped_feeder_is_replaced_and_a_busy_one_is_waited_for(
     cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = StepSource(actor_factory(KnownFeeder, **settings(tmp_path)), 100, stall_s=120.0, silent_s=8.0)
+    make = actor_factory(KnownFeeder, **settings(tmp_path))
+    source = StepSource(make, Geometry(), "sample", 100, stall_s=120.0, silent_s=8.0)
     source.open(0)
     first = source.data(0)
     feeder: Any = source._feeder
