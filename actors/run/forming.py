@@ -13,7 +13,6 @@ from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerI
 from actors.outcome import Exit, StopRun
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
-from actors.pool.lookout import worker_name
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
@@ -54,21 +53,19 @@ class Forming:
     state_gib: float = 0.0  # of the training state that the workers of a generation share
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
-    def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
+    def form(self, decision: Form) -> StepRunner:
         """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.
 
-        `holders` are the workers of a generation that ends cleanly here; each holds the last finished step. Raises
-        StopRun when the workers' weights differ, PlanError when a node has too little memory for the first generation.
+        Raises StopRun when the workers' weights differ, PlanError when a node has too little memory for the first
+        generation.
         """
-        if decision.clean and holders:
-            self.committer.settle_all(holders, self.config.workers.collective_timeout_s)
-        infos = [self.pool.info(worker_name(number)) for number in decision.workers]
+        infos = decision.infos
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
-        recovery = self.committer.state.recover(decision.generation, holders)
+        recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
-        self.committer.go_on_from(recovery)
+        self.committer.go_on_from(recovery, decision.generation)
         if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
             weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
             refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))

@@ -136,7 +136,7 @@ class GenerationManager:
             )
         )
         items = self.forming.source.items(found.step)
-        tokens = {item.id: item.text_tokens for item in items.items} if items is not None else {}
+        tokens = {item.id: item.text_tokens for item in items or ()}
         return self.forming.planner.exceeded(found, tokens)
 
     def dispatched(self, running: Sequence[RunningStep]) -> None:
@@ -193,9 +193,7 @@ class GenerationManager:
         self.survivors.ended(decision.generation)
         self.lookout.try_again()
         if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
-            self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
-            if self.runner is not None:
-                self.survivors.take(self.world, self.committer.log.newest)
+            self._take_over()
             self.runner = None
             return
         self.runner = None
@@ -206,11 +204,20 @@ class GenerationManager:
             if member.phase == "recovering" and name in self.pool.names:
                 self.survivors.part(member.worker, self.pool.handle(name))
 
+    def _take_over(self) -> None:
+        """At the clean end of a generation: its finished steps are committed, and its workers, each of which holds the
+        last of them, say so."""
+        if self.runner is not None:
+            self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
+            self.survivors.take(self.world, self.committer.log.newest)
+
     def _form(self, decision: Form) -> None:
         started = time.time()
-        runner = self.runner = self.forming.form(decision, self.world)
+        if decision.clean:
+            self._take_over()
+        runner = self.runner = self.forming.form(decision)
         self.committer.account.begin(started)
-        infos = [self.pool.info(seat.name) for seat in runner.world]
+        infos = decision.infos
         fetched = [info for info in infos if info.parameters == "node"]  # one is enough: all do as it does
         self.events.tell(
             GenerationFormed(

@@ -129,7 +129,7 @@ class StepAccount:
         return step_metrics(facts, done.reports, self.geometry, self.work, self._history), timeline
 
     def _facts(self, done: CollectedStep, started: float) -> StepFacts:
-        running, samples = done.running, done.running.data.samples
+        running, items = done.running, done.running.data.items.planned
         return StepFacts(
             step=running.step,
             generation=running.generation,
@@ -138,11 +138,11 @@ class StepAccount:
             step_s=done.collected_at - started,
             data_wait_s=self._data_wait_s,
             finished_at=done.collected_at,
-            num_samples=sum(len(s) for s in samples.samples.values()),
+            num_samples=sum(item.batch for item in items),
             dispatch_s=running.dispatch_s,
             num_calls=running.num_calls,
-            num_tokens=sum(len(s) * self.geometry.tokens(*samples.buckets[i]) for i, s in samples.samples.items()),
-            text_tokens={item.id: item.text_tokens for item in running.data.items.items},
+            num_tokens=sum(i.batch * self.geometry.tokens(i.frames, i.height, i.width) for i in items),
+            text_tokens={item.id: item.text_tokens for item in items},
         )
 
 

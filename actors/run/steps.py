@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import ray
 
 from actors.feed.step_source import StepSource
 from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item
 from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.refs import Ref
@@ -97,12 +97,12 @@ class StepRunner:
         self._use_cache(data[step])
         submitting = time.perf_counter()
         bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in assignment.cascades])
-        samples, aside_s = {s: d.samples for s, d in data.items()}, self.asides.deal(self.world)
-        shapes = shapes_of_bags(assignment.cascades, samples)
+        items, aside_s = {s: d.items for s, d in data.items()}, self.asides.deal(self.world)
+        shapes = shapes_of_bags(assignment.cascades, items)
         patience = self.waits.of(step, assignment.cascades, shapes, assignment.step.update_s, aside_s)
         calls = calls_of(
             assignment.cascades,
-            samples,
+            items,
             self.generation,
             step,
             self._holdings,
@@ -178,7 +178,7 @@ class StepRunner:
         for s in range(step, step + 1 + self.lookahead):
             items = self.source.items(s)
             if items is not None:
-                window.append(items.items)
+                window.append(items)
         self.source.request(step + 1 + self.lookahead)
         return window, [done for s in sorted(self._early) for done in self._early[s]]
 
@@ -199,8 +199,8 @@ class StepRunner:
         for (module, item), reference in data.cached.items():
             source = f"{_CACHED}{module}/{item}"
             self._results[source] = reference
-            for sample in data.samples.samples[item]:
-                self._holdings.published[cast(Module, module), sample.id] = source
+            for sample in data.items.items[item].samples:
+                self._holdings.published[module, sample.id] = source
 
     def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall:
         seat, task = self.world[call.rank], call.task

@@ -8,7 +8,7 @@ from data.cache import CacheWriter, Kind
 
 
 class ResultCache:
-    """Takes the results of every encode cascade that this worker leads (`Executor`'s `on_encoded`)."""
+    """Takes the results of every encode cascade that this worker leads (`Encoding`'s `on_encoded`)."""
 
     def __init__(self, writer: CacheWriter) -> None:
         self._writer = writer

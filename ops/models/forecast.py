@@ -26,9 +26,9 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
-from ops.gradient_sum import Bounds
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.experts import slice_by
 from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
@@ -36,21 +36,19 @@ from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_
 from ops.models.text_picture import Eyes
 from ops.models.vae import DiffusersVAE, vae_without_weights
 from ops.node_gradients import NodeGradients, routes
-from ops.noise import NoiseKey
 from ops.objective import FlowObjective
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.peer_sum import PeerSum
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
-from ops.train_pass import NoisyClip, train_pass
+from ops.train_pass import PassClip, train_pass
 from ops.waiting import Pending
 
 GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
-_SIGMA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,16 +131,15 @@ def pass_bytes(
     width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
-        dit.rates = WHOLE  # type: ignore[assignment]  # torch knows of tensors and modules alone
+        slice_by(dit, WHOLE)
         sync = FlatSync(dit, OptimizerConfig(), 1)
         sync.begin_step()
         dtype = torch.float64 if precision.parameters == torch.float64 else torch.float32
         clips = [
-            NoisyClip(
+            PassClip(
                 rows=torch.empty(layout.chunk(i).stop - layout.chunk(i).start, width, dtype=dtype),
                 text=torch.empty(sequence.text_tokens, config.text_dim, dtype=dtype),
-                noise=NoiseKey(0, i),
-                level=_SIGMA,
+                key=str(i),
                 weight=1 / len(sequences),
             )
             for i, sequence in enumerate(sequences)
@@ -155,6 +152,8 @@ def pass_bytes(
                 _PretendGroup(degree) if degree > 1 else Group.solo(),
                 latent_width=config.out_channels * math.prod(config.patch),
                 objective=FlowObjective(FlowConfig()),
+                seed=0,
+                step=0,
                 dtype=dtype,
                 autocast=precision.autocast,
                 conditions=Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,

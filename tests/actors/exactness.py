@@ -20,7 +20,7 @@ from actors.plan.places import StatePlace
 from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
-from actors.step import StepSamples
+from actors.worker.encoding import Encoded, Encoding, nobody
 from actors.worker.executor import Executor
 from actors.worker.loading import Modules
 from actors.worker.work_done import FinishedStep
@@ -44,6 +44,7 @@ from ops.parameters import ParameterMemory
 from ops.shards import ShardState
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
+from tests.actors.fakes import step_items
 
 MODEL = ModelConfig(
     dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
@@ -113,9 +114,10 @@ CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwar
 
 @dataclass
 class Host:
-    """One executor and what came of it."""
+    """One executor, its encodes, and what came of it."""
 
     executor: Executor
+    encoding: Encoding
     error: BaseException | None = None
     done: FinishedStep | None = None  # of the last step
 
@@ -145,6 +147,7 @@ def make_hosts(
     gradients: GradientMemory | GradientsOf = "own",
     parameters: ParameterMemory | ParametersOf = "replicated",
     executor: type[Executor] = Executor,
+    on_encoded: Encoded = nobody,
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. `nodes` are the nodes of each of them,
@@ -174,7 +177,8 @@ def make_hosts(
             image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state, parameters, parts_of(dit))
-        hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
+        made = executor(modules, sync, train, torch.device("cpu"), **hooks)
+        hosts.append(Host(made, Encoding(made, on_encoded)))
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:
@@ -252,12 +256,13 @@ def run_step(
     nor do those that wait for their results. `account` closes and opens bags as the controller does.
     """
     geometry = hosts[0].executor.modules.geometry
-    samples = StepSamples.of(
+    samples = step_items(
         step,
         [(i.id, (i.frames, i.height, i.width), [f"0/0/{i.id}/{n}" for n in range(i.batch)]) for i in items],
         geometry,
         loss_weight,
-    ).routed({i.id: i.expert for i in items})
+        {i.id: i.expert for i in items},
+    )
     bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
     on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)
     calls = calls_of(cascades, {step: samples}, generation, step, Holdings(), bags.left)
@@ -279,7 +284,7 @@ def run_step(
                 assert ready[needed].wait(timeout=HANGS_S), f"{needed} was never published"
             if gone & set(call.needs):
                 continue
-            results = execute(executor, call, published, bad)
+            results = execute(hosts[rank].encoding, call, published, bad)
             if call.task.publish:
                 published[call.task.cascade] = results or []
                 ready[call.task.cascade].set()
@@ -294,8 +299,8 @@ def run_step(
     return next(iter(losses.values()), float("nan"))
 
 
-def execute(executor: Executor, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
-    task = call.task
+def execute(encoding: Encoding, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
+    task, executor = call.task, encoding.executor
     if task.module in ("text", "vae"):
         buckets = {piece.item: piece.bucket for piece in task.pieces}
         clips = [
@@ -306,9 +311,9 @@ def execute(executor: Executor, call: Call, published: dict[str, list], bad: fro
     if task.module == "text":
         seen = clips if executor.modules.config.text.sees_picture else []
         captions = [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples]
-        return executor.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
+        return encoding.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
     if task.module == "vae":
-        return executor.vae(task, np.stack(clips), ok)
+        return encoding.vae(task, np.stack(clips), ok)
     fetched = {("text" if "/text/" in needed else "vae", e.id): e for needed in call.needs for e in published[needed]}
     executor.dit(task, fetched)
     return None

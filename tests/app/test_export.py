@@ -37,7 +37,6 @@ from app.settings.config import RunConfig
 from app.settings.sections import RunSection
 from data.config import DataConfig
 from ops.config import FlowConfig
-from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
@@ -46,7 +45,7 @@ from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
 from ops.packing import patchify
-from ops.sampling import SampleRequest, initial_noise, sample_latents
+from ops.sampling import SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.shards import ShardState
 from ops.typed import ConfigError
 from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx, test_mochi, test_stdit3

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.cache import Cache, CachedLatents, CacheWriter, latent_key, text_key
-from data.config import CacheConfig, DataConfig
+from data.cache import Cache, CacheWriter, latent_key, latent_keys, text_key
+from data.config import CacheConfig, DataConfig, LimitsConfig
 from data.decode import DECODE_VERSION
-from data.types import Bucket, DataItem, SampleRef
+from data.types import Bucket, DataItem, DecodeJob, SampleRef
 
 SAMPLE = SampleRef(source=0, epoch=0, row=3, start_frame=5, key="a", caption_chars=4, content="ab12")
 BUCKET = Bucket(17, 64, 96)
@@ -55,11 +55,12 @@ def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
     assert latent_key(moved, BUCKET, 8.0, "vae", "decoder 1") == latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
 
 
-def test_latents_are_those_of_a_decoder_and_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    item, ours = DataItem(id="s0.0", bucket=BUCKET, samples=(SAMPLE,)), DataConfig(sources=())
+def test_latents_are_those_of_a_decoder_and_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = DecodeJob(item="s0.0", bucket=BUCKET, clips=(), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
+    item, ours = DataItem(job=job, samples=(SAMPLE,)), DataConfig(sources=())
 
     def keys(config: DataConfig) -> tuple[str, ...]:
-        return CachedLatents(cache(tmp_path), "vae", config).keys(item)
+        return latent_keys(item, config, "vae")
 
     found = {keys(ours), keys(replace(ours, engine=replace(ours.engine, decoder="my.module:decode")))}
     monkeypatch.setattr("data.decode.DECODE_VERSION", DECODE_VERSION + 1)

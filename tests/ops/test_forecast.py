@@ -28,12 +28,11 @@ from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
-from ops.noise import NoiseKey
 from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence
 from ops.shards import STAGE, padding
 from ops.storages import StorageCount
-from ops.train_pass import NoisyClip, train_pass
+from ops.train_pass import PassClip, train_pass
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
 HUNYUAN = HunyuanConfig(num_layers=2, num_single_layers=2, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24)
@@ -49,11 +48,10 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
         parameter.grad = torch.zeros_like(parameter)
     layout, width = Layout(CLIPS), config.in_channels * 4
     clips = [
-        NoisyClip(
+        PassClip(
             rows=torch.randn(s.tokens, width),
             text=torch.randn(s.text_tokens, config.text_dim),
-            noise=NoiseKey(0, s.tokens),
-            level=0.3,
+            key=str(s.tokens),
             weight=0.5,
         )
         for s in CLIPS
@@ -66,6 +64,8 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
             Group.solo(),
             latent_width=width,
             objective=FlowObjective(FlowConfig()),
+            seed=0,
+            step=0,
             dtype=torch.float32,
             autocast=autocast,
         )

@@ -12,7 +12,6 @@ from diffusers import AutoencoderKLMochi, MochiPipeline
 from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
-from ops import flow
 from ops.comm import Group
 from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -22,7 +21,7 @@ from ops.models.mochi.config import MochiConfig
 from ops.models.mochi.family import FAMILY
 from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence, patchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from tests.ops.test_families import their_class
 
 torch.set_num_threads(1)
@@ -140,7 +139,7 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline(folder: Path) -> None:
 @pytest.mark.parametrize("steps", [2, 5, 64])
 def test_levels_are_those_of_the_pipeline(steps: int) -> None:
     expected = [*linear_quadratic_schedule(steps, 0.025), 0.0]
-    assert flow.sigma_schedule(steps, 1.0, spacing="linear_quadratic") == pytest.approx(expected, abs=1e-12)
+    assert sigma_schedule(steps, 1.0, spacing="linear_quadratic") == pytest.approx(expected, abs=1e-12)
     with pytest.raises(ValueError, match="1 sampling step of linear and quadratic spacing"):
         SamplerConfig(steps=1, spacing="linear_quadratic")
 

@@ -19,14 +19,13 @@ from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 from app.export.parity import our_velocity, parity_sample
 from ops.comm import Group
 from ops.config import FlowConfig, TokenShift
-from ops.flow import draw_sigma, shift
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.stdit3.family import FAMILY
 from ops.models.weights import write_folder
-from ops.objective import FlowObjective
+from ops.objective import FlowObjective, draw_sigma, shift
 from ops.packing import Layout, Sequence, patchify
 
 torch.set_num_threads(1)

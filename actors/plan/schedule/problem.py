@@ -181,7 +181,7 @@ class Problem:
                 self._penalties[key] = tuple((k, self.profile.penalty(*key[:5], k, item.text_tokens)) for k in degrees)
             found = self.profile.modes(*key, self.room_gib)
             known = self._connectable([(k, s) for k, s in found if self._allows(module, k)])
-            if not known and count == 1:
+            if not known and count == 1 and self.profile.needs.limits:
                 known = self._last_try(module, item)
             self._modes[key] = known
         return known

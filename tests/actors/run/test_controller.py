@@ -26,11 +26,10 @@ from actors.records.events import (
 )
 from actors.run.controller import Controller, LookPace
 from actors.run.steps import StepRunner
-from actors.state.commit_log import CommitLog
-from actors.state.recovery import Recovery, recovery_from
-from actors.step import StepAssignment, StepData, StepItems, StepSamples
+from actors.state.recovery import CommitLog, Recovery
+from actors.step import StepAssignment, StepData
 from ops.geometry import Geometry
-from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here
+from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here, step_items
 
 STEPS = 6
 
@@ -64,16 +63,13 @@ class Source:
     def has(self, step: int, timeout_s: float) -> bool:
         return True
 
-    def items(self, step: int) -> StepItems | None:
-        image = Item(id=f"s{step}", batch=1, frames=1, height=64, width=96, text_tokens=7)
-        return StepItems(step=step, items=(image,), keys=(("a/0/0",),)) if step < STEPS else None
+    def items(self, step: int) -> tuple[Item, ...] | None:
+        return self.data(step).items.planned if step < STEPS else None
 
     def data(self, step: int) -> StepData:
-        items = self.items(step)
-        assert items is not None
-        samples = StepSamples.of(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry(), "sample")
+        items = step_items(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry())
         batches: dict[str, Any] = {f"s{step}": "pixels"}
-        return StepData(items=items, samples=samples, batches=batches, cached={})
+        return StepData(items=items, batches=batches)
 
     def request(self, step: int) -> None: ...
     def ledger(self) -> dict[str, Any]:
@@ -115,18 +111,17 @@ class Planning:
 class Held(StateHere):
     """Every step is held as soon as it is finished; nothing is on disk before the end."""
 
-    def __init__(self, commits: CommitLog) -> None:
+    def __init__(self) -> None:
         super().__init__(-1, STEPS - 1, first=-1)
-        self._commits, self.keepers = commits, SimpleNamespace(of=lambda rank: ())
+        self.keepers = SimpleNamespace(of=lambda rank: ())
         self.recovered: list[int] = []
 
-    def recover(self, generation: int, holders: Sequence[Any]) -> Recovery:
-        newest = self._commits.newest
+    def recover(self, commits: CommitLog) -> Recovery:
+        newest = commits.newest
         self.recovered.append(newest)
-        origin = Origin(step=newest) if newest >= 0 else None
-        return recovery_from(origin, generation, self._commits.committed, self._commits.finished)
+        return Recovery(origin=Origin(step=newest) if newest >= 0 else None, newly_safe=commits.finished)
 
-    def begin(self, recovery: Recovery) -> None: ...
+    def begin(self, recovery: Recovery, generation: int) -> None: ...
     def place_keepers(self, nodes: Sequence[str]) -> None: ...
     def is_exported(self, step: int) -> bool:
         return False
@@ -134,7 +129,6 @@ class Held(StateHere):
     def saves(self, step: int) -> bool:
         return False
 
-    def finished(self, done: Any) -> None: ...
     def committed(self, done: Any, position: object) -> None: ...
 
 
@@ -194,10 +188,10 @@ class Run:
         state_gib: float = 0.0,
         wait_s: float = 120.0,
     ) -> None:
-        self.listener, self.commits = Listening(), CommitLog(committed=-1)
-        self.source, self.state = Source(), Held(self.commits)
+        self.listener, self.source, self.state = Listening(), Source(), Held()
         coming: dict[int, list[Event]] = later or {}
-        up = [*(Joined(worker=n, node="n") for n in (0, 1)), *(Loaded(worker=n) for n in (0, 1))]
+        up: list[Event] = [Joined(worker=n, node="n") for n in (0, 1)]
+        up += [Loaded(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
 
         def look() -> list[Event]:
             runner = self.controller.generations.runner
@@ -210,14 +204,11 @@ class Run:
             config=config_of(),
             listener=self.listener,
             events=Events(self.listener),
-            commits=self.commits,
             source=self.source,
             planner=Planning(),
             state_gib=state_gib,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
-            pool=pool_here(
-                info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
-            ),
+            pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names),
             lookout=SimpleNamespace(
                 look=look, stop="", hopeless="", doing=lambda name: "", late=lambda: "", try_again=lambda: None
             ),

@@ -19,10 +19,10 @@ from actors.run.dispatch import Holdings, calls_of
 from actors.run.step_metrics import StepFacts, step_metrics
 from actors.run.steps import StepRunner
 from actors.run.waits import StepWaits
-from actors.step import Seat, StepSamples
+from actors.step import Seat
 from ops.geometry import Geometry
 from ops.waiting import Patience
-from tests.actors.fakes import Handle
+from tests.actors.fakes import Handle, step_items
 
 WORKERS = 64
 IMAGE = (1, 64, 96)
@@ -42,7 +42,7 @@ def report(worker: str, *spans: Span) -> StepReport:
 def test_a_dispatch_makes_a_task_per_bag_and_another_only_for_members_that_do_something_else() -> None:
     everybody = tuple(range(WORKERS))
     plan = [cascade("text", (0,)), cascade("vae", everybody), cascade("dit", everybody)]
-    samples = StepSamples.of(0, [("s0.0", IMAGE, ["a", "b"])], Geometry(), "sample")
+    samples = step_items(0, [("s0.0", IMAGE, ["a", "b"])], Geometry(), "sample")
     patience = Patience(limit_s=7.0, why="a test")
     calls = calls_of(plan, {0: samples}, 1, 0, Holdings(), patience=patience)
     made = {id(call.task): call.task for call in calls}
