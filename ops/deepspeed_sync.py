@@ -29,7 +29,7 @@ from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
 from ops.shard_export import ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
-from ops.sync import Phase, StepResult, check_weight, slots, trainable
+from ops.sync import PhaseListener, StepResult, check_weight, slots, trainable
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class DeepSpeedSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
     ) -> StepResult:

@@ -40,7 +40,7 @@ from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 
-Phase = Callable[[str], None]
+PhaseListener = Callable[[str], None]
 StatePlace = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
@@ -105,7 +105,7 @@ class Sync(Protocol):
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
     ) -> StepResult: ...
@@ -287,7 +287,7 @@ class FlatSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
     ) -> StepResult:

@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from actors.feed.encoders import ENCODED, Encoders, modules_in_cache, plan_item, text_keys
+from actors.feed.encoders import Encoders, modules_in_cache, plan_item, text_keys
 from actors.feed.pulse import Answering
 from actors.messages import PublishedResult
-from actors.plan.types import Module
+from actors.plan.types import ENCODERS, Module
 from actors.ray_calls import put
 from actors.refs import Ref
 from actors.step import CacheKeys, Position, StepBatches, StepItems
@@ -148,7 +148,7 @@ class Feeder(Answering):
             cache_keys=cache_keys,
             cached=cached,
             items=tuple(
-                plan_item(i, self._encoders, [module for module in ENCODED if (module, i.id) in cached]) for i in found
+                plan_item(i, self._encoders, [module for module in ENCODERS if (module, i.id) in cached]) for i in found
             ),
             keys=tuple(tuple(f"{s.source}/{s.epoch}/{s.row}" for s in i.samples) for i in found),
         )

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, Shape, StepSample, SumStart, shapes_of
-from actors.plan.types import Cascade, Module
+from actors.plan.types import ENCODERS, Cascade, Module
 from actors.step import StepSamples
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 
-ENCODERS: tuple[Module, ...] = ("text", "vae")
 _SAME_S = 1e-9
 
 

@@ -51,13 +51,12 @@ from ops.objective import objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
-from ops.sync import StepIncomplete, Sync
+from ops.sync import PhaseListener, StepIncomplete, Sync
 from ops.train_pass import NoisyClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
 
-Phase = Callable[[str], None]
 Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
 
 
@@ -74,7 +73,7 @@ class Executor:
         sync: Sync,
         train: TrainConfig,
         device: torch.device,
-        on_phase: Phase = lambda phase: None,
+        on_phase: PhaseListener = lambda phase: None,
         on_encoded: Encoded = nobody,
         copies: HostCopies | None = None,
         meter: Meter | None = None,
@@ -385,7 +384,7 @@ def _unseen(phase: str) -> None:
 class _PhaseClock:
     """Seconds between calls, booked on the phase that ended."""
 
-    def __init__(self, marks: dict[str, float], then: Phase) -> None:
+    def __init__(self, marks: dict[str, float], then: PhaseListener) -> None:
         self._marks, self._then, self._current, self._since = marks, then, "", time.perf_counter()
 
     def __call__(self, phase: str) -> None:
