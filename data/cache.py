@@ -189,10 +189,6 @@ class CacheWriter:
         self._queue.put((kind, key, array))
         return True
 
-    @property
-    def waiting_bytes(self) -> int:
-        return self._waiting
-
     def _write_all(self) -> None:
         while True:
             kind, key, array = self._queue.get()

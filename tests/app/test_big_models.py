@@ -116,7 +116,7 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
 def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30.5 thousand million weights in 60 blocks on 8 x 80 GB (shared/memory.md has 29.0 GiB of states for them)."""
+    """30.5 thousand million weights in 60 blocks on 8 x 80 GB."""
     name = "wan2.1-14b-full"
 
     def thirty(model: object, geometry: object, train: object, clips: Sequence[Shape], *rest: object) -> MemoryForecast:

@@ -20,7 +20,7 @@ BF16_OUTPUT = 2.0e-3  # one rounding of a float: 1.67e-3
 
 SEGMENTS = {
     "dense": Segments.dense(3, 40),
-    "per frame": Segments.per_frame(2, 4, 9),
+    "per frame": Segments.packed([9] * 8),
     "packed with empty runs": Segments.packed([70, 0, 50, 1, 0]),
     "repeated and unordered rows": Segments.packed([30, 20, 0, 41], [2, 0, 1, 2], num_mods=5),
     "no tokens": Segments.packed([0, 0], num_mods=2),
@@ -29,6 +29,12 @@ SEGMENTS = {
 
 def rows_of(segments: Segments) -> Tensor:
     return segments.run2mod.long()[segments.run.long()]
+
+
+def runs_of(rows: Tensor) -> tuple[list[int], list[int]]:
+    """The lengths of the runs of tokens with one table row, and these rows."""
+    tables, lengths = torch.unique_consecutive(rows, return_counts=True)
+    return lengths.tolist(), tables.tolist()
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -262,7 +268,7 @@ def test_gradients_of_shards_add_up_to_the_whole() -> None:
     for cuts in ([0, 50, 101], [0, 30, 60, 101]):
         parts = []
         for lo, hi in itertools.pairwise(cuts):
-            local = Segments.from_seq_ids(rows[lo:hi], num_mods=2)
+            local = Segments.packed(*runs_of(rows[lo:hi]), num_mods=2)
             out = fused.ln_modulate(given["x"][lo:hi], *tables, local)
             parts.append(torch.autograd.grad(out, tables, cotangent[lo:hi]))
         for total, *shards in zip(whole, *parts):
@@ -400,9 +406,9 @@ def test_what_the_kernels_do_not_take_runs_on_the_library_path_with_one_logged_l
     assert len(messages) == 2 and "width 100" in messages[0] and "float64" in messages[1]
 
 
-def test_from_seq_ids_finds_the_runs() -> None:
-    segments = Segments.from_seq_ids(torch.tensor([2, 2, 0, 2, 2, 2]), num_mods=4)
-    assert segments.cu.tolist() == [0, 2, 3, 6]
+def test_runs_of_rows_are_in_ascending_order() -> None:
+    segments = Segments.packed([2, 1, 3], [2, 0, 2], num_mods=4)
+    assert segments.run.tolist() == [0, 0, 1, 2, 2, 2] and segments.cu.tolist() == [0, 2, 3, 6]
     assert segments.run2mod.tolist() == [2, 0, 2]
     runs_of_rows = [segments.mod_runs[a:b].tolist() for a, b in itertools.pairwise(segments.mod_off)]
     assert runs_of_rows == [[1], [], [0, 2], []]

@@ -43,7 +43,6 @@ MODEL_HEADS = {
     "cogvideox-5b": 48,
 }
 NEWEST = 9  # measurements of a point that count
-RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
 _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
@@ -156,7 +155,7 @@ class Profile:
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
-    residual: str = "none"  # one of RESIDUALS
+    residual: str = "none"  # or xgboost: trees on what the VAE's fit leaves
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)

@@ -96,20 +96,6 @@ class Segments:
         samples = ends[:batch]
         return cls(samples.repeat_interleave(tokens), ends * tokens, samples, ends, samples)
 
-    @classmethod
-    def per_frame(cls, batch: int, frames: int, tokens_per_frame: int, device: torch.device | str = "cpu") -> Segments:
-        """Tokens ordered (batch, frame, height * width), one table row per sample and frame."""
-        return cls.packed([tokens_per_frame] * (batch * frames), device=device)
-
-    @classmethod
-    def from_seq_ids(cls, seq_ids: Tensor, num_mods: int) -> Segments:
-        """From the table row of each token [N], in any order (KnapFormer's balanced token order).
-
-        Reads seq_ids on the host: call it in the loader, not between layers.
-        """
-        rows, lengths = torch.unique_consecutive(seq_ids.cpu(), return_counts=True)
-        return cls.packed(lengths.tolist(), rows.tolist(), num_mods, seq_ids.device)
-
 
 def as_segments(
     run: Tensor | None, cu: Tensor | None, run2mod: Tensor | None, mod_off: Tensor | None, mod_runs: Tensor | None
