@@ -41,7 +41,7 @@ from ops.waiting import Pending
 log = logging.getLogger(__name__)
 
 PhaseListener = Callable[[str], None]
-StatePlace = Literal["device", "host"]
+StateMemory = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
@@ -200,7 +200,7 @@ class FlatSync:
         total_steps: int,
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
-        state: StatePlace = "device",
+        state: StateMemory = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
     ) -> None:

@@ -22,7 +22,7 @@ from actors.ray_calls import put
 from actors.refs import Ref
 from actors.step import CacheKeys, Position, StepBatches, StepItems
 from data.buckets import BatchSize
-from data.cache import Cache, CachedLatents, Kind
+from data.cache import Cache, CachedLatents, EntryKind
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.dataset.order import BatchSizes, SizesRecord
@@ -190,7 +190,7 @@ class Feeder(Answering):
         """Results of all samples of an item; None when one of them is not there, or not what the encoder makes."""
         assert self._cache is not None
         encoders, bucket = self._encoders, item.bucket
-        kind: Kind = "latents" if module == "vae" else "text"
+        kind: EntryKind = "latents" if module == "vae" else "text"
         tokens = self._geometry.tokens(bucket.frames, bucket.height, bucket.width)
         whole = tokens + encoders.latent_tail
         rows = range(whole, whole + 1) if module == "vae" else range(encoders.most_text + 1)

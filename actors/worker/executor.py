@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from actors.messages import (
+    CascadeShape,
     CascadeTask,
     FinishTask,
     MemoryExceeded,
     OutOfMemory,
     SampleId,
-    Shape,
     Span,
     StaleGeneration,
     StepSample,
@@ -94,7 +94,7 @@ class Executor:
         self.broken: str | None = None
         self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
         self.work = WorkDone()
-        self._seen: set[Shape] = set()  # what has run here since the process began
+        self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
         self._outlasting: Outlasting | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode

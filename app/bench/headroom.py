@@ -29,15 +29,15 @@ from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
 from actors.plan.places import Places, gpu_places
 from actors.plan.types import USABLE, Module
-from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communicators_gib, forecast
+from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
-CLIPS: dict[str, Shape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
+CLIPS: dict[str, PixelShape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
 WAYS = gpu_places("auto", "auto")
 PER_NODE = 8  # GPUs
 _RANK = 16  # of LoRA
@@ -171,7 +171,7 @@ class Measured:
         )
         self._known: dict[tuple[object, ...], float] = {}
 
-    def figures(self, shape: Shape, workers: int, degree: int) -> Figures:
+    def figures(self, shape: PixelShape, workers: int, degree: int) -> Figures:
         """With one clip of this shape per cascade."""
         import torch
 
@@ -205,7 +205,13 @@ class Measured:
 
 
 def _planned(
-    found: MemoryForecast, geometry: Geometry, shape: Shape, text_tokens: int, workers: int, degree: int, other: float
+    found: MemoryForecast,
+    geometry: Geometry,
+    shape: PixelShape,
+    text_tokens: int,
+    workers: int,
+    degree: int,
+    other: float,
 ) -> Figures:
     frames, height, width = shape
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]

@@ -10,7 +10,7 @@ import torch
 from app.bench.ops_report import OpsRow
 from app.bench.ops_variants import inputs_of
 from app.bench.timing import Closure, measure, peak_bytes
-from ops.kernels.base.contest import Contest, RowLayout, Variant
+from ops.kernels.base.contest import Contest, OpVariant, RowLayout
 from ops.kernels.base.segments import Segments
 
 
@@ -21,7 +21,7 @@ class BenchCase:
     op: Contest
     layout: RowLayout
     width: int
-    variants: dict[str, Variant]
+    variants: dict[str, OpVariant]
     ablations: bool = False
 
 
@@ -52,18 +52,18 @@ def measure_case(case: BenchCase, device: torch.device, repeats: int) -> list[Op
 
     for name, function in case.variants.items():
 
-        def forward(_: int, function: Variant = function) -> Closure:
+        def forward(_: int, function: OpVariant = function) -> Closure:
             tensors = inputs_of(op, layout, width, device, torch.bfloat16)
             return lambda: function(tensors, layout, segments, rows)
 
-        def backward(_: int, function: Variant = function) -> Closure:
+        def backward(_: int, function: OpVariant = function) -> Closure:
             tensors = inputs_of(op, layout, width, device, torch.bfloat16)
             outs = function(tensors, layout, segments, rows)
             cotangents = [torch.randn_like(o) for o in outs]
             wrt = [tensors[n] for n in op.inputs]
             return lambda: torch.autograd.grad(outs, wrt, cotangents, retain_graph=True)
 
-        def both(function: Variant = function) -> object:
+        def both(function: OpVariant = function) -> object:
             tensors = inputs_of(op, layout, width, device, torch.bfloat16)
             outs = function(tensors, layout, segments, rows)
             return torch.autograd.grad(outs, [tensors[n] for n in op.inputs], [torch.ones_like(o) for o in outs])

@@ -12,9 +12,10 @@ import pytest
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
-from actors.planning.memory import MemoryForecast, Shape
+from actors.planning.memory import MemoryForecast
 from app.bench.headroom import _write_numbers
 from app.plan.preview import PlanRequest, run_plan
+from ops.geometry import PixelShape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CASES = {  # the config, its family, and a described cluster
@@ -40,7 +41,7 @@ PREDICTED = {
 }
 
 
-def known(name: str, clips: Sequence[Shape]) -> MemoryForecast:
+def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
     """The forecast of a config by these numbers."""
     parameters, alone, in_bag, text = PREDICTED[name]
     needs = Needs()
@@ -119,7 +120,9 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     """30.5 thousand million weights in 60 blocks on 8 x 80 GB."""
     name = "wan2.1-14b-full"
 
-    def thirty(model: object, geometry: object, train: object, clips: Sequence[Shape], *rest: object) -> MemoryForecast:
+    def thirty(
+        model: object, geometry: object, train: object, clips: Sequence[PixelShape], *rest: object
+    ) -> MemoryForecast:
         weights, block = 30_500_000_000, 500_000_000
         large = replace(known(name, clips), parameters=weights, trained=weights)
         return replace(large, in_blocks=60 * block, largest_block=block)

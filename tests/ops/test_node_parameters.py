@@ -32,7 +32,7 @@ from ops.parameter_places import BlockBuffers, ParametersOf
 from ops.parameters import ParameterMemory
 from ops.shards import bytes_per_weight, cut
 from ops.storages import StorageCount, storage_bytes
-from ops.sync import FlatSync, StatePlace, trainable
+from ops.sync import FlatSync, StateMemory, trainable
 from ops.waiting import CancelToken
 from tests.ops.block_copies import LateCopies, in_buffers
 from tests.ops.test_families import CASES, small
@@ -69,7 +69,7 @@ def trained(
     parameters: ParameterMemory | ParametersOf,
     *,
     gradients: GradientMemory = "own",
-    state: StatePlace = "device",
+    state: StateMemory = "device",
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
 ) -> dict[str, Tensor]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.bench.gpu.measurement import Earlier, Figures, Place, relative_error
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
 from ops import fused
 from ops.kernels.base import backend
+from ops.kernels.base.contest import Outputs, Tensors
 from ops.kernels.base.interpreter import interpreting, round_bf16_like_hardware
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual import reference as gate_reference
@@ -21,9 +22,6 @@ from ops.kernels.qk_rope import reference as qk_reference
 # Relative L2 to float64. Rounding to bf16 costs 1.67e-3; sums in fp32 over thousands of rows lose a little.
 FP32, FP32_SUM, BF16, SUM_FROM_BF16 = 5e-6, 2e-5, 2.0e-3, 2e-5
 HEAD_DIM = 128
-
-Tensors = dict[str, Tensor]
-Outputs = Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +61,7 @@ class KernelsCheck:
             return "the kernels run on the CPU in Triton's interpreter only (TRITON_INTERPRET=1)."
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         if place.device.type == "cpu":
             round_bf16_like_hardware()
         widths = place.pick((1536, 3072, 5120), (128, 256))
@@ -203,11 +201,10 @@ def _qk(per_head: bool) -> KernelCase:
         return _tokens(size, dtype, device, "q", "k") | weights | {"cos": angles.cos(), "sin": angles.sin()}
 
     def meaning(t: Tensors, rows: Tensor) -> Outputs:
-        pairs = (("q", "wq"), ("k", "wk"))
-        return [
-            qk_reference.qk_norm_rope(t[x], t[w], t["cos"], t["sin"], head_dim=HEAD_DIM, per_head=per_head)
-            for x, w in pairs
-        ]
+        def turned(x: Tensor, weight: Tensor) -> Tensor:
+            return qk_reference.qk_norm_rope(x, weight, t["cos"], t["sin"], head_dim=HEAD_DIM, per_head=per_head)
+
+        return turned(t["q"], t["wq"]), turned(t["k"], t["wk"])
 
     return KernelCase(
         make=make,

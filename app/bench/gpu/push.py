@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from ops.kernels.base import backend
 from ops.kernels.push.function import ALIGN, push
 
@@ -32,7 +32,7 @@ class PushedAddition:
             return "triton is not installed"
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         elements = place.pick(ELEMENTS, SMALL_ELEMENTS)
         assert elements % ALIGN == 0, "sizes are powers of two"
         memory = torch.zeros(elements, device=place.device)

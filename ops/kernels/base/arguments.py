@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.kernels.base.segments import Index, Segments
+from ops.kernels.base.segments import IndexTensors, Segments
 
-NO_INDEX: Index = (None, None, None, None, None)
+NO_INDEX: IndexTensors = (None, None, None, None, None)
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -27,7 +27,9 @@ def num_rows(table: Tensor) -> int:
     return table.numel() // table.shape[-1]
 
 
-def check_tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple[list[Tensor | None], Index]:
+def check_tables(
+    x_ND: Tensor, segments: Segments | None, **tables: Tensor | None
+) -> tuple[list[Tensor | None], IndexTensors]:
     """The tables as [S, D] views, and the index tensors of the op; ValueError if they do not fit the tokens."""
     num_rows, width = x_ND.shape
     flat: list[Tensor | None] = []

@@ -33,7 +33,7 @@ class RowLayout:
         return len(set(self.lengths)) == 1
 
 
-Variant = Callable[[Tensors, RowLayout, Segments, Tensor], Outputs]  # the last are the table rows of all tokens
+OpVariant = Callable[[Tensors, RowLayout, Segments, Tensor], Outputs]  # the last are the table rows of all tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Contest:
     forward_T: int
     backward_T: int
     inputs: tuple[str, ...]
-    variants: Mapping[str, Variant]
+    variants: Mapping[str, OpVariant]
 
 
 def modulation(table: Tensor, layout: RowLayout, rows: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 INDEX_SCHEMA = "Tensor? run, Tensor? cu, Tensor? run2mod, Tensor? mod_off, Tensor? mod_runs"
-Index = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+IndexTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.dtypes import compute_dtype
 from ops.kernels.base.registry import custom_op, refuse_double_backward, register_autograd
@@ -75,7 +75,7 @@ def _setup_gate(ctx: GateContext, inputs: Iterable[object], output: Tensor) -> N
     ctx.x_dtype = call.x.dtype
 
 
-def _backward_gate(ctx: GateContext, dxo: Tensor) -> Gradients:
+def _backward_gate(ctx: GateContext, dxo: Tensor) -> InputGradients:
     y, gate, *index = ctx.saved_tensors
     wanted = ctx.needs_input_grad[2]
     dy, dgate = gate_residual_bwd(dxo, y, gate, *index, wanted)
@@ -173,7 +173,7 @@ def _setup_gate_norm(
     ctx.dtypes = [None if t is None else t.dtype for t in (call.gate, call.scale, call.shift, call.weight, call.bias)]
 
 
-def _backward_gate_norm(ctx: GateNormContext, dxo: Tensor | None, dh: Tensor | None, *_stats: None) -> Gradients:
+def _backward_gate_norm(ctx: GateNormContext, dxo: Tensor | None, dh: Tensor | None, *_stats: None) -> InputGradients:
     xo, y, gate, weight, bias, scale, mean, rstd, *index = ctx.saved_tensors
     _, _, gate_wanted, weight_wanted, bias_wanted, scale_wanted, shift_wanted, *_ = ctx.needs_input_grad
     tail = (None,) * 9

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.blocks import is_per_token
 from ops.kernels.base.dtypes import compute_dtype
@@ -114,7 +114,7 @@ def _setup(ctx: NormContext, inputs: Iterable[object], output: tuple[Tensor, Ten
     ctx.dtypes = [None if t is None else t.dtype for t in (call.scale, call.shift, call.weight, call.bias)]
 
 
-def _backward(ctx: NormContext, dy: Tensor | None, *_stats: None) -> Gradients:
+def _backward(ctx: NormContext, dy: Tensor | None, *_stats: None) -> InputGradients:
     if dy is None:
         return (None,) * 13
     x, weight, bias, scale, mean, rstd, *index = ctx.saved_tensors

@@ -11,7 +11,7 @@ import importlib.util
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.kernels.base.contest import EPS, Contest, Outputs, RowLayout, Tensors, Variant, modulation, samples
+from ops.kernels.base.contest import EPS, Contest, OpVariant, Outputs, RowLayout, Tensors, modulation, samples
 from ops.kernels.base.segments import Segments
 from ops.kernels.norm_modulate.function import ln_modulate
 
@@ -39,7 +39,7 @@ def fused_rms(t: Tensors, _: RowLayout, segments: Segments, rows: Tensor) -> Out
     return (ln_modulate(t["x"], t["scale"], t["shift"], segments, rms=True),)
 
 
-def liger_rms() -> Variant:
+def liger_rms() -> OpVariant:
     """Liger's modulated RMSNorm (no LayerNorm of that kind exists there), which takes one table row per equal run."""
     if importlib.util.find_spec("liger_kernel") is None:
         raise ValueError("liger-kernel is not installed. Install it, or run without --liger.")
@@ -53,11 +53,11 @@ def liger_rms() -> Variant:
 
 
 def contests(liger: bool) -> list[Contest]:
-    rms: dict[str, Variant] = {"fused": fused_rms, "eager": eager_rms}
+    rms: dict[str, OpVariant] = {"fused": fused_rms, "eager": eager_rms}
     if liger:
         rms["Liger RMS"] = liger_rms()
     inputs = ("x", "scale", "shift")
-    ln: dict[str, Variant] = {"fused": fused_ln, "eager": eager_ln, "one-line eager": one_line_ln}
+    ln: dict[str, OpVariant] = {"fused": fused_ln, "eager": eager_ln, "one-line eager": one_line_ln}
     return [
         Contest(name="ln_modulate", turn=0, forward_T=2, backward_T=3, inputs=inputs, variants=ln),
         Contest(name="ln_modulate, RMS", turn=4, forward_T=2, backward_T=3, inputs=inputs, variants=rms),

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.dtypes import compute_dtype
 from ops.kernels.base.registry import custom_op, refuse_double_backward, register_autograd
@@ -103,7 +103,7 @@ def _setup(ctx: QKContext, inputs: Iterable[object], output: tuple[Tensor, Tenso
     ctx.head_dim, ctx.per_head = call.head_dim, call.per_head
 
 
-def _backward(ctx: QKContext, dqo: Tensor | None, dko: Tensor | None, *_stats: None) -> Gradients:
+def _backward(ctx: QKContext, dqo: Tensor | None, dko: Tensor | None, *_stats: None) -> InputGradients:
     q, k, wq, wk, cos, sin, rstd_q, rstd_k = ctx.saved_tensors
     if dqo is None and dko is None:
         return (None,) * 10

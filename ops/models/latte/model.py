@@ -27,7 +27,7 @@ from ops.models.base.spatial_temporal import (
 )
 from ops.models.base.transformer import ForwardInputs
 from ops.models.latte.config import LatteConfig
-from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
 _OUT_EPS = 1e-6
@@ -70,14 +70,14 @@ class LatteDiT(SpatialTemporalTransformer):
             finished.append(noise.unflatten(0, x.shape[:3]))
         return from_rest(finished, rest, group)
 
-    def _layers(self, stack: Stack, shared: StackInputs) -> list[Layer]:
+    def _layers(self, stack: Stack, shared: StackInputs) -> list[LayerFunction]:
         """Spatial and temporal blocks in turn, as `run_layers` calls them. Frames are numbered behind the first spatial
         block, pictures are not."""
         moments = None
         if stack.split.frames > 1:
             places = torch.arange(stack.split.frames, dtype=torch.float64, device=shared.device)
             moments = sinusoids(places, self.config.dim)[:, None]  # [T, 1, D]
-        layers: list[Layer] = []
+        layers: list[LayerFunction] = []
         for number, (spatial, temporal) in enumerate(zip(self.transformer_blocks, self.temporal_transformer_blocks)):
             layers.append(partial(self._on_frames, spatial, shared))
             layers.append(partial(self._on_positions, temporal, shared, None if number else moments))

@@ -32,7 +32,7 @@ from ops.models.base.spatial_temporal import (
 from ops.models.base.transformer import ForwardInputs
 from ops.models.stdit3.config import STDiT3Config
 from ops.packing import Layout
-from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
 _SINUSOIDS = 256  # of times and frame rates, not a setting in the published code
@@ -88,10 +88,10 @@ class STDiT3(SpatialTemporalTransformer):
         at_least_fp32 = torch.promote_types(told.dtype, torch.float32)
         return told.to(at_least_fp32), modulation.to(at_least_fp32)
 
-    def _layers(self, stack: Stack, shared: StackInputs) -> list[Layer]:
+    def _layers(self, stack: Stack, shared: StackInputs) -> list[LayerFunction]:
         """Spatial and temporal blocks in turn, as `run_layers` calls them."""
         cos, sin = frame_rotation(stack.split.frames, self.config, shared)
-        layers: list[Layer] = []
+        layers: list[LayerFunction] = []
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks):
             layers.append(partial(self._on_frames, spatial, shared))
             layers.append(partial(self._on_positions, temporal, shared, cos, sin))
