@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("ops", "data", "actors", "app")
-PUBLIC = {"route", "unroute", "replicate"}  # for other programs: the README's "Parts of it as libraries"
+PUBLIC = {  # for other programs: the README's "Parts of it as libraries"
+    *("route", "unroute", "replicate"),
+    *("FusedGateAdaLN", "FusedQKNormRope"),
+}
 CALLED_BY_OTHERS = {
     *("readable", "readinto", "seekable"),  # io.RawIOBase
     "chunk_lengths",  # what a program that routes knows its rows by

@@ -9,7 +9,7 @@ import torch
 
 from ops.comm import Group
 from ops.config import FlowConfig, OptimizerConfig
-from ops.kernels.push.function import ALIGN
+from ops.kernels.push.reference import ALIGN
 from ops.models.base.config import DiTConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
 from ops.models.forecast import (

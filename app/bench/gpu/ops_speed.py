@@ -10,11 +10,11 @@ import torch
 from app.bench.gpu.ceilings import copy_speed
 from app.bench.gpu.kernels_right import triton_only
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results
-from app.bench.ops_variants import layouts
-from ops.kernels.base.contest import Contest, RowLayout
 from ops.kernels.base.interpreter import interpreting
+from ops.kernels.base.measured import Contest, RowLayout
 from ops.kernels.folders import contests
 
 WIDTHS = (1536, 5120, 3072)
@@ -66,9 +66,9 @@ def measurements() -> list[OpsSpeed]:
 
 
 def _layouts(op: Contest, tokens: int, place: Place) -> list[RowLayout]:
-    """QK-norm has no tables, so its layouts are the same."""
+    """Of an op without tables all layouts are the same."""
     found = layouts(tokens)
-    if "q" in op.inputs:
+    if "table" not in op.case.inputs.values():
         return found[:1]
     return place.pick(found, [found[0], found[-1]])
 

@@ -1,4 +1,17 @@
-"""What the functions of all fused ops do to their arguments: tokens as rows, tables as [S, D].
+"""What the functions of all fused ops take, and what they do to it first: tokens as rows, tables as [S, D].
+
+    h = ln_modulate(x, scale, shift, segments)                      # norm(x) * (1 + scale) + shift
+    x, h = gate_residual_ln_modulate(x, attn, gate, scale, shift, segments)
+    q, k = qk_norm_rope(q, k, wq, wk, cos, sin, head_dim=128)
+
+Tokens are packed [N, D] (any leading dimensions are flattened); `segments` says which row of the [S, D] tables each
+token uses. On CUDA the Triton kernels run, elsewhere library calls; both mean what `reference.py` in the op's folder
+says.
+
+dtypes: activations bf16, fp16, fp32 or fp64, tables independently. Arithmetic, statistics and table gradients are fp32
+(fp64 for fp64 inputs), with one rounding at each store. Results have the autocast dtype under autocast (except fp64
+inputs), else x's dtype, unless out_dtype is given. Gradients of tables are sums over the local tokens, zero for rows
+without tokens: summing them over sequence-parallel shards gives the gradient of the whole.
 
 ValueError for what does not fit.
 """

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.layers import FeedForward, TimeModulation, TwoLayerMLP, gelu_tanh, init_linear
 from ops.models.base.spatial_temporal import (
     FlatPatches,

@@ -1,17 +1,34 @@
-"""Host side of the Triton kernels of the gate ops: what cpu.py does, for CUDA (or the interpreter). Needs triton.
+"""The Triton path of the gate ops: the kernels of ln_modulate with a gate, and a launch table of their own.
 
 N tokens, D width, S table rows. Nothing here reads a value from the device.
 """
 
-from __future__ import annotations
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ops.kernels.base.blocks import is_per_token
-from ops.kernels.gate_residual.call import GateBackwardCall, GateCall, GateNormBackwardCall, GateNormCall
-from ops.kernels.gate_residual.launch_table import TABLE
-from ops.kernels.norm_modulate.launch import norm_grads, run_backward, run_forward
+from ops.kernels.base.compiled import CompileCase, CompiledOp
+from ops.kernels.base.tuning import Launch, Table
+from ops.kernels.gate_residual.reference import GateBackwardCall, GateCall, GateNormBackwardCall, GateNormCall
+from ops.kernels.norm_modulate.triton import backward_cases, forward_cases, norm_grads, run_backward, run_forward
+
+# (kernel, D, dtype of x, architecture)
+TABLE: Table = {
+    ("gate_forward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2),
+    ("gate_forward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("gate_forward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("gate_backward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=4, stages=3, per_sm=3, load_bits=64),
+    ("gate_backward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=1, load_bits=64),
+    ("gate_backward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=8, stages=2, per_sm=1, load_bits=64),
+    ("gate_forward", 1536, "float32", "sm_90"): Launch(chunk=512, warps=2),
+    ("gate_forward", 3072, "float32", "sm_90"): Launch(chunk=1024, warps=4),
+    ("gate_forward", 5120, "float32", "sm_90"): Launch(chunk=1024, warps=4),
+    ("gate_backward", 1536, "float32", "sm_90"): Launch(chunk=512, warps=4, stages=3, per_sm=3, load_bits=64),
+    ("gate_backward", 3072, "float32", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=1, load_bits=64),
+    ("gate_backward", 5120, "float32", "sm_90"): Launch(chunk=1024, warps=8, stages=2, per_sm=1, load_bits=64),
+}
 
 
 def forward(call: GateCall) -> Tensor:
@@ -78,3 +95,11 @@ def norm_backward(call: GateNormBackwardCall) -> tuple[Tensor, Tensor, Tensor, T
 
 def _no_gate_grad(y: Tensor) -> Tensor:
     return y.new_empty(0, y.shape[1], dtype=torch.float32)
+
+
+def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
+    """Of one row of the table."""
+    yield from (forward_cases if kernel == "gate_forward" else backward_cases)(kernel, width, launch, fp32_residual)
+
+
+COMPILED = CompiledOp(table=TABLE, cases=cases)

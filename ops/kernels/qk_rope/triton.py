@@ -1,4 +1,6 @@
-"""Triton kernels of QK-norm with RoPE: q and k in one launch. Traffic 4T forward and 6T backward, the minimum.
+"""The Triton path of qk_norm_rope: kernels, launch table, launches, and what the compile gate compiles of them.
+
+q and k in one launch. Traffic 4T forward and 6T backward, the minimum.
 
 A row is held as NC tiles [HC, HD] of HC heads, so that the rotation works on the pairs of a head by reshape and split
 inside registers, the norm reduces over a head (axis 1) or over everything, and the cos and sin row of a token is one
@@ -7,18 +9,141 @@ sin row comes from L2.
 
 The backward rotates the gradient back (the inverse rotation), and keeps the weight gradient in registers over the rows
 of a persistent program, reduced over heads only after the loop: no shuffles for it inside. One slot per program, then
-`norm_modulate.triton_kernels.sum_slots_kernel`.
+`sum_slots`.
+
+N tokens, D width, G heads or 1. Nothing on the host's side reads a value from the device.
 """
 
 # Triton code is no Python: tuples grow by +, and types are those of the compiler.
 # ruff: noqa: RUF005
-# mypy: ignore-errors
 
+from collections.abc import Iterator
+from typing import no_type_check
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ops.kernels.base import host
+from ops.kernels.base.compiled import CompileCase, CompiledOp
+from ops.kernels.base.measured import HEAD_DIM
+from ops.kernels.base.slots import sum_slots
+from ops.kernels.base.tuning import Kernel, Launch, Table, configuration
+from ops.kernels.qk_rope.reference import QKBackwardCall, QKCall
+
+# (kernel, D, dtype of x, architecture)
+TABLE: Table = {
+    ("qk_forward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2),
+    ("qk_forward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("qk_forward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("qk_backward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2, stages=3, per_sm=6),
+    ("qk_backward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4, stages=2, per_sm=3),
+    ("qk_backward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=2, load_bits=64),
+}
+
+
+def forward(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k [N, D] and rstd of each [N, G]."""
+    q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype = call
+    width = q.shape[1]
+    groups = width // head_dim if per_head else 1
+    q_out, k_out = (torch.empty(x.shape, dtype=out_dtype, device=x.device) for x in (q, k))
+    rstd_q, rstd_k = (torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device) for x in (q, k))
+    rows = max(q.shape[0], k.shape[0])
+    if rows:
+        q, k = host.rows(q), host.rows(k)
+        config, tiles = _head_tiles("qk_forward", q, head_dim, per_head, cos)
+        qk_forward_kernel[(2 * rows,)](
+            q,
+            k,
+            host.or_else(wq, q),
+            host.or_else(wk, q),
+            host.or_else(cos, q),
+            host.or_else(sin, q),
+            q_out,
+            k_out,
+            rstd_q,
+            rstd_k,
+            q.shape[0],
+            k.shape[0],
+            1 if cos is None else cos.shape[0],
+            q.stride(0) // 8,
+            k.stride(0) // 8,
+            eps,
+            PER_HEAD=per_head,
+            WEIGHT=wq is not None,
+            ROPE=cos is not None,
+            **tiles,
+            **host.options(config),
+        )
+    return q_out, k_out, rstd_q, rstd_k
+
+
+def backward(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk [N, D], and gradients of wq and wk [D] or [head_dim] in fp32."""
+    dqo, dko, q, k, wq, wk, cos, sin, rstd_q, rstd_k, head_dim, per_head = call
+    width = q.shape[1]
+    dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    size = head_dim if per_head else width
+    if not max(q.shape[0], k.shape[0]):
+        dwq = torch.zeros(size, dtype=torch.float32, device=q.device)
+        return dq, dk, dwq, torch.zeros_like(dwq)
+    q, k, dqo, dko = (host.rows(x) for x in (q, k, dqo, dko))
+    config, tiles = _head_tiles("qk_backward", q, head_dim, per_head, cos)
+    rows = max(q.shape[0], k.shape[0])
+    programs = host.num_programs(rows, host.num_sms(q.device) * config.per_sm // 2)  # for q, and as many for k
+    slots = torch.empty(2, programs, size, dtype=torch.float32, device=q.device)
+    qk_backward_kernel[(2 * programs,)](
+        dqo,
+        dko,
+        q,
+        k,
+        host.or_else(wq, q),
+        host.or_else(wk, q),
+        host.or_else(cos, q),
+        host.or_else(sin, q),
+        rstd_q,
+        rstd_k,
+        dq,
+        dk,
+        slots,
+        q.shape[0],
+        k.shape[0],
+        1 if cos is None else cos.shape[0],
+        programs,
+        -(-q.shape[0] // programs),
+        -(-k.shape[0] // programs),
+        dqo.stride(0) // 8,
+        dko.stride(0) // 8,
+        q.stride(0) // 8,
+        k.stride(0) // 8,
+        STAGES=config.stages,
+        PER_HEAD=per_head,
+        WEIGHT=wq is not None,
+        ROPE=cos is not None,
+        **tiles,
+        **host.options(config),
+    )
+    dwq, dwk = sum_slots(slots, None, 1, 1)
+    return dq, dk, dwq.view(-1), dwk.view(-1)
+
+
+def _head_tiles(
+    kernel: Kernel, q: Tensor, head_dim: int, per_head: bool, cos: Tensor | None
+) -> tuple[Launch, dict[str, int]]:
+    """Configuration and tile arguments. A full-width norm without RoPE has no heads: any power of two will do."""
+    width = q.shape[1]
+    if not per_head and cos is None:
+        head_dim = width & -width
+    config = configuration(TABLE, kernel, width, host.name(q), host.arch(q.device))
+    heads_per_tile = max(config.chunk // head_dim, 1)
+    heads = width // head_dim
+    return config, {"HEADS": heads, "HD": head_dim, "HC": heads_per_tile, "NC": -(-heads // heads_per_tile)}
 
 
 @triton.jit
+@no_type_check
 def load_heads(ptr, c: tl.constexpr, HEADS: tl.constexpr, HC: tl.constexpr, HD: tl.constexpr, POLICY: tl.constexpr):
     """Tile c: heads c * HC and up, [HC, HD], zero beyond the last head."""
     heads = c * HC + tl.arange(0, HC)
@@ -30,6 +155,7 @@ def load_heads(ptr, c: tl.constexpr, HEADS: tl.constexpr, HC: tl.constexpr, HD: 
 
 
 @triton.jit
+@no_type_check
 def store_heads(ptr, tile, c: tl.constexpr, HEADS: tl.constexpr, HC: tl.constexpr, HD: tl.constexpr):
     heads = c * HC + tl.arange(0, HC)
     offsets = heads[:, None] * HD + tl.arange(0, HD)[None, :]
@@ -41,6 +167,7 @@ def store_heads(ptr, tile, c: tl.constexpr, HEADS: tl.constexpr, HC: tl.constexp
 
 
 @triton.jit
+@no_type_check
 def load_angles(ptr, HC: tl.constexpr, HD: tl.constexpr):
     """The cos or sin row [HD / 2], repeated for the HC heads of a tile."""
     offsets = tl.zeros((HC,), tl.int32)[:, None] + tl.arange(0, HD // 2)[None, :]
@@ -48,12 +175,14 @@ def load_angles(ptr, HC: tl.constexpr, HD: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def rotate(tile, cos, sin, HC: tl.constexpr, HD: tl.constexpr):
     even, odd = tl.split(tl.reshape(tile, (HC, HD // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (HC, HD))
 
 
 @triton.jit(do_not_specialize=["num_q", "num_k", "num_angles"])
+@no_type_check
 def qk_forward_kernel(
     q_ptr,
     k_ptr,
@@ -127,6 +256,7 @@ def qk_forward_kernel(
 
 
 @triton.jit
+@no_type_check
 def qk_forward_row(
     x_ptr,
     w_ptr,
@@ -183,6 +313,7 @@ def qk_forward_row(
 
 
 @triton.jit
+@no_type_check
 def load_weight(w_ptr, HC: tl.constexpr, HD: tl.constexpr):
     """One head's weights for each of HC heads."""
     offsets = tl.zeros((HC,), tl.int32)[:, None] + tl.arange(0, HD)[None, :]
@@ -190,6 +321,7 @@ def load_weight(w_ptr, HC: tl.constexpr, HD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_q", "num_k", "num_angles", "num_slots", "rows_q", "rows_k"])
+@no_type_check
 def qk_backward_kernel(
     dqo_ptr,
     dko_ptr,
@@ -277,6 +409,7 @@ def qk_backward_kernel(
 
 
 @triton.jit
+@no_type_check
 def qk_backward_rows(
     dy_ptr,
     x_ptr,
@@ -356,3 +489,34 @@ def qk_backward_rows(
     else:
         for c in tl.static_range(NC):
             store_heads(slot_ptr, sums[c], c, HEADS, HC, HD)
+
+
+def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
+    """Of one row of the table."""
+    heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
+    flags: dict[str, int] = {
+        "HEADS": heads,
+        "HD": HEAD_DIM,
+        "HC": per_tile,
+        "NC": -(-heads // per_tile),
+        "WEIGHT": True,
+        "ROPE": True,
+    }
+    function = qk_forward_kernel
+    if kernel == "qk_backward":
+        function, flags["STAGES"] = qk_backward_kernel, launch.stages
+    for per_head in (False, True):
+        tiles = flags["NC"] if per_head else 1
+        # rstd of q and of k; in the backward one prologue load per stage that triton 3.6 unrolls once more, and the
+        # weight slot
+        scalars = 2 * tiles if kernel == "qk_forward" else 2 * (tiles * (launch.stages + 1) + 1)
+        yield CompileCase(
+            name=f"{kernel} {width} {'per head' if per_head else 'full width'}",
+            kernel=function,
+            constants=flags | {"PER_HEAD": per_head},
+            launch=launch,
+            scalars=scalars,
+        )
+
+
+COMPILED = CompiledOp(table=TABLE, cases=cases)

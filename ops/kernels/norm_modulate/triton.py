@@ -1,23 +1,48 @@
-"""Host side of the Triton kernels of ln_modulate: what cpu.py does, for CUDA (or the interpreter). Needs triton.
+"""The Triton path of ln_modulate: launch table, launches, and what the compile gate compiles of the kernels.
 
-The gate ops run the same kernels by `run_forward` and `run_backward`.
+The kernels are in `triton_kernels.py`; the gate ops run them, too, by `run_forward` and `run_backward`.
 
 N tokens, D width, S table rows. Nothing here reads a value from the device.
 """
 
-from __future__ import annotations
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from ops.kernels.base import host
 from ops.kernels.base.blocks import is_per_token
+from ops.kernels.base.compiled import CompileCase, CompiledOp, JITKernel
 from ops.kernels.base.segments import Segments
-from ops.kernels.base.tuning import SUM_COLUMNS, SUM_SLOTS, SUM_WARPS, Table, configuration
+from ops.kernels.base.slots import COMPILE_CASE, sum_slots
+from ops.kernels.base.tuning import Launch, Table, configuration
 from ops.kernels.norm_modulate import triton_kernels
-from ops.kernels.norm_modulate.call import NormBackwardCall, NormCall
 from ops.kernels.norm_modulate.cpu import no_table_grads, table_grads
-from ops.kernels.norm_modulate.launch_table import TABLE
+from ops.kernels.norm_modulate.reference import NormBackwardCall, NormCall
+
+# (kernel, D, dtype of x, architecture)
+TABLE: Table = {
+    ("forward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2),
+    ("forward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("forward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("backward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2, stages=3, per_sm=6),
+    ("backward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4, stages=3, per_sm=3),
+    ("backward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=1, load_bits=64),
+    ("token_backward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2),
+    ("token_backward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    ("token_backward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
+    # fp32 residual stream, bf16 branches and gradients. The norm backward takes twice the warps of bf16: with 24
+    # columns per thread triton 3.9 converts layouts in the row loop and 3.6 uses 240 registers.
+    ("forward", 1536, "float32", "sm_90"): Launch(chunk=512, warps=2),
+    ("forward", 3072, "float32", "sm_90"): Launch(chunk=1024, warps=4),
+    ("forward", 5120, "float32", "sm_90"): Launch(chunk=1024, warps=4),
+    ("backward", 1536, "float32", "sm_90"): Launch(chunk=512, warps=4, stages=3, per_sm=4, load_bits=64),
+    ("backward", 3072, "float32", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=2, load_bits=64),
+    ("backward", 5120, "float32", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=1, load_bits=64),
+    ("token_backward", 1536, "float32", "sm_90"): Launch(chunk=512, warps=4, load_bits=64),
+    ("token_backward", 3072, "float32", "sm_90"): Launch(chunk=1024, warps=8, load_bits=64),
+    ("token_backward", 5120, "float32", "sm_90"): Launch(chunk=1024, warps=8, load_bits=64),
+}
 
 
 def forward(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,32 +238,6 @@ def run_backward(
     return dx, dy, sum_slots(slots, segments, rows_per_program, num_mods)
 
 
-def sum_slots(slots: Tensor, segments: Segments | None, rows_per_program: int, num_mods: int) -> list[Tensor]:
-    """One [num_mods, D] per plane of the slots [planes, num_slots, D] that a backward kernel filled.
-
-    Tensors of their own, because outputs of a custom op may not share memory.
-    """
-    planes, num_slots, width = slots.shape
-    sums = [torch.empty(num_mods, width, dtype=torch.float32, device=slots.device) for _ in range(planes)]
-    if planes == 0 or num_mods == 0:
-        return sums
-    block = SUM_COLUMNS if slots.is_cuda else 1024
-    index = (slots,) * 3 if segments is None else (segments.cu, segments.mod_off, segments.mod_runs)
-    triton_kernels.sum_slots_kernel[(num_mods, -(-width // block), planes)](
-        slots,
-        *index,
-        *(sums + sums[:1] * 2)[:3],
-        num_slots,
-        rows_per_program,
-        D=width,
-        BLOCK_SLOTS=SUM_SLOTS,
-        BLOCK_D=block,
-        INDEX="one" if segments is None else "runs",
-        num_warps=SUM_WARPS,
-    )
-    return sums
-
-
 def _token_backward(
     dh: Tensor, x: Tensor, scale: Tensor | None, mean: Tensor, rstd: Tensor, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,3 +282,127 @@ def _index(x: Tensor, table: Tensor | None, segments: Segments | None) -> str:
     if segments is not None:
         return "runs"
     return "token" if is_per_token(x, table, None, None) else "one"
+
+
+def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
+    """Of one row of the table."""
+    if kernel == "token_backward":
+        tiles = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "RMS": False, "HAS_SCALE": True}
+        yield CompileCase(
+            name=f"{kernel} {width}{' fp32' if fp32_residual else ''}",
+            constants=tiles,
+            launch=launch,
+            scalars=2,  # mean, rstd
+            kernel=triton_kernels.token_backward_kernel,
+            fp32=frozenset({"x_ptr", "dx_ptr"} if fp32_residual else ()),
+        )
+    else:
+        yield from (forward_cases if kernel == "forward" else backward_cases)(kernel, width, launch, fp32_residual)
+
+
+def forward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
+    """Of the forward kernel, with a gate where the name says so."""
+    has_y = kernel.startswith("gate")
+    flags: dict[str, int | str] = {
+        "D": width,
+        "CH": launch.chunk,
+        "NC": launch.chunks(width),
+        "HAS_Y": has_y,
+        "HAS_GATE": has_y,
+        "NORM": True,
+        "RMS": False,
+        "AFFINE": False,
+        "HAS_BIAS": False,
+        "HAS_SCALE": True,
+        "HAS_SHIFT": True,
+        "INDEX": "runs",
+    }
+    variants: dict[str, dict[str, int | str]] = {
+        "": {},
+        " affine": {
+            "AFFINE": True,
+            "HAS_BIAS": True,
+            "HAS_SCALE": False,
+            "HAS_SHIFT": False,
+            "HAS_GATE": False,
+            "INDEX": "one",
+        },
+    }
+    if not has_y:
+        variants[" rms"] = {"RMS": True}
+    if has_y:
+        variants[" without norm"] = {"NORM": False, "HAS_SCALE": False, "HAS_SHIFT": False}
+    yield from _variants(
+        kernel,
+        width,
+        launch,
+        triton_kernels.forward_kernel,
+        4,  # run, run2mod, mean, rstd
+        flags,
+        variants,
+        {"x_ptr", "residual_ptr"} if fp32_residual else set(),
+    )
+
+
+def backward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
+    """Of the backward kernel, with a gate where the name says so."""
+    has_y = kernel.startswith("gate")
+    flags: dict[str, int | str] = {
+        "D": width,
+        "CH": launch.chunk,
+        "NC": launch.chunks(width),
+        "STAGES": launch.stages,
+        "NORM": True,
+        "RMS": False,
+        "AFFINE": False,
+        "HAS_SCALE": True,
+        "SUMS": True,
+        "HAS_DXO": has_y,
+        "HAS_Y": has_y,
+        "HAS_GATE": has_y,
+        "GATE_SUM": has_y,
+        "INDEX": "runs",
+    }
+    variants: dict[str, dict[str, int | str]] = {
+        "": {},
+        " frozen tables": {"SUMS": False, "GATE_SUM": False},
+        " affine": {"AFFINE": True, "HAS_SCALE": False, "HAS_GATE": False, "GATE_SUM": False, "INDEX": "one"},
+    }
+    if has_y:
+        variants[" without norm"] = {"NORM": False, "SUMS": False, "HAS_SCALE": False}
+    yield from _variants(
+        kernel,
+        width,
+        launch,
+        triton_kernels.backward_kernel,
+        3 + 2 * launch.stages,  # run, run2mod, cu; mean and rstd once per stage
+        flags,
+        variants,
+        {"x_ptr", "dxo_ptr", "dx_ptr"} if fp32_residual else set(),
+    )
+
+
+def _variants(
+    kernel: str,
+    width: int,
+    launch: Launch,
+    function: JITKernel,
+    scalars: int,
+    flags: Mapping[str, int | str],
+    variants: Mapping[str, Mapping[str, int | str]],
+    fp32: set[str],
+) -> Iterator[CompileCase]:
+    for suffix, changes in variants.items():
+        name = f"{kernel} {width}{' fp32' if fp32 else ''}{suffix}"
+        yield CompileCase(
+            name=name,
+            kernel=function,
+            constants={**flags, **changes},
+            launch=launch,
+            scalars=scalars,
+            fp32=frozenset(fp32),
+            variant=bool(changes),
+        )
+
+
+COMPILED = CompiledOp(table=TABLE, cases=cases, extra=(COMPILE_CASE,))
