@@ -276,7 +276,7 @@ def test_flops_of_a_step_are_those_of_its_products(config) -> None:
     rows = CLIP_480P81.tokens + (CLIP_480P81.text_tokens if config is HUNYUAN_13B else 0)
     again = 2.0 * sum(config.block_counts) * config.dim * rows**2
     share = step_flops(config, [CLIP_480P81], recompute=False) / (counter.get_total_flops() - again)
-    assert 0.92 < share < 1.01
+    assert 0.985 < share < 1.0005  # modulation, embeddings and the refiner of the text are left out
     assert step_flops(config, [CLIP_480P81], recompute=True) == pytest.approx(
         step_flops(config, [CLIP_480P81], recompute=False) * 4 / 3
     )
