@@ -27,6 +27,10 @@ TEXT_RECIPES: dict[str, TextRecipe] = {  # by model.text.kind
     kind: recipe for family in FAMILIES.values() for kind, recipe in family.texts.items()
 }
 
+PUBLISHED_HEADS: dict[str, int] = {  # attention heads by the names of published models in profiles
+    name: heads for family in FAMILIES.values() for name, heads in family.published_heads.items()
+}
+
 if TYPE_CHECKING:
     AnyDiT = DiTConfig
     TextKind = str

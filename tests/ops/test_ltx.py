@@ -13,6 +13,7 @@ from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from ops.config import FlowConfig, TokenShift
 from ops.geometry import Geometry
+from ops.models.base.vae import DiffusersVAE
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve, vae_numbers
 from ops.models.forecast import vae_need
@@ -20,7 +21,7 @@ from ops.models.load import build_dit
 from ops.models.ltx.config import LTXConfig
 from ops.models.ltx.family import FAMILY
 from ops.models.text import random_t5
-from ops.models.vae import DiffusersVAE
+from ops.models.vae import vae_of
 from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.ops.test_families import their_class
@@ -45,7 +46,7 @@ def make_vae(**settings: object) -> DiffusersVAE:
     )
     model.latents_mean.copy_(torch.linspace(-1, 1, 8))
     model.latents_std.copy_(torch.linspace(0.5, 2, 8))
-    return DiffusersVAE(model, VAEConfig(kind="diffusers", path="-", **settings), "cpu")  # type: ignore[arg-type]
+    return vae_of(model, VAEConfig(kind="diffusers", path="-", **settings), "cpu")  # type: ignore[arg-type]
 
 
 def publish(folder: Path) -> Path:
@@ -133,7 +134,7 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline() -> None:
     texts = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2))
     masks = torch.arange(6) < torch.tensor([[4], [2]])
     request = SampleRequest(text=texts[0, :4], frames=9, height=32, width=64, seed=7)
-    config = SamplerConfig(steps=3, guidance_scale=2.0, token_shift=LINE, wan_steps=FAMILY.wan_steps)
+    config = SamplerConfig(steps=3, guidance_scale=2.0, token_shift=LINE, whole_times=FAMILY.whole_times)
     geometry = Geometry(vae_stride=STRIDE, patch=(1, 1, 1))
     (latent,) = sample_latents(ours, [request], texts[1, :2], geometry, config)
     noise = initial_noise(7, (8, 3, 2, 4))

@@ -32,16 +32,6 @@ log = logging.getLogger(__name__)
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
-# Attention heads of published models: a bag whose degree does not divide them shares heads, and sends more.
-MODEL_HEADS = {
-    "wan2.1-1.3b": 12,
-    "wan2.1-14b": 40,
-    "hunyuan-video-13b": 24,
-    "flux.1": 24,
-    "open-sora-v2": 24,
-    "cogvideox-2b": 30,
-    "cogvideox-5b": 48,
-}
 NEWEST = 9  # measurements of a point that count
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured

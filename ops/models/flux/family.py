@@ -150,6 +150,7 @@ FAMILY = Family(
     read_rest=_read_rest,
     write_rest=_write_rest,
     converter="convert_flux_transformer_checkpoint_to_diffusers",
+    published_heads={"flux.1": 24},
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
     scheduler=even_sigmas,
     shifts_by_tokens=True,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig
+    from ops.models.base.vae import DiffusersVAE
 
 
 # Of HunyuanVideoPipeline: what the published weights were trained on. 95 tokens stand before the caption.
@@ -63,6 +64,12 @@ def _model() -> type[nn.Module]:
     from ops.models.hunyuan.model import HunyuanDiT
 
     return HunyuanDiT
+
+
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.hunyuan.vae import HunyuanVAE
+
+    return HunyuanVAE
 
 
 def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
@@ -171,7 +178,8 @@ FAMILY = Family(
         "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
     ),
     first_frame=_first_frame,
-    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
+    hint_share=0.001,  # HunyuanVideoImageToVideoPipeline.prepare_latents
+    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers, runs=_vae),
     texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
@@ -194,6 +202,7 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    published_heads={"hunyuan-video-13b": 24, "open-sora-v2": 24},  # the latter has the same blocks
     converter="convert_hunyuan_video_transformer_to_diffusers",
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
     scheduler=_scheduler,

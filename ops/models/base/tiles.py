@@ -1,10 +1,32 @@
-"""Tiles of a video or its latents: what a VAE encodes or decodes on its own, so that a bag of workers can share it."""
+"""Tiles of a video or its latents: what a VAE encodes or decodes on its own, so that a bag of workers can share it.
+
+Imports neither torch nor Ray.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How clips are cut over (height, width), in pixels: clips larger than `least` into tiles of this size, one every
+    `step`."""
+
+    least: tuple[int, int]
+    step: tuple[int, int]
+
+    def check(self, stride: int) -> None:
+        """Raises ValueError for tiles that do not fall on the latents of a VAE of this stride."""
+        if any(size % stride for size in (*self.least, *self.step)):
+            raise ValueError(
+                f"model.vae.tile_sample_min {self.least} and tile_sample_stride {self.step} must be multiples of "
+                f"{stride}, the stride of the VAE."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
