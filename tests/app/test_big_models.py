@@ -13,26 +13,18 @@ import pytest
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
 from actors.planning.memory import MemoryForecast
-from app.bench.headroom import _write_numbers
+from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
+from app.settings.config import RunConfig
 from ops.geometry import PixelShape
+from ops.models.families import FAMILIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CASES = {  # the config, its family, and a described cluster
-    "wan2.1-14b-full": ("wan", "gpu-8x80gb"),
-    "hunyuan-13b-full": ("hunyuan", "gpu-8x80gb"),
-    "wan2.1-14b-lora-80gb": ("wan", "gpu-1x80gb"),
-    "wan2.1-1.3b-lora-24gb": ("wan", "gpu-1x24gb"),
-    "hunyuan-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
-    "hunyuan-i2v-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
-    "ltx-2b-lora-80gb": ("ltx", "gpu-1x80gb"),
-    "flux.1-dev-lora-80gb": ("flux", "gpu-1x80gb"),
-    "mochi-1-lora-80gb": ("mochi", "gpu-1x80gb"),
-    "cogvideox-2b-lora-24gb": ("cogvideox", "gpu-1x24gb"),
-    "cogvideox-5b-lora-80gb": ("cogvideox", "gpu-1x80gb"),
-    "ltx-2b-lora-24gb": ("ltx", "gpu-1x24gb"),
-    "latte-1-lora-24gb": ("latte", "gpu-1x24gb"),
-    "wan2.2-t2v-a14b-both-lora-80gb": ("wan", "gpu-8x80gb"),
+SEVERAL = {"wan2.2-t2v-a14b-both-lora-80gb"}  # GPUs of the size that it names, for both transformers
+CASES = {  # every config that names its GPUs, and these as a described cluster; full trainings take eight of 80 GB
+    file.stem: "gpu-8x80gb" if full or file.stem in SEVERAL else f"gpu-1x{size}gb"
+    for file in sorted((CONFIGS / "runs").glob("*.yaml"))
+    for full, size in re.findall(r"-(full)$|-(\d+)gb$", file.stem)
 }
 # Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
 PREDICTED = {
@@ -66,23 +58,24 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
 
 def plan(folder: Path, name: str, *changes: str) -> None:
     """One step of the config's buckets, its encoders by their numbers alone."""
-    family, cluster = CASES[name]
-    _write_numbers(folder, family)
-    if "i2v" in name:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
-        file = folder / "text_encoder" / "config.json"
-        llava = {"model_type": "llava", "text_config": json.loads(file.read_text()), "image_token_index": 128257}
-        file.write_text(json.dumps(llava))
+    file = CONFIGS / "runs" / f"{name}.yaml"
+    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
+    model = RunConfig.load(file, [*paths, "model.dit.path=null"]).model
+    write_numbers(folder, FAMILIES[model.dit.architecture])
+    if model.text.sees_picture:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
+        encoder = folder / "text_encoder" / "config.json"
+        llava = {"model_type": "llava", "text_config": json.loads(encoder.read_text()), "image_token_index": 128257}
+        encoder.write_text(json.dumps(llava))
         (folder / "image_processor").mkdir()
         (folder / "image_processor" / "preprocessor_config.json").write_text("{}")
-    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     run_plan(
         PlanRequest(
             workload=None,
-            config=CONFIGS / "runs" / f"{name}.yaml",
+            config=file,
             overrides=[*paths, "model.dit.path=null", "data.items_per_step=2", *changes],
             from_data=False,
             profile=None,
-            cluster=str(CONFIGS / "clusters" / f"{cluster}.yaml"),
+            cluster=str(CONFIGS / "clusters" / f"{CASES[name]}.yaml"),
             strategies=(),
             budget_s=0.01,
             steps=1,

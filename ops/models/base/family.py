@@ -138,6 +138,15 @@ class Published:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedParts:
+    """The frozen parts of a family's published pipelines, as fields of their config.json (`encoders.py` has usual
+    ones)."""
+
+    text: Mapping[str, Json]  # folder of the pipeline -> the encoder in it
+    vae: Json = field(default_factory=dict)  # where it is not its class's default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCode:
     """Whose transformer it is, where Diffusers has no class of it: config.json names the class in `architectures`, the
     weights lie in `stem`.safetensors, and an export is the transformer with its encoders but no pipeline."""
@@ -211,6 +220,7 @@ class Family:
     # frames of tokens that the Diffusers class takes, where it takes one number of them
     parity_frames: Callable[[Any], int | None] = lambda config: None
 
+    parts: PublishedParts
     # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
     # ValueError for a scheduler of another training than is computed
     published: Callable[[Json, Json, Json], Published]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, VAEClass
+from ops.models.base.encoders import T5_XXL
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
 from ops.models.cogvideox.config import CogVideoXConfig
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: output.transpose(0, 1),

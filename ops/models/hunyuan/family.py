@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.models.base.encoders import CLIP_L, LLAMA_8B
 from ops.models.base.family import (
     Family,
     Json,
@@ -11,6 +12,7 @@ from ops.models.base.family import (
     ParitySample,
     PictureRecipe,
     Published,
+    PublishedParts,
     Scheduler,
     TextRecipe,
     VAEClass,
@@ -186,6 +188,7 @@ FAMILY = Family(
         "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
         "load by their own classes; train with model.text.kind hunyuan for a complete pipeline, or give --base."
     ),
+    parts=PublishedParts(text={"text_encoder": LLAMA_8B, "text_encoder_2": CLIP_L}),
     published=_published,
     key_map={
         "num_layers": "num_layers",

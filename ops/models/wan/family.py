@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, VAEClass
+from ops.models.base.encoders import UMT5_XXL
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
 from ops.models.wan.config import WanConfig
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ FAMILY = Family(
     ),
     scheduler=_scheduler,
     whole_times=True,
+    parts=PublishedParts(text={"text_encoder": UMT5_XXL}),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
