@@ -1,7 +1,7 @@
 """The model families, found by their folders beside this file; and the autoencoders.
 
 A family is a folder with `config.py`, `model.py` and `family.py`, whose last statement names its `FAMILY`.
-`tests/ops/test_families.py` runs every family through loading, export, LoRA, parity and plans. Imports neither torch
+`tests/families/test_NAME.py` declares sizes with which the tests of all families run it. Imports neither torch
 nor Ray.
 """
 

@@ -29,7 +29,7 @@ from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
 from ops.packing import Layout, Sequence, patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
-from tests.ops.test_families import their_class
+from tests.families.kit import their_class
 
 torch.set_num_threads(1)
 FRAMES, HEIGHT, WIDTH = 5, 32, 48

@@ -23,8 +23,8 @@ from actors.state.keeper_fleet import Keepers, keeper_nodes
 from actors.state.recovery import origin_of
 from actors.state.run_state import RunState
 from ops.shards import ShardState
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import Listening, Remote, collected, state_of
+from tests.families.kit import MODEL
 
 ROOM = ("host", 1 << 40)
 GONE = ray.exceptions.ActorUnschedulableError("its node is gone")

@@ -1,19 +1,128 @@
-"""WanDiT against Diffusers' WanTransformer3DModel, sample by sample."""
+"""Wan: its cases for the tests of all families; packed samples against Diffusers' class."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from ops.comm import Group
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
 from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.sampling import initial_noise
+from tests.families.kit import MODEL, FamilyCases, OriginalNames, Renames, SmallPipeline, small, whole
 
 torch.set_num_threads(1)
 CONFIG = WanConfig(
     num_layers=2, num_heads=4, head_dim=32, ffn_dim=192, freq_dim=64, text_dim=48, in_channels=4, out_channels=4
+)
+DIT = WanConfig(
+    num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
+)
+# ours -> Wan's (wan/modules/model.py of Wan2.1); its norm2 and norm3 are the other way round
+ORIGINAL: Renames = (
+    (r"condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"condition_embedder\.time_proj", "time_projection.1"),
+    (r"attn1\.", "self_attn."),
+    (r"attn2\.", "cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"ffn\.net\.0\.proj", "ffn.0"),
+    (r"ffn\.net\.2", "ffn.2"),
+    (r"norm2", "norm3"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"scale_shift_table", "modulation"),
+    (r"^proj_out", "head.head"),
+)
+
+
+def publish(base: Path) -> Path:
+    """A small pipeline as Diffusers itself saves it."""
+    torch.manual_seed(0)
+    fields = {key: value for key, value in dit_json(DIT).items() if not key.startswith("_")}
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    WanPipeline(
+        tokenizer=ByT5Tokenizer(),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=WanTransformer3DModel(**fields),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    ).save_pretrained(base)
+    return base
+
+
+def settings(folder: Path, **dit: object) -> ModelConfig:
+    path = str(folder)
+    return ModelConfig(
+        dit=WanConfig(path=path, **dit),  # type: ignore[arg-type]
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path, max_length=16, pad_to=16),
+    )
+
+
+def clip(pipeline: WanPipeline) -> torch.Tensor:
+    return pipeline(
+        prompt="a red disc",
+        negative_prompt="",
+        max_sequence_length=16,
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=5.0,
+        num_inference_steps=3,
+        output_type="latent",
+        latents=initial_noise(3, (4, 2, 4, 6))[None],
+    ).frames[0]
+
+
+I2V = replace(MODEL.dit, first_frame="channels")
+SOME = ("blocks.1.attn1", "blocks.0.ffn", "condition_embedder.text_embedder")
+CASES = FamilyCases(
+    variants={
+        "": small(WanConfig),
+        "i2v": small(WanConfig, in_channels=12, first_frame="channels", image_dim=20),
+        "i2v without an image encoder": small(WanConfig, in_channels=12, first_frame="channels"),
+    },
+    models={
+        "": MODEL,
+        "i2v": replace(MODEL, dit=I2V, image=ImageConfig(d_model=16, num_layers=1)),
+        "part of it trained": replace(MODEL, dit=replace(MODEL.dit, train_only=SOME)),
+        "of 3 heads": whole(  # fewer than some bags have workers
+            WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
+        ),
+    },
+    whole_runs=("i2v",),
+    presets={
+        "wan2.1-1.3b": 1.42,
+        "wan2.1-14b": 14.29,
+        "wan2.1-i2v-14b-480p": 16.40,
+        "wan2.1-i2v-14b-720p": 16.40,
+        "wan2.2-ti2v-5b": 5.00,
+        "wan2.2-t2v-a14b": 14.29,
+        "wan2.2-i2v-a14b": 14.29,
+    },
+    lora=("ffn.net.2", "attn2.to_out.0"),
+    original=OriginalNames(renames=ORIGINAL, config=DIT),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings,
+        request={"prompt": "a red disc", "frames": 5, "height": 32, "width": 48, "guidance_scale": 5.0},
+        clip=clip,
+        scheduler="Euler, flow shift 3",
+    ),
 )
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 GRIDS = ((3, 4, 6), (1, 6, 2), (2, 3, 3))

@@ -1,4 +1,4 @@
-"""LTX-Video beside its transformer, which tests/ops/test_families.py compares: VAE, text, and a whole sampling."""
+"""LTX-Video: its cases for the tests of all families; VAE, text, and a whole sampling."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ops.models.ltx.config import LTXConfig
 from ops.models.ltx.family import FAMILY
 from ops.models.text import random_t5
 from ops.models.vae import vae_of
-from ops.packing import patchify
+from ops.packing import patchify, unpatchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
-from tests.ops.test_families import their_class
+from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)
 DIT = LTXConfig(num_layers=2, num_heads=2, head_dim=16, ffn_dim=128, text_dim=8, frame_rate=12.0)
@@ -62,6 +62,56 @@ def publish(folder: Path) -> Path:
         transformer=their_class(DIT.fitted(8, STRIDE, 8, 0)),
     ).save_pretrained(folder)
     return folder
+
+
+def settings(folder: Path, **dit: object) -> ModelConfig:
+    path = str(folder)
+    return ModelConfig(
+        dit=replace(DIT, path=path, **dit),  # type: ignore[arg-type]
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path, max_length=24, unmasked=24),
+    )
+
+
+def clip(pipeline: LTXPipeline) -> torch.Tensor:
+    made = pipeline(
+        prompt="a red disc",
+        negative_prompt="",
+        max_sequence_length=24,
+        height=32,
+        width=64,
+        num_frames=9,
+        frame_rate=12,
+        num_inference_steps=3,
+        guidance_scale=2.0,
+        latents=patchify(initial_noise(3, (8, 3, 2, 4)), (1, 1, 1))[None],
+        output_type="latent",
+    ).frames[0]
+    return unpatchify(made, (3, 2, 4), (1, 1, 1), 8)
+
+
+CASES = FamilyCases(
+    variants={
+        "": small(LTXConfig, patch=(1, 1, 1)),
+        "of a width that a sixth does not divide": small(LTXConfig, num_heads=4, head_dim=16, frame_rate=8.0),
+    },
+    models={"": whole(LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192))},
+    presets={"ltx-2b": 1.92},
+    lora=("attn1.to_out.0", "attn2.to_k", "ff.net.2"),
+    original=OriginalNames(
+        renames=((r"^proj_in", "patchify_proj"), (r"time_embed", "adaln_single"), (r"norm_([qk])\b", r"\1_norm")),
+        config=small(LTXConfig, num_layers=2, head_dim=8, ffn_dim=64, text_dim=8),
+        prefix="model.diffusion_model.",
+    ),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings,
+        flow=FlowConfig(token_shift=LINE),
+        request={"prompt": "a red disc", "frames": 9, "height": 32, "width": 64, "guidance_scale": 2.0},
+        clip=clip,
+        scheduler="Euler, flow shift 3",
+    ),
+)
 
 
 def test_latents_are_normalised_by_the_buffers_of_the_vae() -> None:

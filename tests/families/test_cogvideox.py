@@ -1,4 +1,4 @@
-"""CogVideoX beside its transformer, which tests/ops/test_families.py compares: text, and whole runs of its pipeline."""
+"""CogVideoX: its cases for the tests of all families; text, and whole runs of its pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text
 from ops.packing import Layout, Sequence
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
-from tests.ops.test_families import their_class
+from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)
 ROWS = 12
@@ -78,6 +78,60 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(path=path, max_length=ROWS, unmasked=ROWS, pad_to=ROWS),
     )
+
+
+def settings_2b(folder: Path, **dit: object) -> ModelConfig:
+    return settings(folder, snr_shift=3.0, **dit)
+
+
+def clip(pipeline: CogVideoXPipeline) -> torch.Tensor:
+    made = pipeline(
+        prompt="a dot",
+        negative_prompt="",
+        max_sequence_length=ROWS,
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=4.0,
+        num_inference_steps=3,
+        output_type="latent",
+        latents=initial_noise(3, (4, 2, 4, 6)).transpose(0, 1)[None],
+    )
+    return made.frames[0].transpose(0, 1)
+
+
+PADDED = {"max_length": 20, "unmasked": 20, "pad_to": 20}
+CASES = FamilyCases(
+    variants={
+        "2b": small(CogVideoXConfig, rotary=False, text_rows=9, time_dim=16, snr_shift=3.0),
+        "5b": small(CogVideoXConfig, time_dim=16, sample_size=(12, 20)),
+        "1.5": small(CogVideoXConfig, time_dim=16, patch=(2, 2, 2)),
+    },
+    models={
+        "2b": whole(
+            CogVideoXConfig(
+                num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, time_dim=16, rotary=False, snr_shift=3.0
+            ),
+            **PADDED,
+        ),
+        "5b": whole(
+            CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
+            **PADDED,
+        ),
+    },
+    whole_runs=("2b",),
+    presets={"cogvideox-2b": 1.69, "cogvideox-5b": 5.57, "cogvideox1.5-5b": 5.57},
+    lora=("attn1.to_q", "attn1.to_out.0"),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings_2b,
+        sampled=settings_2b,
+        request={"prompt": "a dot", "frames": 5, "height": 32, "width": 48, "guidance_scale": 4.0},
+        clip=clip,
+        scheduler="DDIM, SNR shift 3",
+        note="call the pipeline with max_sequence_length=12.",
+    ),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Mochi beside its transformer, which tests/ops/test_families.py compares: VAE, text, and a run of its pipeline."""
+"""Mochi: its cases for the tests of all families; VAE, text, and a run of its pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ops.models.mochi.family import FAMILY
 from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence, patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
-from tests.ops.test_families import their_class
+from tests.families.kit import FamilyCases, OriginalNames, Renames, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)
 DIT = MochiConfig(
@@ -68,6 +68,65 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(path=path, max_length=256, cleaned=False, empty="none"),
     )
+
+
+def clip(pipeline: MochiPipeline) -> torch.Tensor:
+    size = {"height": 32, "width": 48, "num_frames": 7, "num_inference_steps": 3}
+    latents = initial_noise(3, (12, 2, 4, 6))[None]
+    made = pipeline("a dot", guidance_scale=4.0, latents=latents, output_type="latent", **size)
+    return made.frames[0].detach()
+
+
+ORIGINAL: Renames = (
+    (r"^patch_embed\.proj", "x_embedder.proj"),
+    (r"^time_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
+    (r"^time_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
+    (r"^time_embed\.pooler", "t5_y_embedder"),
+    (r"^time_embed\.caption_proj", "t5_yproj"),
+    (r"^transformer_blocks", "blocks"),
+    (r"norm1\.linear\.", "mod_x."),
+    (r"norm1_context\.linear(_1)?\.", "mod_y."),
+    (r"attn1\.norm_([qk])", r"attn.\1_norm_x"),
+    (r"attn1\.norm_added_([qk])", r"attn.\1_norm_y"),
+    (r"attn1\.to_out\.0", "attn.proj_x"),
+    (r"attn1\.to_add_out", "attn.proj_y"),
+    (r"ff\.net\.0\.proj", "mlp_x.w1"),
+    (r"ff\.net\.2", "mlp_x.w2"),
+    (r"ff_context\.net\.0\.proj", "mlp_y.w1"),
+    (r"ff_context\.net\.2", "mlp_y.w2"),
+    (r"attn1\.to_([qkv])", r"attn.qkv_x.\1"),
+    (r"attn1\.add_([qkv])_proj", r"attn.qkv_y.\1"),
+    (r"^norm_out\.linear", "final_layer.mod"),
+    (r"^proj_out", "final_layer.linear"),
+)
+CASES = FamilyCases(
+    variants={"": small(MochiConfig, num_layers=2, context_dim=20)},
+    models={  # one caption is no text at all
+        "": whole(
+            MochiConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, freq_dim=16, context_dim=20),
+            cleaned=False,
+            empty="none",
+        )
+    },
+    presets={"mochi-1": 10.03},
+    lora=("attn1.add_k_proj", "attn1.to_add_out", "ff_context.net.0.proj"),
+    original=OriginalNames(
+        renames=ORIGINAL,
+        halves=r"final_layer\.mod|w1",
+        config=small(  # its converter counts the published 48 layers
+            MochiConfig, num_layers=48, head_dim=8, ffn_dim=64, context_dim=12, text_dim=8, freq_dim=16
+        ),
+    ),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings,
+        sampled=settings,
+        flow=FlowConfig(flow_shift=2.0),
+        request={"prompt": "a dot", "frames": 7, "height": 32, "width": 48, "guidance_scale": 4.0},
+        clip=clip,
+        scheduler="Euler, flow shift 2",
+    ),
+)
 
 
 @pytest.fixture(scope="module")

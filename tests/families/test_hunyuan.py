@@ -1,6 +1,8 @@
-"""HunyuanDiT against Diffusers' HunyuanVideoTransformer3DModel."""
+"""HunyuanVideo: its cases for the tests of all families; packed samples against Diffusers' class."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.hunyuan.model import HunyuanDiT
 from ops.packing import Layout, Sequence, patchify, unpatchify
+from tests.families.kit import FamilyCases, OriginalNames, Renames, small, whole
 
 torch.set_num_threads(1)
 CONFIG = HunyuanConfig(
@@ -28,6 +31,85 @@ CONFIG = HunyuanConfig(
     rope_theta=256.0,
     rope_axes=(4, 6, 6),
     guidance_embeds=True,
+)
+ORIGINAL: Renames = (
+    (r"^x_embedder", "img_in"),
+    (r"^context_embedder", "txt_in"),
+    (r"^txt_in\.proj_in", "txt_in.input_embedder"),
+    (r"^txt_in\.time_text_embed\.text_embedder", "txt_in.c_embedder"),
+    (r"^txt_in\.time_text_embed\.timestep_embedder\.linear_1", "txt_in.t_embedder.mlp.0"),
+    (r"^txt_in\.time_text_embed\.timestep_embedder\.linear_2", "txt_in.t_embedder.mlp.2"),
+    (r"token_refiner\.refiner_blocks", "individual_token_refiner.blocks"),
+    (r"(^txt_in.*)attn\.to_([qkv])", r"\1self_attn_qkv.\2"),
+    (r"(^txt_in.*)attn\.to_out\.0", r"\1self_attn_proj"),
+    (r"(^txt_in.*)ff\.net\.0\.proj", r"\1mlp.fc1"),
+    (r"(^txt_in.*)ff\.net\.2", r"\1mlp.fc2"),
+    (r"(^txt_in.*)norm_out\.linear", r"\1adaLN_modulation.1"),
+    (r"^time_text_embed\.timestep_embedder\.linear_1", "time_in.mlp.0"),
+    (r"^time_text_embed\.timestep_embedder\.linear_2", "time_in.mlp.2"),
+    (r"^time_text_embed\.guidance_embedder\.linear_1", "guidance_in.mlp.0"),
+    (r"^time_text_embed\.guidance_embedder\.linear_2", "guidance_in.mlp.2"),
+    (r"^time_text_embed\.text_embedder\.linear_1", "vector_in.in_layer"),
+    (r"^time_text_embed\.text_embedder\.linear_2", "vector_in.out_layer"),
+    (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+    (r"^proj_out", "final_layer.linear"),
+    (r"^transformer_blocks", "double_blocks"),
+    (r"^single_transformer_blocks", "single_blocks"),
+    (r"norm1\.linear", "img_mod.linear"),
+    (r"norm1_context\.linear", "txt_mod.linear"),
+    (r"(single_blocks\.\d+)\.norm\.linear", r"\1.modulation.linear"),
+    (r"(single_blocks\.\d+)\.attn\.norm_([qk])", r"\1.\2_norm"),
+    (r"(single_blocks\.\d+)\.attn\.to_([qkv])", r"\1.linear1.\2"),
+    (r"proj_mlp", "linear1.x"),
+    (r"(single_blocks\.\d+)\.proj_out", r"\1.linear2"),
+    (r"attn\.norm_([qk])", r"img_attn_\1_norm"),
+    (r"attn\.norm_added_([qk])", r"txt_attn_\1_norm"),
+    (r"(double_blocks.*)attn\.to_([qkv])", r"\1img_attn_qkv.\2"),
+    (r"attn\.add_([qkv])_proj", r"txt_attn_qkv.\1"),
+    (r"attn\.to_out\.0", "img_attn_proj"),
+    (r"attn\.to_add_out", "txt_attn_proj"),
+    (r"ff\.net\.0\.proj", "img_mlp.fc1"),
+    (r"ff\.net\.2", "img_mlp.fc2"),
+    (r"ff_context\.net\.0\.proj", "txt_mlp.fc1"),
+    (r"ff_context\.net\.2", "txt_mlp.fc2"),
+)
+HEADS_12 = HunyuanConfig(num_layers=1, num_single_layers=1, num_refiner_layers=1, num_heads=12, head_dim=8, ffn_dim=96)
+HEADS_3 = replace(HEADS_12, num_heads=3)
+CASES = FamilyCases(
+    variants={
+        "": small(HunyuanConfig, num_single_layers=1, num_refiner_layers=1, pooled_dim=8, guidance_embeds=True),
+        "i2v latent_concat": small(
+            HunyuanConfig, num_single_layers=1, pooled_dim=8, first_frame="latent_concat", in_channels=9
+        ),
+        "i2v token_replace": small(
+            HunyuanConfig, num_single_layers=1, pooled_dim=8, first_frame="token_replace", guidance_embeds=True
+        ),
+    },
+    models={
+        "": whole(HEADS_12),
+        "of two text encoders": whole(HEADS_3, kind="hunyuan", pooled_dim=20),
+        **{  # text of captions and first frames
+            f"i2v {variant}": whole(replace(HEADS_12, first_frame=variant), kind="hunyuan_i2v", pooled_dim=20)
+            for variant in ("latent_concat", "token_replace")
+        },
+    },
+    whole_runs=("of two text encoders", "i2v latent_concat", "i2v token_replace"),
+    presets={"hunyuan-13b": 12.8, "hunyuan-i2v-13b": 12.8, "hunyuan-i2v-33ch-13b": 12.8},
+    lora=("attn.add_k_proj", "proj_mlp", "proj_out"),
+    original=OriginalNames(
+        renames=ORIGINAL,
+        halves="final_layer.adaLN_modulation",
+        config=HunyuanConfig(
+            num_layers=2,
+            num_single_layers=2,
+            num_heads=24,
+            head_dim=128,
+            ffn_dim=12288,
+            text_dim=8,
+            guidance_embeds=True,
+        ),
+        rows_alone=True,
+    ),
 )
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 GRIDS = ((3, 4, 6), (1, 6, 2), (2, 3, 3))

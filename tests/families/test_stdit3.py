@@ -1,4 +1,5 @@
-"""STDiT3 against a reference written here, since Diffusers has no class of it; its folders, text and noise levels."""
+"""STDiT3: its cases for the tests of all families; a reference written here, since Diffusers has no class of it;
+folders, text and noise levels."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from ops.models.stdit3.family import FAMILY
 from ops.models.weights import write_folder
 from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence, patchify
+from tests.families.kit import FamilyCases, small, whole
 
 torch.set_num_threads(1)
 DIT = STDiT3Config(
@@ -192,6 +194,19 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(path=path, max_length=300, empty="none"),
     )
+
+
+CASES = FamilyCases(
+    variants={"": small(STDiT3Config, base_size=96, caption_rows=5)},
+    models={  # one caption is the fixed rows that stand for none
+        "": whole(
+            STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
+            empty="none",
+        )
+    },
+    presets={"stdit-xl2": 1.21},
+    lora=("attn.qkv", "attn.proj", "cross_attn.kv_linear", "cross_attn.proj", "mlp.fc1"),
+)
 
 
 def test_names_and_shapes_are_the_published_ones() -> None:

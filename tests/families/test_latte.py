@@ -1,4 +1,4 @@
-"""Latte beside its transformer, which tests/ops/test_families.py compares: packs, bags, and a run of its pipeline."""
+"""Latte: its cases for the tests of all families; packs, bags, and a run of its pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_lat
 from ops.spatial_temporal.choice import SliceRates
 from ops.spatial_temporal.packed import Rest
 from ops.spatial_temporal.schedule import Schedule
-from tests.ops.test_families import their_class
+from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)
 DIT = LatteConfig(
@@ -72,6 +72,35 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(path=path, max_length=120),
     )
+
+
+def clip(pipeline: LattePipeline) -> torch.Tensor:
+    """Without guidance, for which the pipeline wants both prompts to have equal rows."""
+    size = {"height": 32, "width": 48, "video_length": 5, "num_inference_steps": 3}
+    latents = initial_noise(3, (4, 5, 4, 6))[None]
+    return pipeline("a dot", guidance_scale=1.0, latents=latents, output_type="latent", **size).frames[0]
+
+
+CASES = FamilyCases(
+    variants={
+        "": small(LatteConfig, video_length=3, sample_size=8),
+        "of a size beyond 64": small(LatteConfig, video_length=3, sample_size=128, patch=(1, 4, 4)),
+    },
+    models={  # clips have fewer frames than some bags have workers
+        "": whole(LatteConfig(num_layers=1, num_heads=3, head_dim=16, ffn_dim=192, temporal_slices=3, sample_size=4))
+    },
+    presets={"latte-1": 1.06},
+    lora=("attn1.to_q", "attn2.to_v", "ff.net.2"),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings,
+        sampled=settings,
+        request={"prompt": "a dot", "frames": 5, "height": 32, "width": 48, "guidance_scale": 1.0},
+        clip=clip,
+        scheduler="DDIM, of predicted noise",
+        note="video_length=5",
+    ),
+)
 
 
 def test_a_sampled_clip_is_the_one_of_the_pipeline(tmp_path: Path) -> None:

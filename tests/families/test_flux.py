@@ -1,4 +1,4 @@
-"""FLUX.1 beside its transformer, which tests/ops/test_families.py compares: VAE, text, a whole run of its pipeline."""
+"""FLUX.1: its cases for the tests of all families; VAE, text, a whole run of its pipeline."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae, token_counter
 from ops.models.text_pair import split
-from ops.packing import Layout, Sequence, patchify
+from ops.packing import Layout, Sequence, patchify, unpatchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
-from tests.ops.test_families import their_class
+from tests.families.kit import FamilyCases, OriginalNames, Renames, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)
 DIT = FluxConfig(
@@ -79,18 +79,112 @@ def publish(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(tmp_path_factory.mktemp("flux") / "pipeline")
-
-
-def settings(folder: Path) -> ModelConfig:
+def settings(folder: Path, **dit: object) -> ModelConfig:
     path = str(folder)
     return ModelConfig(
-        dit=FluxConfig(path=path),
+        dit=FluxConfig(path=path, **dit),  # type: ignore[arg-type]
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(kind="flux", path=path, max_length=ROWS),
     )
+
+
+def sampled(folder: Path) -> ModelConfig:
+    """A published pipeline gives its transformer 512 rows."""
+    model = settings(folder)
+    return replace(model, text=replace(model.text, max_length=512))
+
+
+def picture(pipeline: FluxPipeline, rows: int = ROWS) -> torch.Tensor:
+    made = pipeline(
+        prompt="a red disc",
+        max_sequence_length=rows,
+        height=32,
+        width=64,
+        guidance_scale=6.0,
+        num_inference_steps=3,
+        output_type="latent",
+        latents=patchify(initial_noise(3, (4, 1, 4, 8)), (1, 2, 2))[None],
+    ).images[0]
+    return unpatchify(made, (1, 2, 4), (1, 2, 2), 4)
+
+
+ORIGINAL: Renames = (
+    (r"^x_embedder", "img_in"),
+    (r"^context_embedder", "txt_in"),
+    (r"^time_text_embed\.timestep_embedder", "time_in"),
+    (r"^time_text_embed\.text_embedder", "vector_in"),
+    (r"^time_text_embed\.guidance_embedder", "guidance_in"),
+    (r"_in\.linear_1", "_in.in_layer"),
+    (r"_in\.linear_2", "_in.out_layer"),
+    (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+    (r"^proj_out", "final_layer.linear"),
+    (r"^transformer_blocks", "double_blocks"),
+    (r"^single_transformer_blocks", "single_blocks"),
+    (r"norm1\.linear", "img_mod.lin"),
+    (r"norm1_context\.linear", "txt_mod.lin"),
+    (r"norm\.linear", "modulation.lin"),
+    (r"(single_blocks\.\d+)\.attn\.norm_q\.weight", r"\1.norm.query_norm.scale"),
+    (r"(single_blocks\.\d+)\.attn\.norm_k\.weight", r"\1.norm.key_norm.scale"),
+    (r"(single_blocks\.\d+)\.attn\.to_([qkv])", r"\1.linear1.\2"),
+    (r"proj_mlp", "linear1.x"),
+    (r"(single_blocks\.\d+)\.proj_out", r"\1.linear2"),
+    (r"attn\.norm_q\.weight", "img_attn.norm.query_norm.scale"),
+    (r"attn\.norm_k\.weight", "img_attn.norm.key_norm.scale"),
+    (r"attn\.norm_added_q\.weight", "txt_attn.norm.query_norm.scale"),
+    (r"attn\.norm_added_k\.weight", "txt_attn.norm.key_norm.scale"),
+    (r"attn\.to_([qkv])", r"img_attn.qkv.\1"),
+    (r"attn\.add_([qkv])_proj", r"txt_attn.qkv.\1"),
+    (r"attn\.to_out\.0", "img_attn.proj"),
+    (r"attn\.to_add_out", "txt_attn.proj"),
+    (r"ff\.net\.0\.proj", "img_mlp.0"),
+    (r"ff\.net\.2", "img_mlp.2"),
+    (r"ff_context\.net\.0\.proj", "txt_mlp.0"),
+    (r"ff_context\.net\.2", "txt_mlp.2"),
+)
+CASES = FamilyCases(
+    variants={
+        "": small(FluxConfig, num_single_layers=1, pooled_dim=8, guidance_embeds=True),
+        "schnell with text as wide as its vector": small(FluxConfig, num_single_layers=1, rope_axes=(8, 12, 12)),
+    },
+    models={
+        "": whole(
+            FluxConfig(num_layers=1, num_single_layers=1, num_heads=12, head_dim=8, ffn_dim=384, guidance_embeds=True),
+            kind="flux",
+            max_length=20,
+            pooled_dim=20,
+        )
+    },
+    presets={"flux.1-dev": 11.9, "flux.1-schnell": 11.89},
+    lora=("attn.add_q_proj", "proj_mlp", "proj_out"),
+    original=OriginalNames(
+        renames=ORIGINAL,
+        halves="adaLN_modulation",
+        config=FluxConfig(
+            num_layers=2,
+            num_single_layers=2,
+            num_heads=24,
+            head_dim=128,
+            ffn_dim=12288,
+            text_dim=8,
+            guidance_embeds=True,
+        ),
+        rows_alone=True,
+    ),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings,
+        sampled=sampled,
+        flow=FlowConfig(token_shift=LINE),
+        request={"prompt": "a red disc", "frames": 1, "height": 32, "width": 64, "guidance_scale": 6.0},
+        clip=picture,
+        scheduler="Euler, flow shift 3",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish(tmp_path_factory.mktemp("flux") / "pipeline")
 
 
 def test_a_folder_is_resolved_to_its_numbers(folder: Path) -> None:
