@@ -11,14 +11,15 @@ from ops.models.families import FAMILIES
 from tests.families.kit import FamilyCases
 
 
-def _declared(name: str) -> FamilyCases:
+def declared(name: str) -> FamilyCases:
+    """Of one family. Raises FileNotFoundError where its test file is missing."""
     if not (Path(__file__).parent / f"test_{name}.py").is_file():
         raise FileNotFoundError(f"tests/families/test_{name}.py does not exist: CASES there says how {name} is tested.")
     cases: FamilyCases = import_module(f"tests.families.test_{name}").CASES
     return cases
 
 
-CASES: dict[str, FamilyCases] = {name: _declared(name) for name in FAMILIES}
+CASES: dict[str, FamilyCases] = {name: declared(name) for name in FAMILIES}
 VARIANTS: dict[str, DiTConfig] = {
     f"{name} {variant}".strip(): config for name, cases in CASES.items() for variant, config in cases.variants.items()
 }

@@ -33,7 +33,7 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
 from ops.models.weights import write_folder
 from tests.families.kit import their_class
-from tests.families.registry import VARIANTS
+from tests.families.registry import VARIANTS, declared
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list(FAMILIES)
@@ -47,6 +47,11 @@ def test_every_folder_is_a_family_and_wan_is_meant_where_none_is_named() -> None
     assert set(NAMES) == folders and NAMES[0] == "wan"
     assert typing.get_args(AnyDiT) == tuple(family.config for family in FAMILIES.values())
     assert [family.settings().architecture for family in FAMILIES.values()] == NAMES
+
+
+def test_a_family_without_a_test_of_its_own_is_told_where_it_belongs() -> None:
+    with pytest.raises(FileNotFoundError, match=r"tests/families/test_loom\.py does not exist: CASES there says how"):
+        declared("loom")
 
 
 def test_a_new_folder_is_found_by_configs_without_another_line(tmp_path: Path) -> None:
