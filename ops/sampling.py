@@ -39,8 +39,8 @@ class SamplerConfig:
     token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
     autocast: bool = False  # bfloat16 products, as in training
-    # as schedulers that know the times of a training alone: sigmas begin one of its steps below 1, and the transformer
-    # is told whole numbers
+    # As schedulers that know the times of a training alone: sigmas begin one of its steps below 1, and times are whole
+    # numbers
     whole_times: bool = False
     spacing: Spacing = "even"
 

@@ -347,7 +347,7 @@ def latent_of(run: Path, request: Mapping[str, Any]) -> torch.Tensor:
     + [pytest.param(name, 2, marks=pytest.mark.long) for name in PIPELINES if name != "cogvideox"],
 )
 def test_an_exported_pipeline_makes_our_clip(family: str, rank: int, tmp_path: Path) -> None:
-    """Of trained weights, or of factors merged into those that they began with; the scheduler, and the text."""
+    """Trained weights, or factors merged into those that they began with; the scheduler, and the text."""
     pipeline = PIPELINES[family]
     base = pipeline.publish(tmp_path / "base")
     run = write_checkpoint(tmp_path / "run", run_on(pipeline, base, lora_rank=rank))

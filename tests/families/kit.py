@@ -26,7 +26,7 @@ from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 
 Renames = tuple[tuple[str, str], ...]
-"""(regular expression of our names, what stands there in the original code); of fused layers with the part behind."""
+"""(regular expression of our names, what stands there in the original code); fused layers are followed by the part."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from tests.families.kit import FamilyCases
 
 
 def declared(name: str) -> FamilyCases:
-    """Of one family. Raises FileNotFoundError where its test file is missing."""
+    """The cases of one family. Raises FileNotFoundError where its test file is missing."""
     if not (Path(__file__).parent / f"test_{name}.py").is_file():
         raise FileNotFoundError(f"tests/families/test_{name}.py does not exist: CASES there says how {name} is tested.")
     cases: FamilyCases = import_module(f"tests.families.test_{name}").CASES

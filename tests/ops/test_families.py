@@ -150,7 +150,7 @@ def test_lora_reaches_the_projections_of_every_block(case: str) -> None:
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_what_a_forward_computes_is_what_pytorch_counts(case: str) -> None:
-    """Of one more block, and of more tokens and text: what is once per sample or outside of the blocks falls out."""
+    """One more block, for more tokens and text: what is once per sample or outside of the blocks falls out."""
     config = VARIANTS[case]
     deeper = replace(config, num_layers=config.num_layers + 1)
     small, large = parity_sample(config), larger(config, parity_sample(config))

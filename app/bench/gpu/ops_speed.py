@@ -66,7 +66,7 @@ def measurements() -> list[OpsSpeed]:
 
 
 def _layouts(op: Contest, tokens: int, place: Place) -> list[RowLayout]:
-    """Of an op without tables all layouts are the same."""
+    """An op without tables takes all layouts alike."""
     found = layouts(tokens)
     if "table" not in op.case.inputs.values():
         return found[:1]

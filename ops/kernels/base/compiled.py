@@ -34,7 +34,7 @@ class CompileCase:
 
 
 def no_cases(kernel: Kernel, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    """Of an op without rows by width."""
+    """No case: an op whose launch table has no rows by width."""
     yield from ()
 
 

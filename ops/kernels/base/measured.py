@@ -15,7 +15,7 @@ from torch import Tensor
 from ops.kernels.base.segments import Segments
 
 EPS = 1e-6
-HEAD_DIM = 128  # of inputs of heads
+HEAD_DIM = 128  # width of a head, where inputs have any
 # tokens and stream (the residual one, which may be wider): [N, D]; table: [runs, D]; vector [D], head [HEAD_DIM]; cos
 # and sin: [N, HEAD_DIM / 2], which get no gradient
 InputKind = Literal["tokens", "stream", "table", "vector", "head", "cos", "sin"]
@@ -79,13 +79,13 @@ class Contest:
 
 
 def no_contest(liger: bool) -> tuple[Contest, ...]:
-    """Nothing of the op is timed by `heddle bench ops`."""
+    """No contest: `heddle bench ops` times nothing of the op."""
     return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredOp:
-    """Of one op. `contests(liger)` adds what the package Liger has of it."""
+    """Cases and contests of one op. `contests(liger)` adds what the package Liger has of it."""
 
     cases: tuple[OpCase, ...] = ()
     contests: Callable[[bool], tuple[Contest, ...]] = no_contest

@@ -98,7 +98,7 @@ def _no_gate_grad(y: Tensor) -> Tensor:
 
 
 def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    """Of one row of the table."""
+    """Cases of one row of the launch table."""
     yield from (forward_cases if kernel == "gate_forward" else backward_cases)(kernel, width, launch, fp32_residual)
 
 

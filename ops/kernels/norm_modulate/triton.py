@@ -285,7 +285,7 @@ def _index(x: Tensor, table: Tensor | None, segments: Segments | None) -> str:
 
 
 def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    """Of one row of the table."""
+    """Cases of one row of the launch table."""
     if kernel == "token_backward":
         tiles = {"D": width, "CH": launch.chunk, "NC": launch.chunks(width), "RMS": False, "HAS_SCALE": True}
         yield CompileCase(
@@ -301,7 +301,7 @@ def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Itera
 
 
 def forward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    """Of the forward kernel, with a gate where the name says so."""
+    """Cases of the forward kernel, with a gate where the name says so."""
     has_y = kernel.startswith("gate")
     flags: dict[str, int | str] = {
         "D": width,
@@ -345,7 +345,7 @@ def forward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) 
 
 
 def backward_cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    """Of the backward kernel, with a gate where the name says so."""
+    """Cases of the backward kernel, with a gate where the name says so."""
     has_y = kernel.startswith("gate")
     flags: dict[str, int | str] = {
         "D": width,

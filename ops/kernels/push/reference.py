@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 ALIGN = 512  # elements: what is added is a multiple of it
-ALIGN_BYTES = 16  # of the address
+ALIGN_BYTES = 16  # what an address is a multiple of
 PROGRAMS = 16  # few: they run beside a backward pass, which needs the multiprocessors
 
 

@@ -492,7 +492,7 @@ def qk_backward_rows(
 
 
 def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
-    """Of one row of the table."""
+    """Cases of one row of the launch table."""
     heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
     flags: dict[str, int] = {
         "HEADS": heads,

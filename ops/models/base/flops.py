@@ -28,23 +28,23 @@ class ForwardFlops:
     in_turn: bool = False
 
     def linear(self, tokens: int, text: int) -> float:
-        """Of the products with weights of a sample."""
+        """FLOPs of a sample's products with weights."""
         return self.video * tokens + self.text * text
 
     def attention(self, tokens: int, text: int, frames: int = 1) -> float:
-        """Of the attention of a sample, whose tokens lie in so many frames."""
+        """FLOPs of a sample's attention; `frames` of the token grid count where blocks attend in turn."""
         met = (tokens / frames + frames) / 2 if self.in_turn else tokens
         return tokens * (self.pair * met + self.across * text) + self.within * text * text
 
 
 def joint_flops(blocks: int, dim: int, ffn_dim: int) -> ForwardFlops:
-    """Of blocks through which text and video go as one sequence, with weights of one size."""
+    """Blocks through which text and video go as one sequence, with weights of one size."""
     row, pair = blocks * (8.0 * dim * dim + 4.0 * dim * ffn_dim), blocks * 4.0 * dim
     return ForwardFlops(video=row, text=row, pair=pair, across=2 * pair, within=pair)
 
 
 def crossing_flops(blocks: int, dim: int, ffn_dim: int) -> ForwardFlops:
-    """Of blocks in which video attends to itself and then to the text, of which they take keys and values alone."""
+    """Blocks in which video attends to itself and then to the text, of which they take keys and values alone."""
     pair = blocks * 4.0 * dim
     return ForwardFlops(
         video=blocks * (12.0 * dim * dim + 4.0 * dim * ffn_dim), text=blocks * 4.0 * dim * dim, pair=pair, across=pair

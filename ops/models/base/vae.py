@@ -63,8 +63,8 @@ class VAE(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentFacts:
-    """Of an autoencoder's latents. `mean` and `std` [C], fp32 on its device, take them to what the transformer was
-    trained on."""
+    """Numbers of an autoencoder's latents. `mean` and `std` [C], fp32 on its device, take them to what the transformer
+    was trained on."""
 
     channels: int
     stride: tuple[int, int, int]  # over t, h, w
@@ -82,7 +82,7 @@ class DiffusersVAE:
     """
 
     def __init__(self, model: torch.nn.Module, facts: LatentFacts, tiles: Tiles | None, device: torch.device) -> None:
-        """Of a module that lies on the device. With `tiles` clips are cut over height and width, too."""
+        """Take a module that lies on the device. With `tiles` clips are cut over height and width, too."""
         self.device = device
         # Any: classes of Diffusers, which is untyped, with different switches and tiles.
         self.model: Any = model
