@@ -58,7 +58,7 @@ def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True)
-"""Of FLUX.1, Latte and STDiT3: every frame by itself."""
+"""Stable Diffusion's, of pictures: every frame by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
