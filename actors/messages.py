@@ -48,7 +48,7 @@ class StaleGeneration(RuntimeError):
 STORE = -1  # the object store, where the rank of a producer is asked for
 
 SampleId = tuple[int, str, int]  # step, item, index
-Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
+CascadeShape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ class CascadeTask:
     rates: SliceRates | None = None  # by which a bag of spatial-temporal layers chooses its slices: one for all ranks
 
 
-def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[Shape]:
+def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[CascadeShape]:
     """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
     of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
     return {(module, piece.bucket, piece.batch if module == "vae" else 0, degree) for piece in pieces}

@@ -37,7 +37,7 @@ from data.types import Bucket, DataItem, SampleRef
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["latents", "text"]
+EntryKind = Literal["latents", "text"]
 QUEUE_BYTES = 256 << 20  # entries that wait to be written; a slow disk costs entries, not memory
 FAILURES_IN_A_ROW = 8  # after this many failed writes the cache takes no more entries
 FOR_GOOD = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # the next entry would fail, too
@@ -86,10 +86,10 @@ class Cache:
         self._in_a_row = 0
         self._full = False
 
-    def has(self, kind: Kind, key: str) -> bool:
+    def has(self, kind: EntryKind, key: str) -> bool:
         return self._path(kind, key).is_file()
 
-    def get(self, kind: Kind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
+    def get(self, kind: EntryKind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
         """The array, or None: not there, not readable, torn, or not float32 of [one of `rows`, `width`] where that is
         given. What is of no use is removed, so that it can be put again."""
         path = self._path(kind, key)
@@ -116,7 +116,7 @@ class Cache:
         self.misses += 1
         return None
 
-    def put(self, kind: Kind, key: str, array: np.ndarray) -> bool:
+    def put(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Keep an array. False when it could not be: training goes on without."""
         path = self._path(kind, key)
         if self._full:
@@ -134,12 +134,12 @@ class Cache:
         self._in_a_row = 0
         return True
 
-    def size(self, kind: Kind) -> tuple[int, int]:
+    def size(self, kind: EntryKind) -> tuple[int, int]:
         """Number of entries and their bytes."""
         sizes = [path.stat().st_size for path in (self.root / kind).glob("*/*.npy")]
         return len(sizes), sum(sizes)
 
-    def _path(self, kind: Kind, key: str) -> Path:
+    def _path(self, kind: EntryKind, key: str) -> Path:
         return self.root / kind / key[:2] / f"{key}.npy"
 
     def _remove(self, path: Path) -> None:
@@ -173,11 +173,11 @@ class CacheWriter:
     def __init__(self, cache: Cache, most_bytes: int = QUEUE_BYTES) -> None:
         self.cache, self.counts = cache, Counter[str]()  # of entries: kept, failed, dropped
         self._most, self._waiting = most_bytes, 0
-        self._queue: queue.SimpleQueue[tuple[Kind, str, np.ndarray]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[EntryKind, str, np.ndarray]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         threading.Thread(target=self._write_all, name="cache", daemon=True).start()
 
-    def submit(self, kind: Kind, key: str, array: np.ndarray) -> bool:
+    def submit(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Returns at once; False when too much waits already. The array must not be changed after."""
         with self._lock:
             if self._waiting and self._waiting + array.nbytes > self._most:
@@ -192,10 +192,6 @@ class CacheWriter:
             self._waiting += array.nbytes
         self._queue.put((kind, key, array))
         return True
-
-    @property
-    def waiting_bytes(self) -> int:
-        return self._waiting
 
     def _write_all(self) -> None:
         while True:

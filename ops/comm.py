@@ -163,18 +163,6 @@ class Group:
             finish,
         )
 
-    def scatter_rows(self, output: Tensor, input: Tensor | None, splits: list[int], source_rank: int) -> None:
-        """splits[r] rows of `input` (only read on `source_rank`) go to rank r. `output` holds splits[rank] rows."""
-        zeros = [0] * self.size
-        if self.rank == source_rank:
-            if input is None:
-                raise ValueError(f"scatter_rows: rank {source_rank} is the source and has no input.")
-            output_splits = [splits[self.rank] if r == source_rank else 0 for r in range(self.size)]
-            self.all_to_all(output, input, output_splits, splits)
-            return
-        output_splits = [splits[self.rank] if r == source_rank else 0 for r in range(self.size)]
-        self.all_to_all(output, output.new_empty((0, *output.shape[1:])), output_splits, zeros)
-
     def reduce_scatter_ranges_async(self, flat: Tensor, bounds: Sequence[tuple[int, int]]) -> list[Pending]:
         """After the waits flat[lo:hi] of this rank's bounds is the sum over the members; the rest is undefined.
 

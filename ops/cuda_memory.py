@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ops.kernels.base import backend
-from ops.kernels.push.function import push
+from ops.kernels.push.op import push
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
 from ops.shard_export import ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
-from ops.sync import Phase, StepResult, check_weight, slots, trainable
+from ops.sync import PhaseListener, StepResult, check_weight, slots, trainable
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class DeepSpeedSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
         export: bool = False,
@@ -172,7 +172,7 @@ class DeepSpeedSync:
             export=self.begin_export() if export else None,
         )
 
-    def _updated(self, lr: float, share: float, phase: Phase) -> tuple[float, bool]:
+    def _updated(self, lr: float, share: float, phase: PhaseListener) -> tuple[float, bool]:
         """(norm of the gradient times `share`, whether it was applied)."""
         for parameter in self._parameters:
             assert parameter.grad is not None, "begin_step was not called"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.kernels.push.function import ALIGN, ALIGN_BYTES
+from ops.kernels.push.reference import ALIGN, ALIGN_BYTES
 from ops.lending import BorrowedMemory, Lender, borrow
 from ops.node_memory import NodeMemory
 from ops.node_sum import Unreachable, exchange, fellows_of

@@ -40,8 +40,8 @@ from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 
-Phase = Callable[[str], None]
-StatePlace = Literal["device", "host"]
+PhaseListener = Callable[[str], None]
+StateMemory = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
@@ -108,7 +108,7 @@ class Sync(Protocol):
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
         export: bool = False,
@@ -199,7 +199,7 @@ class FlatSync:
         total_steps: int,
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
-        state: StatePlace = "device",
+        state: StateMemory = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
     ) -> None:
@@ -285,7 +285,7 @@ class FlatSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
         export: bool = False,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from actors.feed.encoders import Encoders
 from actors.messages import PublishedResult
 from actors.plan.types import Module
-from data.cache import Cache, Kind, frame_keys, latent_keys, text_key
+from data.cache import Cache, EntryKind, frame_keys, latent_keys, text_key
 from data.config import DataConfig
 from data.decode import caption_or_empty
 from data.types import DataItem
 from ops.geometry import Geometry
 
-KINDS: Mapping[Module, Kind] = {"text": "text", "vae": "latents"}
+KINDS: Mapping[Module, EntryKind] = {"text": "text", "vae": "latents"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ from ops.models.text import text_dtype
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Accounting = Mapping[str, object]  # JSON, as the data set counts itself
+DataCounts = Mapping[str, object]  # JSON, as the data set counts itself
 
 
 _ALARMS = 5  # a feeder is replaced when it is silent for this many times the engine's stall alarm
@@ -47,7 +47,7 @@ class FeederHandle(Protocol):
     """The feeder as the controller knows it (`actors.feed.feeder`)."""
 
     @property
-    def start(self) -> Method[[int, Position | None], Accounting]: ...
+    def start(self) -> Method[[int, Position | None], DataCounts]: ...
     @property
     def items(self) -> Method[[int], tuple[DrawnItem, ...]]: ...
     @property
@@ -55,7 +55,7 @@ class FeederHandle(Protocol):
     @property
     def release(self) -> Method[[int], None]: ...
     @property
-    def ledger(self) -> Method[[], Accounting]: ...
+    def ledger(self) -> Method[[], DataCounts]: ...
     @property
     def token(self) -> Method[[int], Position]: ...
     @property
@@ -92,7 +92,7 @@ class StepSource:
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
         self._furthest = -1  # the last step that any feeder was asked for
 
-    def open(self, first_step: int, token: Position | None = None) -> Accounting:
+    def open(self, first_step: int, token: Position | None = None) -> DataCounts:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
         the data is not that of the checkpoint whose `token` is given.
 
@@ -112,7 +112,7 @@ class StepSource:
                 log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
         raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
 
-    def _open(self, first_step: int, token: Position | None) -> Accounting:
+    def _open(self, first_step: int, token: Position | None) -> DataCounts:
         self.close()
         feeder = self._feeder = self._make()
         self._furthest = max(self._furthest, first_step - 1)  # steps that run may still be committed as they are
@@ -203,7 +203,7 @@ class StepSource:
         if self._feeder is not None:
             self._feeder.resize.remote(record)
 
-    def ledger(self) -> Accounting:
+    def ledger(self) -> DataCounts:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
     def token(self, step: int) -> Position:

@@ -9,7 +9,8 @@ from typing import Literal
 
 Module = Literal["text", "vae", "dit"]
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
-MODULES: tuple[Module, ...] = ("text", "vae", "dit")
+ENCODERS: tuple[Module, ...] = ("text", "vae")  # frozen; their results may be cached
+MODULES: tuple[Module, ...] = (*ENCODERS, "dit")
 
 
 class PlanError(ValueError):

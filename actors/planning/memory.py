@@ -18,7 +18,7 @@ from actors.plan.types import USABLE, PlanError
 from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
 from ops.models.config import ModelConfig
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
-Shape = tuple[int, int, int]  # frames, height, width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ class MemoryForecast:
     def least_gib(
         self,
         geometry: Geometry,
-        clips: Sequence[Shape],
+        clips: Sequence[PixelShape],
         text_tokens: int,
         degrees: Sequence[int],
         workers: int,
@@ -165,7 +164,7 @@ class MemoryForecast:
         return min(room, usable - self.loaded_gib) if usable < self.loaded_gib else room
 
 
-def clips_of(data: DataConfig, geometry: Geometry) -> list[Shape]:
+def clips_of(data: DataConfig, geometry: Geometry) -> list[PixelShape]:
     """The shapes of all buckets, of every segment of the run."""
     tables = [data.buckets, *(s.buckets for s in data.segments if s.buckets is not None)]
     found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
@@ -176,7 +175,7 @@ def forecast(
     model: ModelConfig,
     geometry: Geometry,
     train: TrainConfig,
-    clips: Sequence[Shape],
+    clips: Sequence[PixelShape],
     degrees: Sequence[int],
     cuda: bool,
 ) -> MemoryForecast:
@@ -228,7 +227,7 @@ def forecast(
     )
 
 
-def _clip(shape: Shape) -> Samples:
+def _clip(shape: PixelShape) -> Samples:
     return Samples(count=1, frames=shape[0], height=shape[1], width=shape[2])
 
 
@@ -236,7 +235,7 @@ def predict_dit(
     needs: Needs,
     model: ModelConfig,
     geometry: Geometry,
-    clips: Sequence[Shape],
+    clips: Sequence[PixelShape],
     degrees: Sequence[int],
     precision: Precision,
 ) -> None:
@@ -292,11 +291,11 @@ def predict_dit(
             needs.copied = max(needs.copied, extra / share)
 
 
-def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:
+def _vae_lines(model: ModelConfig, clips: Sequence[PixelShape]) -> dict[PixelShape, tuple[float, NeedLine]]:
     """GiB of the weights and the line over clips of each shape. Without tiles all of it grows with the area."""
     from ops.models.forecast import vae_need
 
-    found: dict[Shape, tuple[float, NeedLine]] = {}
+    found: dict[PixelShape, tuple[float, NeedLine]] = {}
     whole: dict[int, tuple[float, float]] = {}  # frames -> GiB of the weights, GiB of a pixel
     for frames, height, width in dict.fromkeys(clips):
         if model.vae.tiling:
@@ -324,7 +323,7 @@ def communicators_gib(degrees: Sequence[int], workers: int, bag_peers: int) -> f
 def least_workers(
     found: MemoryForecast,
     geometry: Geometry,
-    clips: Sequence[Shape],
+    clips: Sequence[PixelShape],
     text_tokens: int,
     degrees: Sequence[int],
     memory_gib: float,
@@ -341,7 +340,9 @@ def least_workers(
     return None
 
 
-def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int], room: float) -> bool:
+def _fits(
+    needs: Needs, geometry: Geometry, clip: PixelShape, text_tokens: int, degrees: Sequence[int], room: float
+) -> bool:
     one = [replace(_clip(clip), text_tokens=text_tokens)]
     sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
     return all(needs.fits(size, room) for size in sizes) and any(
@@ -349,7 +350,7 @@ def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degre
     )
 
 
-def _need_gib(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int]) -> float:
+def _need_gib(needs: Needs, geometry: Geometry, clip: PixelShape, text_tokens: int, degrees: Sequence[int]) -> float:
     """The largest cascade of one clip, with the DiT at the degree at which it needs least."""
     one = [replace(_clip(clip), text_tokens=text_tokens)]
     dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens, needs)) or 0.0 for degree in degrees)

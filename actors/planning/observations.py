@@ -16,7 +16,7 @@ from actors.plan.costs.profile import NEWEST, PointKey, Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Module
 
-Part = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
+PartShape = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
 _CHANGED = 0.05  # share by which a worker's speed must differ for what it measured to be doubted
 _CLOCKS = 1.05  # work may be so much longer than the span around it: two clocks measured them
 
@@ -26,7 +26,7 @@ class Observation:
     """One executed cascade."""
 
     module: Module
-    parts: tuple[Part, ...]  # of different shapes; several in a packed cascade
+    parts: tuple[PartShape, ...]  # of different shapes; several in a packed cascade
     degree: int
     seconds: float  # at normal speed of its workers
     overlap: float | None  # of the NIC rails of its nodes; None on one node
@@ -84,7 +84,7 @@ def cannot_be(span: Span) -> str:
     )
 
 
-def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[Part, ...]:
+def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[PartShape, ...]:
     """The samples by shape, as plans price them."""
     shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
     for piece in pieces:
@@ -109,7 +109,7 @@ class Witnesses:
     that turns out to be slow has made its points look dear."""
 
     def __init__(self) -> None:
-        self._bags: dict[Part, dict[tuple[Module, int, float | None], deque[tuple[int, ...]]]] = {}
+        self._bags: dict[PartShape, dict[tuple[Module, int, float | None], deque[tuple[int, ...]]]] = {}
         self._speed: tuple[float, ...] = ()
         self._workers = (-1, 0)  # generation, number of workers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.config import PlannerConfig, TrainConfig
+from actors.plan.costs.flops import text_cost
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import DeviceSpeed, device_speed
@@ -45,6 +46,7 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, de
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device), config.profile)
+        profile.text_cost = text_cost(model.dit)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device)
             profile.sliced, profile.num_heads = assumed.sliced, None

@@ -50,8 +50,8 @@ from actors.pool.membership_types import (
     Loaded,
     Loading,
     Member,
+    MemberPhase,
     NodeDead,
-    Phase,
     Planned,
     Refused,
     Replace,
@@ -160,7 +160,7 @@ class Membership:
         self._requested = max(0, self._requested - 1)
         self._members[event.worker] = Member(worker=event.worker, node=event.node, phase="starting", since=now)
 
-    def _ready(self, worker: int, after: Phase, now: float, **said: object) -> None:
+    def _ready(self, worker: int, after: MemberPhase, now: float, **said: object) -> None:
         """It can join a generation; `said` is what it has told of itself."""
         member = self._members.get(worker)
         if member is not None and member.phase == after:
@@ -215,7 +215,7 @@ class Membership:
         self._stop("recovering", "recovering", reason, now)
         self._clean = False
 
-    def _stop(self, state: State, phase: Phase, reason: str, now: float) -> None:
+    def _stop(self, state: State, phase: MemberPhase, reason: str, now: float) -> None:
         self._state, self._workers, self._why = state, (), reason
         for member in self._with("active"):
             self._update(member.worker, phase=phase, since=now)
@@ -227,7 +227,7 @@ class Membership:
     def _has_failed(self) -> bool:
         return self._state == "failed"
 
-    def _with(self, *phases: Phase) -> list[Member]:
+    def _with(self, *phases: MemberPhase) -> list[Member]:
         return [member for member in self._members.values() if member.phase in phases]
 
     # Decisions --------------------------------------------------------------------------------------------------

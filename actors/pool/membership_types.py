@@ -8,7 +8,7 @@ from typing import Literal
 from actors.config import WorkersConfig
 from actors.messages import WorkerInfo
 
-Phase = Literal["starting", "ready", "active", "recovering"]
+MemberPhase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
 NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
 
@@ -279,7 +279,7 @@ class Member:
 
     worker: int
     node: str
-    phase: Phase
+    phase: MemberPhase
     since: float  # when the phase began
     info: WorkerInfo | None = None  # None while it is starting
     leaving: str = ""  # why it leaves

@@ -11,13 +11,22 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, Shape, StepSample, SumStart, shapes_of
-from actors.plan.types import Cascade, Module
+from actors.messages import (
+    STORE,
+    CascadeShape,
+    CascadeTask,
+    FinishTask,
+    Piece,
+    SampleId,
+    StepSample,
+    SumStart,
+    shapes_of,
+)
+from actors.plan.types import ENCODERS, Cascade, Module
 from actors.step import StepItem, StepItems
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 
-ENCODERS: tuple[Module, ...] = ("text", "vae")
 _SAME_S = 1e-9
 
 
@@ -90,7 +99,7 @@ def calls_of(
 
 def shapes_of_bags(
     cascades: Sequence[Cascade], steps: Mapping[int, StepItems]
-) -> list[tuple[tuple[int, ...], set[Shape]]]:
+) -> list[tuple[tuple[int, ...], set[CascadeShape]]]:
     """What may run for the first time in a dispatch: of every cascade its ranks and its shapes."""
     found = []
     for c in cascades:

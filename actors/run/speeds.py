@@ -23,14 +23,14 @@ _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
 
-Work = tuple[object, ...]  # what makes two cascades the same work
+WorkKey = tuple[object, ...]  # what makes two cascades the same work
 
 
 @dataclass
 class Speeds:
     """Running means of the logarithm of seconds, by worker and work."""
 
-    _known: dict[tuple[str, Work], tuple[float, int]] = field(default_factory=dict)  # mean, count
+    _known: dict[tuple[str, WorkKey], tuple[float, int]] = field(default_factory=dict)  # mean, count
     _told: dict[str, float] = field(default_factory=dict)
 
     def observe(self, reports: Iterable[StepReport], planned_with: Mapping[str, float]) -> None:
@@ -72,7 +72,7 @@ class Speeds:
         log seconds = log work - log speed, by turns for work and workers."""
         number = {worker: n for n, worker in enumerate(workers)}
         rows = [(number[w], work, mean, count) for (w, work), (mean, count) in self._known.items() if w in number]
-        shared: dict[Work, int] = {}
+        shared: dict[WorkKey, int] = {}
         for _, work, _, _ in rows:
             shared[work] = shared.get(work, 0) + 1
         rows = [row for row in rows if shared[row[1]] > 1]
@@ -90,7 +90,7 @@ class Speeds:
         return {worker: float(speed[n]) for worker, n in number.items() if of_worker[n] >= _LEAST_SPANS}
 
 
-def _work(span: Span) -> Work:
+def _work(span: Span) -> WorkKey:
     """Equal for cascades that cost the same; of packs the shapes."""
     if len(span.pieces) > 1:
         return (span.module, "packed", *sorted({piece.bucket for piece in span.pieces}))

@@ -250,11 +250,11 @@ def sizes_of(
     for piece in (piece for span in spans if span.module == "dit" for piece in span.pieces):
         if piece.item not in found:
             text, (frames, height, width) = text_tokens.get(piece.item, 0), geometry.token_grid(*piece.bucket)
-            length = frames * height * width + text
+            tokens = frames * height * width
             found[piece.item] = SampleSize(
-                length=length,
-                trained_tflop=work.model_tflop(1, length, text, frames) if work else 0.0,
-                computed_tflop=work.computed_tflop(1, length, text, frames) if work else 0.0,
+                length=tokens + text,
+                trained_tflop=work.model_tflop(1, tokens, text, frames) if work else 0.0,
+                computed_tflop=work.computed_tflop(1, tokens, text, frames) if work else 0.0,
             )
     return found
 

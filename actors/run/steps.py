@@ -22,10 +22,11 @@ from actors.planning.client import PlannerClient
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.refs import Ref
 from actors.run.asides import AsideTurns
-from actors.run.communicators import Bag, Communicators, StepBags
+from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
+from ops.degrees import BagRanks
 
 log = logging.getLogger(__name__)
 
@@ -184,8 +185,8 @@ class StepRunner:
 
     def _connect(self, bags: StepBags) -> None:
         """Have the members of bags close those that make room, and connect new ones while they work."""
-        connected: dict[int, list[Bag]] = {}
-        closed: dict[int, list[Bag]] = {}
+        connected: dict[int, list[BagRanks]] = {}
+        closed: dict[int, list[BagRanks]] = {}
         for of_rank, found in ((connected, bags.connected), (closed, bags.closed)):
             for bag in sorted(found):
                 for rank in bag:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.messages import CascadeTask
 from actors.worker.handoff import EncodeResult
-from data.cache import CacheWriter, Kind
+from data.cache import CacheWriter, EntryKind
 
 
 class ResultCache:
@@ -14,7 +14,7 @@ class ResultCache:
         self._writer = writer
 
     def __call__(self, task: CascadeTask, results: list[EncodeResult]) -> None:
-        kind: Kind = "latents" if task.module == "vae" else "text"
+        kind: EntryKind = "latents" if task.module == "vae" else "text"
         config = self._writer.cache.config
         if not (config.latents if kind == "latents" else config.text):
             return

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from actors.messages import (
+    CascadeShape,
     CascadeTask,
     FinishTask,
     MemoryExceeded,
     OutOfMemory,
     SampleId,
-    Shape,
     Span,
     StaleGeneration,
     StepSample,
@@ -49,13 +49,11 @@ from ops.objective import is_first_frame_given, objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
-from ops.sync import StepIncomplete, Sync
+from ops.sync import PhaseListener, StepIncomplete, Sync
 from ops.train_pass import PassClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
-
-Phase = Callable[[str], None]
 
 
 class Executor:
@@ -67,7 +65,7 @@ class Executor:
         sync: Sync,
         train: TrainConfig,
         device: torch.device,
-        on_phase: Phase = lambda phase: None,
+        on_phase: PhaseListener = lambda phase: None,
         copies: HostCopies | None = None,
         meter: Meter | None = None,
         name: str = "",
@@ -86,7 +84,7 @@ class Executor:
         self.broken: str | None = None
         self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
         self.work = WorkDone()
-        self._seen: set[Shape] = set()  # what has run here since the process began
+        self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
         self._outlasting: Outlasting | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
@@ -335,7 +333,7 @@ def _unseen(phase: str) -> None:
 class _PhaseClock:
     """Seconds between calls, booked on the phase that ended."""
 
-    def __init__(self, marks: dict[str, float], then: Phase) -> None:
+    def __init__(self, marks: dict[str, float], then: PhaseListener) -> None:
         self._marks, self._then, self._current, self._since = marks, then, "", time.perf_counter()
 
     def __call__(self, phase: str) -> None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from data.types import Batch
+    from ops.models.base.vae import VAE
     from ops.models.config import ModelConfig
     from ops.models.text import TextEncoder
-    from ops.models.vae import VAE
 
 _KILL_AFTER = 8  # steps
 

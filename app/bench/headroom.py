@@ -29,58 +29,20 @@ from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
 from actors.plan.places import Places, gpu_places
 from actors.plan.types import USABLE, Module
-from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communicators_gib, forecast
+from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
+from ops.models.base.family import Family
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
-CLIPS: dict[str, Shape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
+CLIPS: dict[str, PixelShape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
 WAYS = gpu_places("auto", "auto")
 PER_NODE = 8  # GPUs
 _RANK = 16  # of LoRA
 _MOST = 8  # degrees stay within a node
-_UMT5 = {"model_type": "umt5", "vocab_size": 256384, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24}
-_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128320,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
-_CLIP = {
-    "model_type": "clip_text_model",
-    "vocab_size": 49408,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 77,
-}
-_T5 = {**_UMT5, "model_type": "t5", "vocab_size": 32128}
-_GATED = {"feed_forward_proj": "gated-gelu"}
-_TEXT: dict[str, dict[str, dict[str, object]]] = {  # encoders by the folders of the published pipelines
-    "wan": {"text_encoder": {**_UMT5, **_GATED}},
-    "hunyuan": {"text_encoder": {**_LLAMA}, "text_encoder_2": {**_CLIP}},
-    "flux": {"text_encoder": {**_CLIP}, "text_encoder_2": {**_T5, **_GATED}},
-    **{family: {"text_encoder": {**_T5, **_GATED}} for family in ("ltx", "cogvideox", "mochi", "latte", "stdit3")},
-}
-_PICTURES: dict[str, object] = {
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2,
-}
-_VAE: dict[str, dict[str, object]] = {  # where it is not its class's default
-    "flux": {**_PICTURES, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
-    "latte": _PICTURES,
-    "stdit3": _PICTURES,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,21 +99,22 @@ class Headroom:
 
 def published(name: str, folder: Path, lora: bool, text: str) -> tuple[ModelConfig, Geometry, TrainConfig]:
     """A model of `configs/models/` with encoders as published: their numbers alone are written to `folder`."""
-    family = "hunyuan" if name.startswith("hunyuan") else "wan"
-    _write_numbers(folder / family, family)
     rank = [f"model.dit.lora_rank={_RANK}", "train.optimizer.ema_decay=0"] if lora else []
-    paths = [f"model.{part}.path={folder / family}" for part in ("vae", "text")]
+    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     paths.append(f"model.text.place={text}")
     config = RunConfig.load(MODELS / f"{name}.yaml", [*paths, "run.name=headroom", "workers.device=cuda", *rank])
+    write_numbers(folder, FAMILIES[config.model.dit.architecture])
     return *resolve(config.model), config.train
 
 
-def _write_numbers(folder: Path, family: str) -> None:
+def write_numbers(folder: Path, family: Family) -> None:
+    """The config.json of each frozen part of the family's published pipelines."""
     import diffusers
 
-    kind = getattr(diffusers, FAMILIES[family].vae.name)
-    numbers = {name: one.default for name, one in inspect.signature(kind).parameters.items()} | _VAE.get(family, {})
-    for part, fields in {"vae": {**numbers, "_class_name": kind.__name__}, **_TEXT[family]}.items():
+    kind = getattr(diffusers, family.vae.name)
+    usual = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    vae = {**usual, **family.parts.vae, "_class_name": kind.__name__}
+    for part, fields in {"vae": vae, **family.parts.text}.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps(fields))
 
@@ -171,7 +134,7 @@ class Measured:
         )
         self._known: dict[tuple[object, ...], float] = {}
 
-    def figures(self, shape: Shape, workers: int, degree: int) -> Figures:
+    def figures(self, shape: PixelShape, workers: int, degree: int) -> Figures:
         """With one clip of this shape per cascade."""
         import torch
 
@@ -205,7 +168,13 @@ class Measured:
 
 
 def _planned(
-    found: MemoryForecast, geometry: Geometry, shape: Shape, text_tokens: int, workers: int, degree: int, other: float
+    found: MemoryForecast,
+    geometry: Geometry,
+    shape: PixelShape,
+    text_tokens: int,
+    workers: int,
+    degree: int,
+    other: float,
 ) -> Figures:
     frames, height, width = shape
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from actors.names import NAMESPACE
 from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, WorkerReady
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
@@ -354,7 +355,7 @@ def _started_cluster() -> Cluster:
         head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20},
     )
     try:
-        ray.init(address=cluster.address, namespace="heddle", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except BaseException:
         cluster.shutdown()
         raise

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from actors.worker.handoff import Inputs
     from ops.comm import Group
     from ops.gradients import Gradients
+    from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
-    from ops.models.vae import VAE
 
 _GRADIENT_SHARE = 0.25  # of a GPU's memory that a part of a node's gradient may take while cascades are measured
 _PICTURE = (480, 832)  # height and width of what a text encoder sees, which it scales to its own

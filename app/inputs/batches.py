@@ -15,11 +15,11 @@ from actors.plan.costs.profile import Profile
 from actors.plan.places import Places, chosen
 from actors.plan.types import Cluster
 from actors.planning.batching import fitted_limits
-from actors.planning.memory import MemoryForecast, Shape, clips_of, communicators_gib, forecast
+from actors.planning.memory import MemoryForecast, clips_of, communicators_gib, forecast
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
@@ -40,7 +40,7 @@ def placed(
     config: RunConfig,
     model: ModelConfig,
     geometry: Geometry,
-    clips: Sequence[Shape],
+    clips: Sequence[PixelShape],
     degrees: Sequence[int],
     memory_gib: float,
     per_node: int,

@@ -16,7 +16,6 @@ from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan, Pla
 from actors.planning.memory import (
     CONTEXT_GIB,
     MemoryForecast,
-    Shape,
     clips_of,
     communicators_gib,
     forecast,
@@ -26,7 +25,7 @@ from actors.planning.memory import (
 from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
 from app.settings.config import RunConfig
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
 from ops.models.config import ModelConfig
 
 _MOST_WORKERS = 64  # that are suggested where fewer are too few
@@ -114,7 +113,7 @@ def _check_workers(
     model: ModelConfig,
     geometry: Geometry,
     view: MemoryView,
-    clips: Sequence[Shape],
+    clips: Sequence[PixelShape],
     degrees: Sequence[int],
 ) -> None:
     memory, room = view.memory_gib, view.room_gib

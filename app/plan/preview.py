@@ -41,7 +41,7 @@ from ops.degrees import exchanged
 from ops.ranges import SECONDS
 from ops.typed import ConfigError
 
-Steps = Sequence[Sequence[Item]]
+PlannedSteps = Sequence[Sequence[Item]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class PlanRequest:
 class PlanInputs:
     """What is planned, wherever it came from."""
 
-    steps: Steps
+    steps: PlannedSteps
     profile: Profile
     cluster: Cluster
     options: PlanOptions
@@ -170,7 +170,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
-    steps: Steps
+    steps: PlannedSteps
     if request.codes:
         steps = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
     elif request.from_data:

@@ -55,7 +55,7 @@ from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
-Share = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
+StepShare = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
 
 EXECUTION_END_S = 25.0
 LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
@@ -74,7 +74,7 @@ class ShareHandle(Protocol):
     @property
     def start(self) -> RemoteMethod[[DataToken], None]: ...
     @property
-    def take(self) -> RemoteMethod[[int], Share]: ...
+    def take(self) -> RemoteMethod[[int], StepShare]: ...
     @property
     def release(self) -> RemoteMethod[[int], None]: ...
 
@@ -137,7 +137,7 @@ class RayEngine:
         self._others: list[ShareHandle] = []
         self._gate: GateHandle | None = None
         self._blocks: Blocks | None = None
-        self._held: dict[int, Share] = {}  # by step
+        self._held: dict[int, StepShare] = {}  # by step
         self._next = 0
 
     def start(self, first_step: int) -> None:
@@ -160,7 +160,7 @@ class RayEngine:
         self.dataset.count_draws(step, faults)
         return references
 
-    def take(self, step: int) -> Share:
+    def take(self, step: int) -> StepShare:
         """References of this engine's share of a step, and the faults found in them."""
         if self._blocks is None or self._gate is None:
             raise RuntimeError("RayEngine.batches before start.")
@@ -236,7 +236,7 @@ class ShareOfFeeder:
     def start(self, token: DataToken) -> None:
         self._engine.start(self._engine.dataset.resume(token))
 
-    def take(self, step: int) -> Share:
+    def take(self, step: int) -> StepShare:
         return self._engine.take(step)
 
     def release(self, step: int) -> None:

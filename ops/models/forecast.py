@@ -27,6 +27,7 @@ from ops.conditions import NOTHING, Conditions
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.models.base.config import DiTConfig
+from ops.models.base.vae import DiffusersVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.experts import slice_by
 from ops.models.image import clip_skeleton, image_size, vision_rows
@@ -34,7 +35,7 @@ from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
-from ops.models.vae import DiffusersVAE, vae_without_weights
+from ops.models.vae import vae_without_weights
 from ops.node_gradients import NodeGradients, routes
 from ops.objective import FlowObjective
 from ops.packing import Layout, patchify

@@ -27,86 +27,18 @@ from actors.worker.work_done import FinishedStep
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
-from ops.models.cogvideox.config import CogVideoXConfig
-from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.config import ModelConfig
 from ops.models.experts import parts_of
-from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
-from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
-from ops.models.ltx.config import LTXConfig
-from ops.models.mochi.config import MochiConfig
-from ops.models.stdit3.config import STDiT3Config
-from ops.models.wan.config import WanConfig
 from ops.parameter_places import ParametersOf
 from ops.parameters import ParameterMemory
 from ops.shards import ShardState
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
 from tests.actors.fakes import step_items
+from tests.families.kit import MODEL
 
-MODEL = ModelConfig(
-    dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
-    vae=VAEConfig(kind="haar", temporal=4, spatial=8, channels=8),
-    text=TextConfig(max_length=40, d_model=16, num_layers=1, num_heads=2),
-)
-I2V = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=ImageConfig(d_model=16, num_layers=1))
-MODELS = {  # one of each family and variant
-    "wan": MODEL,
-    "wan i2v": I2V,
-    "wan, part of it trained": replace(
-        MODEL, dit=replace(MODEL.dit, train_only=("blocks.1.attn1", "blocks.0.ffn", "condition_embedder.text_embedder"))
-    ),
-    "ltx": replace(MODEL, dit=LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
-    "hunyuan": replace(
-        MODEL,
-        dit=HunyuanConfig(
-            num_layers=1, num_single_layers=1, num_refiner_layers=1, num_heads=12, head_dim=8, ffn_dim=96
-        ),
-    ),
-}
-MODELS["hunyuan of two text encoders"] = replace(
-    MODELS["hunyuan"],
-    dit=replace(MODELS["hunyuan"].dit, num_heads=3),
-    text=TextConfig(kind="hunyuan", max_length=40, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
-)
-for _variant in ("latent_concat", "token_replace"):  # text of captions and first frames
-    MODELS[f"hunyuan i2v {_variant}"] = replace(
-        MODELS["hunyuan"],
-        dit=replace(MODELS["hunyuan"].dit, first_frame=_variant),
-        text=replace(MODELS["hunyuan of two text encoders"].text, kind="hunyuan_i2v"),
-    )
-MODELS["flux"] = replace(
-    MODEL,
-    dit=FluxConfig(num_layers=1, num_single_layers=1, num_heads=12, head_dim=8, ffn_dim=384, guidance_embeds=True),
-    text=TextConfig(kind="flux", max_length=20, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
-)
-MODELS["cogvideox 2b"] = replace(
-    MODEL,
-    dit=CogVideoXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, time_dim=16, rotary=False, snr_shift=3.0),
-    text=replace(MODEL.text, max_length=20, unmasked=20, pad_to=20),
-)
-MODELS["cogvideox 5b"] = replace(
-    MODELS["cogvideox 2b"],
-    dit=CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
-)
-MODELS["latte"] = replace(  # clips have fewer frames than some bags have workers
-    MODEL, dit=LatteConfig(num_layers=1, num_heads=3, head_dim=16, ffn_dim=192, temporal_slices=3, sample_size=4)
-)
-MODELS["mochi"] = replace(  # one caption is no text at all
-    MODEL,
-    dit=MochiConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, freq_dim=16, context_dim=20),
-    text=replace(MODEL.text, cleaned=False, empty="none"),
-)
-MODELS["stdit3"] = replace(  # one caption is the fixed rows that stand for none
-    MODEL,
-    dit=STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
-    text=replace(MODEL.text, empty="none"),
-)
-MODELS["wan of 3 heads"] = replace(  # fewer than some bags have workers
-    MODEL, dit=WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
-)
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 HANGS_S = 120.0  # who waits for longer waits for ever, also on a busy machine
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")

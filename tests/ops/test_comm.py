@@ -99,7 +99,7 @@ def test_all_to_all_accepts_strided_tensors() -> None:
     assert not first[:, 3:].any()
 
 
-def test_reductions_broadcast_and_scatter_match_plain_arithmetic() -> None:
+def test_reductions_and_broadcast_match_plain_arithmetic() -> None:
     values = torch.randn(4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def work(rank: int, groups: Groups) -> dict[str, torch.Tensor]:
@@ -108,18 +108,13 @@ def test_reductions_broadcast_and_scatter_match_plain_arithmetic() -> None:
         group.all_reduce(total)
         group.all_reduce(largest, op="max")
         group.broadcast(sent, source_rank=2)
-        rows = torch.empty(rank, 5)
-        table = torch.arange(30.0).view(6, 5)
-        group.scatter_rows(rows, table if rank == 1 else None, [0, 1, 2, 3], source_rank=1)
         group.barrier()
-        return {"total": total, "largest": largest, "sent": sent, "rows": rows}
+        return {"total": total, "largest": largest, "sent": sent}
 
-    table = torch.arange(30.0).view(6, 5).split([0, 1, 2, 3])
-    for rank, found in enumerate(run_ranks(4, work)):
+    for found in run_ranks(4, work):
         torch.testing.assert_close(found["total"], values.sum(0), rtol=1e-14, atol=0)
         assert torch.equal(found["largest"], values.amax(0))
         assert torch.equal(found["sent"], values[2])
-        assert torch.equal(found["rows"], table[rank])
 
 
 @pytest.mark.parametrize(

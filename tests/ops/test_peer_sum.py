@@ -22,7 +22,7 @@ from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory
 from ops.host_sum import HostSum
-from ops.kernels.push.function import ALIGN
+from ops.kernels.push.reference import ALIGN
 from ops.node_gradients import NodeGradients, routes
 from ops.node_sum import NodeSum
 from ops.peer_sum import PeerSum

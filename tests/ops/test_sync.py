@@ -35,7 +35,7 @@ from ops.groups import Groups
 from ops.optimizer import lr_at
 from ops.shard_export import HostArrays
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
+from ops.sync import FlatSync, StateMemory, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
 from tests.ops.peers import in_host, in_peers
@@ -251,7 +251,7 @@ MEMORIES: dict[str, tuple[GradientMemory | GradientsOf, tuple[int, ...]]] = {
 def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
     gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    state: StatePlace = "host" if "host" in memory else "device"
+    state: StateMemory = "host" if "host" in memory else "device"
     syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS, gradients, state) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
@@ -456,7 +456,7 @@ def test_state_in_host_memory_gives_the_same_bits_and_continues_from_either_plac
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_moves_between_host_memory_and_device_in_the_middle_of_a_run(dtype: torch.dtype) -> None:
-    def run(*places: StatePlace) -> ShardState:
+    def run(*places: StateMemory) -> ShardState:
         shards: list[ShardState] | None = None
         for number, place in enumerate(places):
             model = copy.deepcopy(START).to(dtype)

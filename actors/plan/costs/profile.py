@@ -12,8 +12,8 @@ from typing import cast
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
-from actors.plan.costs.flops import flop_coefficients
-from actors.plan.costs.forms import FORMS_OF, Load
+from actors.plan.costs.flops import flop_coefficients, text_cost
+from actors.plan.costs.forms import FORMS_OF, JOINT, Load, TextCost
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.slices import SlicedBlocks
@@ -25,25 +25,14 @@ from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
-from ops.models.wan.config import WanConfig
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
-# Attention heads of published models: a bag whose degree does not divide them shares heads, and sends more.
-MODEL_HEADS = {
-    "wan2.1-1.3b": 12,
-    "wan2.1-14b": 40,
-    "hunyuan-video-13b": 24,
-    "flux.1": 24,
-    "open-sora-v2": 24,
-    "cogvideox-2b": 30,
-    "cogvideox-5b": 48,
-}
 NEWEST = 9  # measurements of a point that count
-RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
 _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
@@ -51,9 +40,11 @@ _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopp
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
 MOST_DEGREE = 64  # that is planned where nobody names degrees
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
-# A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
+# HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
-    WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True),
+    HunyuanConfig(
+        num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True
+    ),
     400.0,
     vae_flops_per_pixel=2e6,
     text_flops_per_token=1e10,
@@ -156,7 +147,7 @@ class Profile:
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
-    residual: str = "none"  # one of RESIDUALS
+    residual: str = "none"  # or xgboost: trees on what the VAE's fit leaves
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
@@ -168,6 +159,7 @@ class Profile:
     # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
     num_heads: int | None = None
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
+    text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
@@ -235,6 +227,7 @@ class Profile:
             models=fits,
             num_heads=heads,
             sliced=SlicedBlocks.of(dit, fits["dit"]),
+            text_cost=text_cost(dit),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
             gpu_memory_gib=gpu_memory_gib,
@@ -289,6 +282,7 @@ class Profile:
             tokens=tokens,
             degree=degree,
             token_frames=self.tokens(frames, 1, 1),
+            text=self.text_cost,
         )
 
     def price(

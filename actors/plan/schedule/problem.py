@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from actors.plan.costs.needs import TRIES, Samples
 from actors.plan.costs.profile import Profile, refuse_degrees
 from actors.plan.costs.topology import Topology
-from actors.plan.types import MODULES, Cluster, EarlyEncode, Item, Module, PlanError
+from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError
 from ops.degrees import default_degrees
-
-ENCODERS: tuple[Module, ...] = ("text", "vae")
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
 EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples

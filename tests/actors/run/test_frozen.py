@@ -24,8 +24,9 @@ from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
 from ops.sync import trainable
 from ops.waiting import CancelToken
-from tests.actors.exactness import MODEL, train_config
+from tests.actors.exactness import train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
+from tests.families.kit import MODEL
 
 
 def info(worker: str, **frozen: str) -> WorkerInfo:

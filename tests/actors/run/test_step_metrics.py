@@ -15,6 +15,7 @@ from actors.run.step_metrics import LoadHistory, StepFacts, begin_of, loss_by_bu
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
 from ops.geometry import Geometry
+from ops.models.base.flops import joint_flops
 from tests.actors.exactness import make_hosts, one_worker, run_step, train_config
 
 GEOMETRY = Geometry()
@@ -116,7 +117,7 @@ def test_lengths_of_a_step_count_the_text() -> None:
 
 
 def test_flops_are_told_per_step_and_per_worker() -> None:
-    work = DiTWork(layers=2, dim=100, ffn_dim=400, recomputes=True)
+    work = DiTWork(forward=joint_flops(2, 100, 400), recomputes=True)
     forward = 2 * (24 * (8 * 100**2 + 4 * 100 * 400) + 4 * 24**2 * 100) / 1e12
     reports = [report("w0", ran(0, 1), ran(1, 2)), report("w1", ran(0.5, 1))]
     peaked = [replace(one, peak_tflops=1e-3) for one in reports]

@@ -21,8 +21,8 @@ from actors.state.keeper import HeldShard, Keeper
 from actors.state.recovery import CommitLog
 from actors.step import Seat
 from ops.shards import ARRAYS, ShardState, shard_bounds
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import Handle, KeepersHere, Listening, Remote, Writing, collected, snapshot, state_of
+from tests.families.kit import MODEL
 
 TOTAL = 640
 META = {"parameters": []}

@@ -22,8 +22,8 @@ from actors.state.keeper_fleet import Keepers, keeper_nodes
 from actors.state.recovery import CommitLog
 from actors.state.run_state import RunState, Stuck
 from ops.shards import ShardState
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import Listening, Remote, collected, state_of
+from tests.families.kit import MODEL
 
 ROOM = ("host", 1 << 40)
 GONE = ray.exceptions.ActorUnschedulableError("its node is gone")

@@ -18,8 +18,8 @@ from actors.state.run_state import Stuck
 from actors.state.survivors import Survivors
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import Handle, KeepersHere, Writing, collected, snapshot, source_of, state_of
+from tests.families.kit import MODEL
 
 ANOTHER_POSITION = {"step": 3}
 

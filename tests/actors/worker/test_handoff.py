@@ -21,8 +21,9 @@ from data.cache import Cache
 from data.config import CacheConfig
 from ops.comm import Group
 from ops.geometry import Geometry
-from tests.actors.exactness import MODELS, items_of, make_hosts, one_worker, run_step, train_config
+from tests.actors.exactness import items_of, make_hosts, one_worker, run_step, train_config
 from tests.actors.fakes import step_items
+from tests.families.registry import MODELS
 from tests.ops.conftest import _run_ranks as on_ranks
 
 GEOMETRY = Geometry(vae_stride=(4, 8, 8))
