@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.config import PlannerConfig, TrainConfig
+from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import DeviceSpeed, device_speed
@@ -48,6 +49,7 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, de
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device)
             profile.sliced, profile.num_heads = assumed.sliced, None
+        profile.row_bytes = exchange_seconds(model.dit, 1.0)
         degrees = profile.candidate_degrees("dit")
     else:
         profile = flop_profile(model, geometry, device)

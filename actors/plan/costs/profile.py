@@ -12,13 +12,13 @@ from typing import cast
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
-from actors.plan.costs.flops import flop_coefficients
-from actors.plan.costs.forms import FORMS_OF, Load
+from actors.plan.costs.flops import exchange_seconds, flop_coefficients
+from actors.plan.costs.forms import FORMS, FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, SpanningPoint, SpreadCascade, cross_of_spread
-from actors.plan.costs.topology import CrossNode
+from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.degrees import exchanged
@@ -158,6 +158,8 @@ class Profile:
     extrapolate: bool = True
     residual: str = "none"  # one of RESIDUALS
     cross_node: CrossNode = field(default_factory=CrossNode)
+    cross_island: CrossIsland = field(default_factory=CrossIsland)
+    row_bytes: float = 0.0  # that a row of the DiT's bags takes, which a member sends, in training; 0: not known
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured
@@ -234,6 +236,7 @@ class Profile:
             source="FLOP model",
             models=fits,
             num_heads=heads,
+            row_bytes=exchange_seconds(dit, 1.0),
             sliced=SlicedBlocks.of(dit, fits["dit"]),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
@@ -337,6 +340,27 @@ class Profile:
             load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
             return self.cross_node.sending(load.sent, degree - 1)
         share = self.cross_node.penalty
+        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        return share * seconds if seconds is not None else 0.0
+
+    def detour(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        degree: int,
+        text_tokens: int = 0,
+        island_gbps: float = 0.0,
+    ) -> float:
+        """Seconds that a bag inside a node takes more in more NVLink islands than it has to use: as the profile says,
+        or by what its members send where a GPU sends `island_gbps` GB/s to another island. 0 where nobody knows."""
+        if degree == 1:
+            return 0.0
+        if module == "dit" and (row_s := self.cross_island.row_s or self._island_row_s(island_gbps)):
+            return row_s * self.load_of(module, batch, frames, height, width, degree, text_tokens).sent
+        share = self.cross_island.penalty
         seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
         return share * seconds if seconds is not None else 0.0
 
@@ -692,6 +716,14 @@ class Profile:
             return seconds / self.cross_node.factor(overlap)
         more = self.cross_node.fall(overlap) * self.penalty("dit", *key[1:], text_tokens)
         return max(seconds - more, _LEAST * seconds)
+
+    def _island_row_s(self, island_gbps: float) -> float:
+        """Seconds that a row takes more at this bandwidth than the cost model says it does inside an island."""
+        model = self.model_of("dit")
+        if not (island_gbps and self.row_bytes and model):
+            return 0.0
+        inside = self.exchange_s or dict(zip(FORMS[model.form].names, model.coefficients)).get("comm", 0.0)
+        return max(0.0, self.row_bytes / (1e9 * island_gbps) - inside)
 
     def _spread(
         self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP
