@@ -90,6 +90,7 @@ class GpuPlace:
     """Where a worker's GPU sits in its node. What nobody knows is None or empty."""
 
     index: int | None = None  # in its node, by PCI address, as nvidia-smi counts
+    count: int = 0  # of GPUs in its node; 0: not known
     pci: str = ""  # address, such as 0000:18:00.0
     bridges: tuple[str, ...] = ()  # between it and the CPU, the host bridge first
     numa: int | None = None  # memory node
@@ -97,6 +98,25 @@ class GpuPlace:
     rail: str = ""  # network of its NIC, by a letter: A is that of the node's first NIC that a GPU uses
     nic: str = ""  # the NIC that it uses, such as mlx5_0
     nic_hops: int = 0  # how far that is, as `hops_between`
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is."""
+        return self != GpuPlace()
+
+    def __str__(self) -> str:
+        """As people read it: `gpu 3, numa 0, island A, rail B (mlx5_1)`."""
+        nic = f" ({self.nic})" if self.nic else ""
+        told = (
+            ("gpu", self.index),
+            ("numa", self.numa),
+            ("island", self.island or None),
+            ("rail", f"{self.rail}{nic}" if self.rail else None),
+        )
+        return ", ".join(f"{name} {value}" for name, value in told if value is not None)
+
+
+UNKNOWN_PLACE = GpuPlace()
 
 
 class OnPci(Protocol):

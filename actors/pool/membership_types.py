@@ -58,6 +58,7 @@ class Joined:
 
     worker: int
     node: str
+    gpu: int = 0  # index of its GPU there: workers of a node are ranked by it, else in the order in which they came
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,6 +279,7 @@ class Member:
     node: str
     phase: Phase
     since: float  # when the phase began
+    gpu: int = 0  # index on its node
     leaving: str = ""  # why it leaves
     suspected_at: float | None = None
     suspicion: str = ""

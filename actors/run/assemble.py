@@ -39,6 +39,7 @@ from actors.run.controller import Controller, LookPace
 from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
+from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
 from actors.run.skips import Skips, skipped_before
 from actors.run.step_metrics import StepAccount
@@ -172,6 +173,8 @@ def put_together(
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
         asides=turns,
+        given=GivenCluster(config.cluster),
+        tell=events.tell,
         state_gib=state_gib,
     )
     generations = GenerationManager(

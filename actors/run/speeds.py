@@ -51,20 +51,21 @@ class Speeds:
                 count = min(count + 1, _NEWEST)
                 self._known[report.worker, work] = mean + (math.log(seconds) - mean) / count, count
 
-    def factors(self, workers: Sequence[str]) -> tuple[float, ...]:
-        """Speed of each worker beside the median one, 1 for normal and for who is not known yet; empty when all are."""
+    def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
+        """Speed of each worker beside the median one, 1 for normal; of who is not known yet the `expected` one, by
+        default 1. Empty when all are 1."""
+        told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)
         if len(known) < max(2, len(workers) / 2):
-            return ()
-        middle = statistics.median(known.values())
+            known = {}
+        middle = statistics.median(known.values()) if known else 0.0
         for worker, speed in known.items():
             found = max(math.exp(speed - middle), 0.1)
-            told = self._told.get(worker, 1.0)
             if abs(found - 1) < _NOTICEABLE:
                 self._told[worker] = 1.0
-            elif abs(found - told) > _STAYS:
+            elif abs(found - told.get(worker, 1.0)) > _STAYS:
                 self._told[worker] = round(found, 2)
-        factors = tuple(self._told.get(worker, 1.0) for worker in workers)
+        factors = tuple((told | self._told).get(worker, 1.0) for worker in workers)
         return factors if any(speed != 1.0 for speed in factors) else ()
 
     def _fitted(self, workers: Sequence[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.plan.types import Cluster, PlanError, places_in
+from app.settings.config import RunConfig
 from ops.ranges import between, check_numbers
 from ops.typed import ConfigError, build, parse
 
@@ -93,6 +94,25 @@ class ClusterFile:
             memory_gib=self.memory_gib,
             host_gib=self.host_gib,
         )
+
+
+def cluster_of(config: RunConfig) -> Cluster:
+    """What a preview plans for: `workers.cluster`, else one node of `workers.max`. Raises ConfigError."""
+    return read_cluster(config.workers.cluster) if config.workers.cluster else Cluster(nodes=(config.workers.max,))
+
+
+def given_cluster(config: RunConfig) -> Cluster | None:
+    """`workers.cluster` of a run; None where it names none. Raises ConfigError, also where it has too few GPUs for
+    `workers.max`."""
+    if not config.workers.cluster:
+        return None
+    found = read_cluster(config.workers.cluster)
+    if config.workers.max > found.num_workers:
+        raise ConfigError(
+            f"workers.max is {config.workers.max}, and workers.cluster {config.workers.cluster} has "
+            f"{found.num_workers} GPUs. Lower workers.max, or describe all nodes."
+        )
+    return found
 
 
 def read_cluster(spec: str) -> Cluster:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
+from app.inputs.cluster import given_cluster
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
 from app.records.trackers import check_installed
@@ -27,6 +28,7 @@ from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     RayGone,
     check_capacity,
+    check_nodes,
     connect,
     is_on_a_cluster,
     joined,
@@ -67,6 +69,7 @@ def train(
     """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start."""
     config = from_here(RunConfig.load(config_path, overrides))
     check_installed(config.track)
+    given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)
     if is_inner() or is_on_a_cluster():
         return _run(config, resume=resume, overwrite=overwrite)
@@ -91,6 +94,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         make_missing(config.data.sources)
         try:
             connect(config)
+            check_nodes(config)
             config = _with_limits(config)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
@@ -126,7 +130,8 @@ def _with_limits(config: RunConfig) -> RunConfig:
         return config
     model, geometry = resolve(config.model)
     profile = profile_of(config.planner, model, geometry, device_of(config.workers))
-    found, fit = with_limits(config, model, geometry, profile, Cluster(nodes=(gpus_of_a_node(),)))
+    cluster = given_cluster(config) or Cluster(nodes=(gpus_of_a_node(),))
+    found, fit = with_limits(config, model, geometry, profile, cluster)
     for name, limits in ((name, batch_limits(found)[name]) for name in before):
         source = ""
         if fit is not None and name == "data.batch":
@@ -214,7 +219,11 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
         loop,
         train_loop_config=dict(
             ControllerStart(
-                yaml=config.to_yaml(), run_dir=str(folder), token=token, changes=[str(change) for change in changes]
+                yaml=config.to_yaml(),
+                run_dir=str(folder),
+                token=token,
+                changes=[str(change) for change in changes],
+                cluster=given_cluster(config),
             )
         ),
         torch_config=TorchConfig(backend="gloo"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
-from actors.plan.types import Cluster, GpuPlace, hops_between, refuse_below
+from actors.plan.types import UNKNOWN_PLACE, Cluster, GpuPlace, hops_between, refuse_below
 
 _APART = 0.3  # overlaps of rails that say how the penalty falls with them
 _OTHER_ISLAND = 5  # beyond the farthest of PCIe's classes
@@ -93,7 +93,7 @@ class Topology:
         self.node = [node for node, count in enumerate(cluster.nodes) for _ in range(count)]
         first = [sum(cluster.nodes[:node]) for node in range(len(cluster.nodes))]
         self.workers = [list(range(first[node], first[node] + count)) for node, count in enumerate(cluster.nodes)]
-        places = cluster.places or (GpuPlace(),) * self.num_workers
+        places = cluster.places or (UNKNOWN_PLACE,) * self.num_workers
         self.rail = _rails(places, [w - first[node] for w, node in enumerate(self.node)], cross_node.rails_per_node)
         self.nic_hops = [place.nic_hops for place in places]
         self.islands = [_islands(places, workers) for workers in self.workers]
