@@ -42,6 +42,7 @@ from actors.run.generations import GenerationManager
 from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
 from actors.run.skips import Skips, skipped_before
+from actors.run.speeds import Speeds
 from actors.run.step_metrics import StepAccount
 from actors.run.waits import StepWaits
 from actors.state.assemble import assemble_state
@@ -132,6 +133,7 @@ def start_controller(
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
         state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+        speeds=Speeds(bags=not model.dit.spatial_temporal),
         recalibration=recalibration,
         asides=asides,
     )
@@ -154,6 +156,7 @@ def put_together(
     new_store: Callable[[], Rendezvous],
     account: StepAccount,
     skips: Skips,
+    speeds: Speeds | None = None,
     measured: bool = True,
     state_gib: float = 0.0,
     recalibration: Recalibration | None = None,
@@ -201,6 +204,7 @@ def put_together(
         skips=skips,
         ending=ending,
         asides=turns,
+        speeds=speeds or Speeds(),
         recalibration=recalibration,
         pace=pace or LookPace(),
     )
