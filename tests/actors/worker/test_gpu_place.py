@@ -116,7 +116,8 @@ def test_lists_of_cards_mean_what_they_mean_to_nccl(choice: str, names: str) -> 
 
 def test_every_gpu_of_a_dgx_has_its_own_rail(dgx: Sysfs) -> None:
     found = [
-        placed(gpu.address, "", AskedNode(root=dgx.root, smi=lambda asked: "", environment={})) for gpu in gpus(dgx.root)
+        placed(gpu.address, "", AskedNode(root=dgx.root, smi=lambda asked: "", environment={}))
+        for gpu in gpus(dgx.root)
     ]
     assert [place.index for place in found] == list(range(8)) and {place.count for place in found} == {8}
     assert "".join(place.rail for place in found) == "ABCDEFGH"
