@@ -186,7 +186,9 @@ def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatc
 def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
     board = json.loads((ROOT / "docker/grafana/heddle.json").read_text())
     values = dict.fromkeys(("mfu", "hfu", "corr_tokens", "corr_load"), 0.5) | {"loss": 1.0, "step_s": 1.0, "workers": 2}
-    values |= {"tflops_by_worker": {"w0": 1.0}, "wait_sync_by_worker": {"w0": 1.0}}  # type: ignore[dict-item]
+    of_workers = ("tflops", "mfu", "hfu", "wait_sync", "exposed")
+    values |= {f"{name}_by_worker": {"w0": 1.0} for name in of_workers}  # type: ignore[misc]
     gauges = {f"ray_{gauge_of(tag)[0]}" for tag, _ in scalars(line(0, **values))}
     asked = {target["expr"].partition("{")[0] for panel in board["panels"] for target in panel["targets"]}
     assert asked and asked <= gauges
+    assert {f"ray_heddle_workers_{name}" for name in of_workers} <= asked
