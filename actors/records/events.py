@@ -381,6 +381,15 @@ class BatchesResized(RunEvent, event="batches"):
         return f"{what}: {listed}{more} (measured costs, {target})"
 
 
+class DeviceAssumed(RunEvent, event="device_assumed"):
+    """Nobody knows how fast the workers' GPUs are: what the first plans count on."""
+
+    why: str
+
+    def describe(self) -> str:
+        return f"warning: {self.why}"
+
+
 class ProfileRefused(RunEvent, event="profile_refused"):
     """What an earlier start of the run has learned of costs does not hold here; it is learned anew."""
 

@@ -25,14 +25,15 @@ from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
 from actors.planning.memory import clips_of, forecast
-from actors.planning.options import profile_of, tell_updates
+from actors.planning.options import assumption, profile_of, tell_updates
+from actors.pool.device import WorkersDevice, workers_device
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, RayPool, device_of, start_monitor, uses_gpu, weights_bytes
+from actors.pool.workers import Pool, RayPool, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, gpus_of_a_node, node_address
-from actors.records.events import ProfileRefused
+from actors.records.events import DeviceAssumed, ProfileRefused
 from actors.run.asides import AsideSource, AsideTurns, NoAsides
 from actors.run.committer import Committer
 from actors.run.controller import Controller, LookPace
@@ -76,12 +77,15 @@ def start_controller(
     model, geometry = resolve(config.model)
     check_weights(model)
     monitor = start_monitor(run)
-    device = device_of(config.workers)
+    found = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
+    device = found.name
     setting = setting_of(model, device)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
     if profile is None:
-        profile = profile_of(config.planner, model, geometry, device)
+        profile = profile_of(config.planner, model, geometry, device, found.measured)
+        if found.assumed and not config.planner.profile:
+            events.tell(DeviceAssumed(why=assumption(device)))
         if uses_gpu(config.workers) or config.workers.memory_gib:
             profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
     tell_updates(profile, config.train, model, device)
@@ -93,7 +97,7 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
-    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
+    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device, found.measured), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),

@@ -131,3 +131,5 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
     print(f"          {config.train.steps} steps take about {whole * config.train.steps / 60:.1f} minutes")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")
+        for note in inputs.profile.notes:
+            print(f"          {note}")

@@ -56,6 +56,8 @@ from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 if TYPE_CHECKING:
     from ray.train import Result
 
+    from actors.pool.device import WorkersDevice
+
 log = logging.getLogger(__name__)
 
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
@@ -95,9 +97,11 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         try:
             connect(config)
             check_nodes(config)
-            config = _with_limits(config)
+            device = _device(config, folder)
+            config = _with_limits(config, device)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
+            device.keep(folder)
             (folder / OUTCOME).unlink(missing_ok=True)
             joined().write(folder)
             predecessor.release()
@@ -117,11 +121,21 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
     return outcome.code
 
 
-def _with_limits(config: RunConfig) -> RunConfig:
+def _device(config: RunConfig, folder: Path) -> WorkersDevice:
+    """What the workers compute on; a note where plans have to assume how fast that is."""
+    from actors.planning.options import assumption
+    from actors.pool.device import workers_device
+
+    found = workers_device(config, folder)
+    if found.assumed and not config.planner.profile:
+        _note(assumption(found.name))
+    return found
+
+
+def _with_limits(config: RunConfig, device: WorkersDevice) -> RunConfig:
     """Where a `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
     from actors.planning.batching import seconds_of
     from actors.planning.options import profile_of
-    from actors.pool.workers import device_of
     from actors.ray_calls import gpus_of_a_node
     from ops.models.folders import resolve
 
@@ -129,7 +143,7 @@ def _with_limits(config: RunConfig) -> RunConfig:
     if not before:
         return config
     model, geometry = resolve(config.model)
-    profile = profile_of(config.planner, model, geometry, device_of(config.workers))
+    profile = profile_of(config.planner, model, geometry, device.name, device.measured)
     cluster = given_cluster(config) or Cluster(nodes=(gpus_of_a_node(),))
     found, fit = with_limits(config, model, geometry, profile, cluster)
     for name, limits in ((name, batch_limits(found)[name]) for name in before):

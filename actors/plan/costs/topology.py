@@ -187,9 +187,10 @@ class _Neighbours:
     """Workers of one node, and who of them is near whom."""
 
     def __init__(self, places: Sequence[GpuPlace], workers: Sequence[int]) -> None:
+        own = tuple(places[w] for w in workers)
         self._first = workers[0]
-        self._apart = _hops(tuple(places[w] for w in workers))
-        pairs = {self._apart[one][other] for one, other in combinations(range(len(workers)), 2)}
+        self._apart = _hops(own) if any(place.known for place in own) else ()
+        pairs = {hops for number, row in enumerate(self._apart) for hops in row[:number]}
         self.alike = len(pairs) <= 1  # any workers are as good as any others
         self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
 

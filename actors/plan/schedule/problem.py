@@ -27,7 +27,7 @@ class Mapper:
     """What decides which workers run a cascade. Plans use all of it; its switches are for ablations (Arachne,
     Table III). With none of them, workers are taken by number as they become free."""
 
-    nodes: bool = True  # bags inside one node, or over as few as possible
+    nodes: bool = True  # bags inside one node, there near to each other, or over as few nodes as possible
     rails: bool = True  # bags over several nodes have the same NIC rails on each
     producers: bool = True  # among equally good workers, those that hold the inputs
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import profile_json, read_profile
 from actors.plan.costs.topology import CrossIsland, CrossNode, Topology
 from actors.plan.schedule.check import check
 from actors.plan.schedule.evaluator import cascade_seconds
@@ -18,7 +19,7 @@ from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search.improve import draw_bag
 from actors.plan.strategies.search.space import SearchResult
-from actors.plan.types import Cascade, Cluster, GpuPlace, Item, Part, hops_between, places_in
+from actors.plan.types import Cascade, Cluster, GpuPlace, Item, Part, PlanError, hops_between, places_in
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 
@@ -207,6 +208,15 @@ def test_a_profile_may_say_what_islands_cost() -> None:
     assert seconds(profile, replace(PAIRS, island_gbps=20.0), (1, 2)) == pytest.approx(inside + 1e-6 * rows)
     profile.cross_island = CrossIsland(penalty=0.25)
     assert seconds(profile, PAIRS, (1, 2)) == pytest.approx(1.25 * inside)
+
+
+def test_a_profile_file_keeps_what_islands_cost() -> None:
+    profile = Profile(degrees={"dit": (1, 2)}, cross_island=CrossIsland(penalty=0.25, row_s=1e-6))
+    profile.measure(("dit", 1, 13, 720, 1280, 2), 3.0)
+    again = read_profile(profile_json(profile))
+    assert again.cross_island == profile.cross_island
+    with pytest.raises(PlanError, match="penalty is -1"):
+        read_profile(profile_json(profile) | {"cross_island": {"penalty": -1}})
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "static", "longest_first", "flexsp", "knapsack", "genetic"])
