@@ -214,20 +214,23 @@ class _Neighbours:
         return self._known[key]
 
     def _grown(self, wished: tuple[int, ...], count: int, beside: tuple[int, ...]) -> tuple[int, ...]:
-        place = {worker: number for number, worker in enumerate(wished)}
-        best: tuple[int, list[int], tuple[int, ...]] | None = None
-        for seed in wished:
-            bag, total = [*beside, seed], sum(self.between(seed, other) for other in beside)
-            more = {w: sum(self.between(w, other) for other in bag) for w in wished if w != seed}
-            for _ in range(count - 1):
-                nearest = min(more, key=lambda w: (more[w], place[w]))
-                total += more.pop(nearest)
-                for worker in more:
-                    more[worker] += self.between(worker, nearest)
-                bag.append(nearest)
-            own = bag[len(beside) :]
-            rank = total, sorted(place[w] for w in own), tuple(sorted(own))
-            if best is None or rank < best:
-                best = rank
-        assert best is not None and len(best[2]) == count, f"{count} of {len(wished)} workers"
-        return best[2]
+        rows = [self._apart[w - self._first] for w in wished]
+        columns = [w - self._first for w in wished]
+        base = [sum(row[w - self._first] for w in beside) for row in rows]
+        best: tuple[int, list[int]] | None = None  # how far apart, and who, by place among the wished
+        for seed in range(len(wished)):
+            more, left, own, total = base, list(range(len(wished))), [], 0
+            nearest = seed
+            while True:
+                total += more[nearest]
+                own.append(nearest)
+                left.remove(nearest)
+                if len(own) == count or (best is not None and total > best[0]):
+                    break
+                row = rows[nearest]
+                more = [so_far + row[column] for so_far, column in zip(more, columns)]
+                nearest = min(left, key=more.__getitem__)
+            if len(own) == count and (best is None or (total, sorted(own)) < best):
+                best = total, sorted(own)
+        assert best is not None, f"{count} of {len(wished)} workers"
+        return tuple(sorted(wished[place] for place in best[1]))
