@@ -99,6 +99,7 @@ class Topology:
         self.islands = [_islands(places, workers) for workers in self.workers]
         self.has_islands = any(len(islands) > 1 for islands in self.islands)
         self.near = [_Neighbours(places, workers) for workers in self.workers]
+        self.alike = all(near.alike for near in self.near)  # nobody of a node is nearer to anybody than to others
         self.speed = list(cluster.speed) or [1.0] * self.num_workers
         self.uniform = len(set(self.speed)) <= 1
         self.largest = max(cluster.nodes, default=0)  # bag that a node can hold
@@ -114,7 +115,8 @@ class Topology:
         if known is None:
             spans = self.spans(key)
             fall = self.cross.fall(self.overlap(key)) if spans else 0.0
-            known = fall, not spans and self.strays(key), min(self.speed[w] for w in key)
+            strays = self.has_islands and not spans and self.strays(key)
+            known = fall, strays, min(self.speed[w] for w in key)
             if len(self._places) > _MOST_KNOWN:
                 self._places.clear()
             self._places[key] = known

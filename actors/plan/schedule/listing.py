@@ -166,7 +166,8 @@ class ListSchedule:
             start = max(ready, max(self.free[w] for w in workers), self._handoff_ready(job, workers))
             end = start + self.topology.seconds(workers, seconds, penalty, detour)
             held = len(producers.intersection(workers))
-            return end, self.topology.apart(workers), -held, -sum(self.free[w] for w in workers), workers
+            apart = 0 if self.topology.alike else self.topology.apart(workers)
+            return end, apart, -held, -sum(self.free[w] for w in workers), workers
 
         return min(bags, key=rank)
 
