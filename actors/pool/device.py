@@ -88,7 +88,7 @@ def workers_device(
     if config.planner.profile:
         return WorkersDevice(name="+".join(kinds) or "cuda", kinds=kinds)
     kept = WorkersDevice.kept(folder)
-    if kept is not None and kept.kinds == kinds:
+    if kept is not None and kept.kinds == kinds and kept.name != "cpu" and not kept.assumed:
         return kept
     seen = {kind: (look or look_at)(kind) for kind in kinds or ("",)}
     names = [gpu.name if gpu is not None else kind for kind, gpu in seen.items()]
@@ -100,10 +100,10 @@ def workers_device(
 
 
 def gpu_kinds() -> tuple[str, ...]:
-    """The GPUs that the cluster has now, as Ray names them. Of one that it names twice, as A100 and A100-80G, the
-    longer name."""
+    """The GPUs that the cluster has now, as Ray names them. One that it names twice, as A100 and A100-80G, has the
+    shorter name: profiles are compared with it."""
     found = {name.removeprefix(_KIND) for name in resources(free=False) if name.startswith(_KIND)}
-    return tuple(sorted(kind for kind in found if not any(other.startswith(f"{kind}-") for other in found)))
+    return tuple(sorted(kind for kind in found if kind.rpartition("-")[0] not in found))
 
 
 def look_at(kind: str) -> SeenGpu | None:

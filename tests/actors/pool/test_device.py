@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from actors.config import PlannerConfig, WorkersConfig
 from actors.plan.devices import device_speed
+from actors.planning.learned import refuse_other, setting_of
 from actors.planning.options import profile_of
 from actors.pool import device as device_module
 from actors.pool.device import DEVICE, SeenGpu, WorkersDevice, gpu_kinds, look_at, workers_device
@@ -76,6 +78,26 @@ def test_a_resume_on_the_same_gpus_has_the_same_figures_and_on_others_its_own(
     assert WorkersDevice.kept(tmp_path) is None, "a damaged file"
 
 
+@pytest.mark.parametrize("before", [WorkersDevice(name="cpu"), WorkersDevice(name="cuda")])
+def test_what_was_a_cpu_or_nobody_knew_is_looked_at_again(
+    cluster: dict[str, float], tmp_path: Path, before: WorkersDevice
+) -> None:
+    """The first GPU of an autoscaled cluster comes because it is looked for."""
+    before.keep(tmp_path)
+    looks = Looks()
+    looks.gpus[""] = H100
+    found = workers_device(config_of(workers=WorkersConfig(device="cuda")), tmp_path, looks)
+    assert found.name == H100.name and looks.asked == [""]
+
+
+def test_a_profile_of_an_a100_is_not_refused_for_the_two_names_that_ray_gives_it(cluster: dict[str, float]) -> None:
+    cluster |= {"accelerator_type:A100": 1.0, "accelerator_type:A100-80G": 1.0}
+    profile = profile_of(PlannerConfig(), MODEL, Geometry(), "NVIDIA A100-SXM4-80GB")
+    profile.setting = replace(setting_of(MODEL, "x"), device="NVIDIA A100-SXM4-80GB")
+    (kind,) = gpu_kinds()
+    refuse_other(profile, setting_of(MODEL, kind), "p.json")
+
+
 def test_an_unlisted_gpu_is_priced_by_what_was_measured(cluster: dict[str, float], tmp_path: Path) -> None:
     cluster["accelerator_type:RTX-PRO-7000"] = 1.0
     found = workers_device(config_of(workers=WorkersConfig(device="cuda")), tmp_path, Looks(RTX_PRO_7000=UNLISTED))
@@ -89,8 +111,8 @@ def test_an_unlisted_gpu_is_priced_by_what_was_measured(cluster: dict[str, float
 def test_of_a_mixed_cluster_the_slowest_counts(cluster: dict[str, float], tmp_path: Path) -> None:
     a100 = SeenGpu(name="NVIDIA A100-SXM4-80GB")
     cluster |= {f"accelerator_type:{kind}": 1.0 for kind in ("A100", "A100-80G", "H100")}
-    assert gpu_kinds() == ("A100-80G", "H100"), "Ray names an A100 twice"
-    looks = Looks(A100_80G=a100, H100=SeenGpu(name="NVIDIA H100 80GB HBM3"))
+    assert gpu_kinds() == ("A100", "H100"), "Ray names an A100 twice"
+    looks = Looks(A100=a100, H100=SeenGpu(name="NVIDIA H100 80GB HBM3"))
     found = workers_device(config_of(workers=WorkersConfig(device="cuda")), tmp_path, looks)
     assert found.name == "NVIDIA A100-SXM4-80GB+NVIDIA H100 80GB HBM3" and not found.assumed
     assert seconds(found) == seconds(WorkersDevice(name=a100.name))
